@@ -1,0 +1,205 @@
+"""The configuration: one frozen tree, resolved once.
+
+Owns: every setting, its default, its help text and its check. Promises: an unknown key or a bad value raises ConfigError, which
+names the key and the fix, before any work is done; flags beat the file, the file beats the defaults.
+Must not: read the environment, touch a device, load a model.
+
+A flag is a field's name with dashes (`--chunk-tokens 512`); the YAML file has the same names under their section:
+
+    model: {model: smollm2}
+    scheduler: {policy: multiplex, split: 1}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or wrong; the message names it and says what to write instead."""
+
+
+def positive(name: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{name} is {value}: it must be more than 0")
+
+
+def setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    model: str = setting("smollm2", "a Hugging Face folder, a GGUF file, or a name from `counterpoint models`")
+    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights from --weights-seed, for measuring speed")
+    weights_seed: int = setting(0, "seed of dummy weights")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+        "auto", "weights and maths; auto: the fastest the device has"
+    )
+    max_context_tokens: int | None = setting(None, "prompt and answer together; unset: what model and memory allow")
+    served_name: str | None = setting(None, "the model's name in the API; unset: its own")
+
+    def __post_init__(self) -> None:
+        positive("max_context_tokens", self.max_context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where it runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a usable GPU, else cpu")
+    cores: int | None = setting(None, "CPU cores to use; unset: all that this process may use")
+    kv_memory_bytes: int | None = setting(None, "memory of the KV cache, in bytes; unset: chosen from what is free")
+    kv_pages: int | None = setting(None, "pages of the KV cache, instead of --kv-memory-bytes")
+    kv_cache_dtype: Literal["auto", "fp8"] = setting("auto", "element type of the KV cache")
+    quantization: Literal["none", "fp8"] = setting("none", "weight quantisation")
+    page_tokens: int = setting(16, "tokens in a page of the KV cache")
+
+    def __post_init__(self) -> None:
+        for name in ("cores", "kv_memory_bytes", "kv_pages", "page_tokens"):
+            positive(name, getattr(self, name))
+        if self.kv_pages is not None and self.kv_memory_bytes is not None:
+            raise ConfigError("kv_pages and kv_memory_bytes both set the same pool: give one of them")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who runs when, and where."""
+
+    policy: Literal["serial", "chunked", "multiplex", "auto"] = setting(
+        "auto", "serial: whole prompts first; chunked: mixed batches; multiplex: two lanes; auto: what is best for the load"
+    )
+    chunk_tokens: int = setting(512, "token budget of a mixed batch (chunked)")
+    split: int | None = setting(None, "units (SMs, cores) of the decode lane (multiplex); unset: half on a CPU")
+    layer_group: int | None = setting(None, "layers of a prefill launched at a time (multiplex); unset: chosen by the policy")
+    max_running: int = setting(256, "requests that hold pages at once")
+    max_pass_tokens: int = setting(8192, "prompt tokens in one forward pass")
+    max_preemptions: int = setting(3, "after so many, a request is given all its pages before it runs again")
+    max_bypass_s: float = setting(5.0, "a request that does not fit is overtaken for so long, then pages are kept for it")
+    prefix_cache: bool = setting(True, "reuse pages of equal prompt beginnings")
+    ttft_s: float | None = setting(None, "default target: arrival to first token, seconds")
+    tpot_s: float | None = setting(None, "default target: mean time per output token, seconds")
+    itl_s: float | None = setting(None, "default target: longest gap between two tokens, seconds")
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens", "ttft_s", "tpot_s", "itl_s"):
+            positive(name, getattr(self, name))
+        for name in ("max_preemptions", "max_bypass_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0: a free one, printed")
+    drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
+    event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
+    timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}: it must be 0 to 65535")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelConfig = ModelConfig()
+    device: DeviceConfig = DeviceConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+
+    def replace(self, **flags: Any) -> Config:
+        """A copy with flat settings (`chunk_tokens=256`) put in their sections. Raises ConfigError for an unknown name."""
+        sections = {name: {} for name in SECTIONS}
+        for key, value in flags.items():
+            sections[owner(key)][key] = checked(key, value)
+        return Config(**{name: dataclasses.replace(getattr(self, name), **part) for name, part in sections.items()})
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "device": DeviceConfig,
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+}
+
+
+def from_mapping(tree: Mapping[str, Any], where: str = "config") -> Config:
+    """A Config from a nested mapping (a parsed YAML file). Raises ConfigError naming the first key that is unknown or wrong."""
+    flags: dict[str, Any] = {}
+    for section, part in tree.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"{where}: section {section!r} must be a mapping of settings, not {type(part).__name__}")
+        known = [f.name for f in dataclasses.fields(SECTIONS[section])]
+        for key, value in part.items():
+            if key not in known:
+                raise ConfigError(f"{where}: unknown key {section}.{key}{_hint(key, known)}")
+            flags[key] = value
+    try:
+        return Config().replace(**flags)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def from_file(path: str) -> Config:
+    """Read a YAML file. Raises ConfigError if it can't be read, isn't YAML or has an unknown key."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            tree = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: the file must hold sections ({', '.join(SECTIONS)})")
+    return from_mapping(tree, path)
+
+
+def owner(key: str) -> str:
+    """The section that holds setting `key`."""
+    for name, cls in SECTIONS.items():
+        if key in {f.name for f in dataclasses.fields(cls)}:
+            return name
+    every = [f.name for cls in SECTIONS.values() for f in dataclasses.fields(cls)]
+    raise ConfigError(f"unknown setting {key!r}{_hint(key, every)}")
+
+
+def checked(key: str, value: Any) -> Any:
+    """`value` if it has the type of setting `key`; an int stands for a float. Raises ConfigError."""
+    want = typing.get_type_hints(SECTIONS[owner(key)])[key]
+    options = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif option is float and type(value) in (int, float):
+            return float(value)
+        elif type(value) is option or (option is types.NoneType and value is None):
+            return value
+    names = [
+        "one of " + ", ".join(map(str, typing.get_args(o))) if typing.get_origin(o) is Literal else getattr(o, "__name__", str(o))
+        for o in options
+        if o is not types.NoneType
+    ]
+    raise ConfigError(f"{key} is {value!r}: it must be {' or '.join(names)}")
+
+
+def _hint(key: str, known: Any) -> str:
+    near = difflib.get_close_matches(str(key), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

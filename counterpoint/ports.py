@@ -1,0 +1,73 @@
+"""The four seams of the core, each with at least two implementations from the first day.
+
+Owns: the Protocols. Promises: what is written here is all that the core knows of the outside.
+Must not: import a concrete class.
+
+    Inbox      wall clock (device/wall.py), virtual clock (device/sim.py), recorded log (core/loop.py)
+    Executor   cpu, cuda, sim
+    Policy     serial, chunked, multiplex, auto (core/policy/)
+    Estimator  roofline, fitted (perf/)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from counterpoint.types import Command, Event, Lane, Work
+
+if TYPE_CHECKING:
+    from counterpoint.core.request import Request
+    from counterpoint.core.state import Pass, State
+
+
+class Inbox(Protocol):
+    def get(self) -> tuple[float, Sequence[Event]] | None:
+        """Block until there are events; their arrival time in seconds and the events, or None when there will be no more.
+        The one blocking call of the loop."""
+        ...
+
+
+class Executor(Protocol):
+    def submit(self, command: Command) -> None:
+        """Take a command; never block on the device. A Step's completion comes back through the inbox as StepDone, in order
+        within a lane. Everything that can fail at run time comes back in StepDone.error; raising means the device is lost."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads, free memory. Nothing is in flight."""
+        ...
+
+
+class Estimator(Protocol):
+    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+        """Predicted duration of a step of `work` on `units` units, in seconds, while `beside` = (work, units) runs on other
+        units of the same device (None: alone)."""
+        ...
+
+
+class Fill(NamedTuple):
+    """A policy's wish for a new pass: (request, tokens to compute) pairs, on how many units, and how many layers the first step
+    runs (None: all). The engine grants what pages allow, in this order."""
+
+    picks: Sequence[tuple[Request, int]]
+    units: int
+    layers: int | None = None
+
+
+class Policy(Protocol):
+    """Decides; never launches, allocates or sleeps. Asked at each edge: a lane has room, or a pass stands between layer groups."""
+
+    lanes: tuple[Lane, ...]
+
+    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+        """The order in which waiting requests are offered pages."""
+        ...
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        """What a lane with room should start now; None leaves it idle until the next event."""
+        ...
+
+    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+        """Units and layers of the next step of a pass cut into layer groups; None: not now."""
+        ...

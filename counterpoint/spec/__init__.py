@@ -1,0 +1,5 @@
+"""What a model and a device are, as numbers: no torch, no weights, no driver."""
+
+from counterpoint.spec.model import ModelSpec, RopeSpec
+
+__all__ = ["ModelSpec", "RopeSpec"]
