@@ -1,0 +1,243 @@
+"""The report: from the records of finished requests to one flat result, and a table of several.
+
+Owns: the definition of every metric (docs/bench.md says them in words, with how other tools differ).
+Promises: CUDA, CPU, simulator and HTTP replay are measured by this one function; a failed request is never left out of an SLO share;
+what is undefined is None, never 0.
+Must not: keep a clock, talk to anything, know where a record came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from counterpoint.types import Finish, Record, Slo, Stats
+
+PERCENTILES = (50, 90, 95, 99)
+Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
+
+
+class Latency:
+    """What one completed request's client felt, in seconds.
+
+    `ttft`: arrival to first token. `gaps`: between deliveries; tokens of one instant are one delivery. `tpot`: (last token - first
+    token) / (tokens - 1), None for a one-token reply. `e2e`: arrival to the end.
+    """
+
+    __slots__ = ("e2e", "gaps", "tokens", "tpot", "ttft")
+
+    def __init__(self, record: Record) -> None:
+        times = np.asarray(record.token_s)
+        self.tokens = len(times)
+        self.ttft = float(times[0] - record.arrival_s) if len(times) else None
+        gaps = np.diff(times)
+        self.gaps: NDArray[np.float64] = gaps[gaps > 0]
+        self.tpot = float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else None
+        self.e2e = record.finished_s - record.arrival_s
+
+    @property
+    def longest_gap(self) -> float | None:
+        return float(self.gaps.max()) if len(self.gaps) else None
+
+    def met(self, slo: Slo) -> dict[str, bool]:
+        """Which targets were met. A target on what a one-token reply does not have is met."""
+        return {
+            "ttft": slo.ttft_s is None or (self.ttft is not None and self.ttft <= slo.ttft_s),
+            "tpot": slo.tpot_s is None or self.tpot is None or self.tpot <= slo.tpot_s,
+            "itl": slo.itl_s is None or self.longest_gap is None or self.longest_gap <= slo.itl_s,
+        }
+
+
+def completed(record: Record) -> bool:
+    return record.finish in (Finish.STOP, Finish.LENGTH)
+
+
+def wilson(hits: int, trials: int, z: float = Z_95) -> tuple[float, float] | None:
+    """The Wilson score interval of a share, 95 % unless `z` says else (Wilson, JASA 1927). None for no trials."""
+    if trials == 0:
+        return None
+    share, spread = hits / trials, z * z / trials
+    centre = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def summarise(
+    records: Sequence[Record],
+    *,
+    slo: Slo | Mapping[str, Slo] = Slo(),
+    duration_s: float | None = None,
+    stats: Stats | None = None,
+    stats_before: Stats | None = None,
+    errors: Mapping[str, str] | None = None,
+    lag_s: Sequence[float] = (),
+    detailed: bool = False,
+) -> dict[str, Any]:
+    """One flat result of plain JSON values, with the keys of `vllm bench serve` and ours beside them.
+
+    `records` has every request sent, failed ones too. `slo` holds for all, or by request id. `duration_s`: unset, from the first
+    arrival to the last end. `stats`: the engine's counters at the end; those of `stats_before` are subtracted. `errors`: messages by
+    request id. `lag_s`: how late each request was sent. `detailed` adds a list per request.
+    """
+    done = [r for r in records if completed(r)]
+    latency = {r.id: Latency(r) for r in done}
+    if duration_s is None:
+        duration_s = max((r.finished_s for r in records), default=0.0) - min((r.arrival_s for r in records), default=0.0)
+    result = _volumes(records, done, latency, duration_s)
+    result |= _goodput(records, latency, slo, duration_s)
+    values = list(latency.values())
+    result |= _distribution("ttft", [v.ttft for v in values])
+    result |= _distribution("tpot", [v.tpot for v in values])
+    result |= _distribution("itl", np.concatenate([v.gaps for v in values]) if values else ())
+    result |= _distribution("e2el", [v.e2e for v in values])
+    result |= _distribution("longest_gap", [v.longest_gap for v in values])
+    result |= _engine(records, stats, stats_before)
+    result |= _generator(lag_s)
+    if detailed:
+        result |= _detailed(records, errors or {})
+    return result
+
+
+def _volumes(
+    records: Sequence[Record], done: Sequence[Record], latency: Mapping[str, Latency], duration_s: float
+) -> dict[str, Any]:
+    inputs, outputs = sum(r.prompt_tokens for r in done), sum(v.tokens for v in latency.values())
+    return {
+        "num_prompts": len(records),
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "duration": duration_s,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": _per(len(done), duration_s),
+        "output_throughput": _per(outputs, duration_s),
+        "total_token_throughput": _per(inputs + outputs, duration_s),
+        "max_output_tokens_per_s": _busiest_second(done),
+        "max_concurrent_requests": _most_at_once(records),
+    }
+
+
+def _goodput(
+    records: Sequence[Record], latency: Mapping[str, Latency], slo: Slo | Mapping[str, Slo], duration_s: float
+) -> dict[str, Any]:
+    """Shares are of every request sent: one that failed meets nothing."""
+    met = {"ttft": 0, "tpot": 0, "itl": 0}
+    good, targets = 0, 0
+    for record in records:
+        wanted = slo if isinstance(slo, Slo) else slo.get(record.id, Slo())
+        targets += wanted != Slo()
+        if record.id not in latency:
+            continue
+        here = latency[record.id].met(wanted)
+        good += all(here.values())
+        for name, ok in here.items():
+            met[name] += ok
+    if not targets:
+        return {"request_goodput": None, "slo_attainment": None, "slo_attainment_ci95": None}
+    interval = wilson(good, len(records))
+    return {
+        "request_goodput": _per(good, duration_s),
+        "slo_attainment": good / len(records),
+        "slo_attainment_ci95": list(interval) if interval else None,
+        **{f"slo_attainment_{name}": count / len(records) for name, count in met.items()},
+    }
+
+
+def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None) -> dict[str, Any]:
+    """What the engine did: cached prompt tokens, preemptions, and how its units were split over time."""
+    ran = [r for r in records if completed(r)]
+    prompts = sum(r.prompt_tokens for r in ran)
+    result: dict[str, Any] = {
+        "prefix_hit_share": sum(r.cached_tokens for r in ran) / prompts if prompts else None,
+        "preemptions": sum(r.preemptions for r in records),
+    }
+    if stats is None:
+        return result
+    result["preemptions"] = stats.preemptions - (before.preemptions if before else 0)
+    result["resplits"] = stats.resplits - (before.resplits if before else 0)
+    earlier = {(p, d): seconds for p, d, seconds in before.split_s} if before else {}
+    spent = [(p, d, seconds - earlier.get((p, d), 0.0)) for p, d, seconds in stats.split_s]
+    total = sum(seconds for _, _, seconds in spent)
+    both = sum(seconds for p, d, seconds in spent if p and d)
+    result["split_share"] = [
+        {
+            "prefill_units": p,
+            "decode_units": d,
+            "seconds": seconds,
+            "share": seconds / total if total else None,
+            "share_while_both": seconds / both if p and d and both else None,
+        }
+        for p, d, seconds in sorted(spent)
+        if seconds > 0
+    ]
+    return result
+
+
+LATE_S = 0.05
+
+
+def _generator(lag_s: Sequence[float]) -> dict[str, Any]:
+    """Whether the load generator itself kept time: `degraded` when more than 1 % of requests left over 50 ms late."""
+    if not len(lag_s):
+        return {}
+    p50, p99 = np.percentile(lag_s, [50, 99])
+    return {
+        "p50_send_lag_ms": float(p50) * 1e3,
+        "p99_send_lag_ms": float(p99) * 1e3,
+        "max_send_lag_ms": float(max(lag_s)) * 1e3,
+        "degraded": bool(p99 > LATE_S),
+    }
+
+
+def _detailed(records: Sequence[Record], errors: Mapping[str, str]) -> dict[str, Any]:
+    """Lists with one entry per request, in the order of `records`; seconds."""
+    latency = [Latency(r) for r in records]
+    return {
+        "ids": [r.id for r in records],
+        "start_times": [r.arrival_s for r in records],
+        "input_lens": [r.prompt_tokens for r in records],
+        "cached_lens": [r.cached_tokens for r in records],
+        "output_lens": [v.tokens for v in latency],
+        "ttfts": [v.ttft for v in latency],
+        "itls": [v.gaps.tolist() for v in latency],
+        "latencies": [v.e2e for v in latency],
+        "finish_reasons": [str(r.finish) for r in records],
+        "errors": [errors.get(r.id, "") for r in records],
+    }
+
+
+def _distribution(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """mean, median, std (population), p50 ... p99 (linear interpolation) and max, in milliseconds."""
+    ms = np.array([v for v in seconds if v is not None]) * 1e3
+    keys = ["mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"]
+    if not len(ms):
+        return {f"{key}_{name}_ms": None for key in keys}
+    values = [ms.mean(), np.median(ms), ms.std(), *np.percentile(ms, PERCENTILES), ms.max()]
+    return {f"{key}_{name}_ms": float(value) for key, value in zip(keys, values, strict=True)}
+
+
+def _per(count: float, duration_s: float) -> float | None:
+    return count / duration_s if duration_s > 0 else None
+
+
+def _busiest_second(records: Sequence[Record]) -> float | None:
+    """Most output tokens in one of the seconds counted from the first arrival."""
+    if not records:
+        return None
+    start_s = min(r.arrival_s for r in records)
+    times = np.concatenate([np.asarray(r.token_s) for r in records])
+    return float(np.bincount((times - start_s).astype(np.int64)).max()) if len(times) else None
+
+
+def _most_at_once(records: Sequence[Record]) -> int:
+    """Most requests between arrival and end at any instant; an end and an arrival at the same instant don't overlap."""
+    edges = sorted([(r.arrival_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
+    most = now = 0
+    for _, change in edges:
+        now += change
+        most = max(most, now)
+    return most

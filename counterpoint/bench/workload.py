@@ -1,0 +1,219 @@
+"""The load: what is asked, when, and with which tokens.
+
+Owns: Query, the synthetic generators (arrivals, lengths, prefix groups) and the tokens of a prompt.
+Promises: everything follows from a seed, on every machine; two prompts have equal tokens exactly where their prefix blocks are equal.
+Must not: read a file, keep a clock, know who will answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from counterpoint.types import Slo
+
+Message = tuple[str, str]  # role, content
+Arrivals = Literal["poisson", "gamma", "constant", "once"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Query:
+    """One request of a load, sent `arrival_s` seconds after its start, whether or not others have been answered.
+
+    `prompt_tokens` is the prompt's length. What stands in it is, by what is given:
+    * `prompt`: a text, token ids, or chat messages as (role, content) pairs. For a text not yet tokenised, `prompt_tokens` is an estimate.
+    * else ids made by `prompt_ids`: `prefix_ids` name its first blocks of `block_tokens` tokens (equal ids in front, equal tokens),
+      and what is beyond them is this query's alone.
+    `number` tells the queries of a load apart and stays when others are left out. `session` names the conversation it belongs to.
+    """
+
+    number: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    block_tokens: int = 0
+    prompt: str | tuple[int, ...] | tuple[Message, ...] | None = None
+    session: str = ""
+    slo: Slo = Slo()
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"query {self.number}: prompt_tokens is {self.prompt_tokens}: it must be 1 or more")
+        if self.output_tokens < 1:
+            raise ValueError(f"query {self.number}: output_tokens is {self.output_tokens}: it must be 1 or more")
+        if self.prefix_ids and self.block_tokens < 1:
+            raise ValueError(f"query {self.number}: prefix_ids without block_tokens: say how many tokens a block has")
+
+    @property
+    def id(self) -> str:
+        return f"q{self.number}"
+
+
+# ---------------------------------------------------------------- arrivals
+
+
+def arrival_times(
+    count: int, kind: Arrivals, rate: float, rng: np.random.Generator, burstiness: float = 1.0
+) -> NDArray[np.float64]:
+    """Times of `count` arrivals in seconds, ascending, the first at 0.
+
+    Gaps are gamma-distributed of shape `burstiness`, so their coefficient of variation is 1/sqrt(burstiness); poisson is shape 1,
+    constant its limit. They are scaled so that the mean gap is exactly 1/rate: two seeds offer the same load. once: all at 0.
+    """
+    if kind == "once" or count < 2 or np.isinf(rate):
+        return np.zeros(count)
+    if rate <= 0:
+        raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
+    if burstiness <= 0:
+        raise ValueError(f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)")
+    if kind == "constant":
+        gaps = np.ones(count - 1)
+    else:
+        gaps = rng.gamma(1.0 if kind == "poisson" else burstiness, size=count - 1)
+    times = np.concatenate(([0.0], np.cumsum(gaps)))
+    return times * ((count - 1) / rate / times[-1])
+
+
+# ---------------------------------------------------------------- lengths
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of lengths in tokens: constant `mean`; uniform in mean·(1 ± spread); or lognormal of that mean whose logarithm has
+    standard deviation `spread`. Every draw is at least 1 and at most `most`."""
+
+    mean: float
+    kind: Literal["constant", "uniform", "lognormal"] = "constant"
+    spread: float = 0.5
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean < 1:
+            raise ValueError(f"mean length is {self.mean}: it must be 1 token or more")
+        if self.spread < 0 or (self.kind == "uniform" and self.spread > 1):
+            raise ValueError(f"spread is {self.spread}: it must be 0 or more, and at most 1 for uniform lengths")
+
+    def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        if self.kind == "constant":
+            values = np.full(count, self.mean)
+        elif self.kind == "uniform":
+            values = rng.uniform(self.mean * (1 - self.spread), self.mean * (1 + self.spread), size=count)
+        else:
+            values = rng.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, size=count)
+        return np.clip(np.rint(values), 1, self.most).astype(np.int64)
+
+
+# ---------------------------------------------------------------- prefix groups
+
+GROUP_BLOCK_TOKENS = 16  # a page, so that what is common can be found in a page-wise prefix cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixGroups:
+    """`count` groups; a request belongs to one at random, and the first `share` of its prompt (in whole blocks of 16 tokens) is a
+    beginning of that group's common text."""
+
+    count: int
+    share: float
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"prefix groups: {self.count}: there must be 1 or more")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"prefix share is {self.share}: it must be 0 to 1")
+
+    def blocks(self, prompt_tokens: int, group: int) -> tuple[int, ...]:
+        whole = int(prompt_tokens * self.share) // GROUP_BLOCK_TOKENS
+        return tuple(range(group << 32, (group << 32) + whole))
+
+
+def synthetic(
+    count: int,
+    prompt: Lengths,
+    output: Lengths,
+    *,
+    arrivals: Arrivals = "poisson",
+    rate: float = 1.0,
+    burstiness: float = 1.0,
+    groups: PrefixGroups | None = None,
+    seed: int = 0,
+) -> list[Query]:
+    """A made load of `count` queries, in order of arrival."""
+    rng = np.random.default_rng(seed)
+    times = arrival_times(count, arrivals, rate, rng, burstiness)
+    prompts, outputs = prompt.draw(count, rng), output.draw(count, rng)
+    group = rng.integers(groups.count if groups else 1, size=count)
+    return [
+        Query(
+            number=i,
+            arrival_s=float(times[i]),
+            prompt_tokens=int(prompts[i]),
+            output_tokens=int(outputs[i]),
+            prefix_ids=groups.blocks(int(prompts[i]), int(group[i])) if groups else (),
+            block_tokens=GROUP_BLOCK_TOKENS if groups else 0,
+            session=f"group{group[i]}" if groups else "",
+        )
+        for i in range(count)
+    ]
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The token ids [first, last) that made prompts are drawn from. The default holds ordinary tokens of every common vocabulary:
+    control tokens stand below 1,000 or above 30,000."""
+
+    first: int = 1_000
+    last: int = 30_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise ValueError(f"token ids {self.first}:{self.last}: the range is empty or negative")
+
+    @classmethod
+    def within(cls, vocab: int) -> TokenRange:
+        """The default range cut to a vocabulary of `vocab` ids; of a small one, the upper three quarters."""
+        return cls(min(1_000, vocab // 4), min(30_000, vocab))
+
+
+def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -> tuple[int, ...]:
+    """The prompt of `query` as token ids. Explicit ids are given as they are; a text or messages raise ValueError.
+
+    The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query number, p) beyond the blocks: nothing is stored,
+    and equal leading blocks give equal tokens. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, section 5).
+    """
+    if query.prompt is not None:
+        if isinstance(query.prompt, str) or (query.prompt and isinstance(query.prompt[0], tuple)):
+            raise ValueError(f"query {query.number} is a text: it must be tokenised first (--tokenizer)")
+        return tuple(t for t in query.prompt if isinstance(t, int))
+    position = np.arange(query.prompt_tokens, dtype=np.uint64)
+    known = min(query.prompt_tokens, len(query.prefix_ids) * query.block_tokens)
+    stream = np.full(query.prompt_tokens, np.uint64(2 * query.number + 1))
+    if known:
+        blocks = np.asarray(query.prefix_ids, dtype=np.uint64) * np.uint64(2)
+        stream[:known] = np.repeat(blocks, query.block_tokens)[:known]
+        position[:known] %= np.uint64(query.block_tokens)
+    word = _mix(_mix(stream ^ _mix(np.array([seed], dtype=np.uint64))) + position)
+    return tuple((np.uint64(tokens.first) + word % np.uint64(tokens.last - tokens.first)).tolist())
+
+
+def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def offered_rate(queries: Sequence[Query]) -> float:
+    """Requests per second between the first and the last arrival; infinite when all arrive at once."""
+    if len(queries) < 2:
+        return float("inf")
+    span_s = queries[-1].arrival_s - queries[0].arrival_s
+    return (len(queries) - 1) / span_s if span_s > 0 else float("inf")
