@@ -1,8 +1,8 @@
 """The report: from the records of finished requests to one flat result, and a table of several.
 
 Owns: the definition of every metric (docs/bench.md says them in words, with how other tools differ).
-Promises: CUDA, CPU, simulator and HTTP replay are measured by this one function; a failed request is never left out of an SLO share;
-what is undefined is None, never 0.
+Promises: CUDA, CPU, simulator and HTTP replay are measured by this one function; a failed request is never left out of an SLO
+share; what is undefined is None, never 0.
 Must not: keep a clock, talk to anything, know where a record came from.
 """
 
@@ -80,8 +80,8 @@ def summarise(
     """One flat result of plain JSON values, with the keys of `vllm bench serve` and ours beside them.
 
     `records` has every request sent, failed ones too. `slo` holds for all, or by request id. `duration_s`: unset, from the first
-    arrival to the last end. `stats`: the engine's counters at the end; those of `stats_before` are subtracted. `errors`: messages by
-    request id. `lag_s`: how late each request was sent. `detailed` adds a list per request.
+    arrival to the last end. `stats`: the engine's counters at the end, from which those of `stats_before` are subtracted.
+    `errors`: messages by request id. `lag_s`: how late each request was sent. `detailed` adds a list per request.
     """
     done = [r for r in records if completed(r)]
     latency = {r.id: Latency(r) for r in done}

@@ -1,7 +1,7 @@
 """The load: what is asked, when, and with which tokens.
 
 Owns: Query, the synthetic generators (arrivals, lengths, prefix groups) and the tokens of a prompt.
-Promises: everything follows from a seed, on every machine; two prompts have equal tokens exactly where their prefix blocks are equal.
+Promises: everything follows from a seed, on every machine; two prompts begin alike exactly as far as their prefix blocks do.
 Must not: read a file, keep a clock, know who will answer.
 """
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from counterpoint.types import Slo
 
 Message = tuple[str, str]  # role, content
+NO_TARGET = Slo()
 Arrivals = Literal["poisson", "gamma", "constant", "once"]
 
 
@@ -25,9 +26,9 @@ class Query:
     """One request of a load, sent `arrival_s` seconds after its start, whether or not others have been answered.
 
     `prompt_tokens` is the prompt's length. What stands in it is, by what is given:
-    * `prompt`: a text, token ids, or chat messages as (role, content) pairs. For a text not yet tokenised, `prompt_tokens` is an estimate.
-    * else ids made by `prompt_ids`: `prefix_ids` name its first blocks of `block_tokens` tokens (equal ids in front, equal tokens),
-      and what is beyond them is this query's alone.
+    * `prompt`: a text, token ids, or chat messages as (role, content) pairs; if not ids, `prompt_tokens` is an estimate.
+    * else ids made by `prompt_ids`: `prefix_ids` name its first blocks of `block_tokens` tokens (equal ids in front, equal
+      tokens), and what is beyond them is this query's alone.
     `number` tells the queries of a load apart and stays when others are left out. `session` names the conversation it belongs to.
     """
 
@@ -39,7 +40,7 @@ class Query:
     block_tokens: int = 0
     prompt: str | tuple[int, ...] | tuple[Message, ...] | None = None
     session: str = ""
-    slo: Slo = Slo()
+    slo: Slo = NO_TARGET
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -84,8 +85,8 @@ def arrival_times(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens: constant `mean`; uniform in mean·(1 ± spread); or lognormal of that mean whose logarithm has
-    standard deviation `spread`. Every draw is at least 1 and at most `most`."""
+    """A distribution of lengths in tokens: constant `mean`; uniform in mean·(1 ± spread); or lognormal of that mean, whose
+    logarithm has standard deviation `spread`. Every draw is at least 1 and at most `most`."""
 
     mean: float
     kind: Literal["constant", "uniform", "lognormal"] = "constant"
@@ -186,8 +187,8 @@ class TokenRange:
 def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -> tuple[int, ...]:
     """The prompt of `query` as token ids. Explicit ids are given as they are; a text or messages raise ValueError.
 
-    The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query number, p) beyond the blocks: nothing is stored,
-    and equal leading blocks give equal tokens. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, section 5).
+    The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query number, p) beyond the blocks:
+    nothing is stored, and equal blocks give equal tokens. The hash is SplitMix64's (Steele, Lea, Flood, OOPSLA 2014, section 5).
     """
     if query.prompt is not None:
         if isinstance(query.prompt, str) or (query.prompt and isinstance(query.prompt[0], tuple)):
