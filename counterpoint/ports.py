@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from counterpoint.types import Command, Event, Lane, Work
+from counterpoint.types import Command, Event, Lane, Step, StepDone, Work
 
 if TYPE_CHECKING:
     from counterpoint.core.request import Request
@@ -70,4 +70,8 @@ class Policy(Protocol):
 
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
         """Units and layers of the next step of a pass cut into layer groups; None: not now."""
+        ...
+
+    def observe(self, step: Step, done: StepDone) -> None:
+        """A step has come back: what it took, for policies that learn."""
         ...

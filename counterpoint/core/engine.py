@@ -1,0 +1,484 @@
+"""Engine: the state machine that turns events into commands.
+
+Owns: every request, slot, page and pass. Promises: deterministic (the same events at the same times give the same commands);
+pages are conserved; each request gets exactly its tokens and one finish; the oldest request always advances, so none starves.
+Must not: read a clock, touch a tensor, wait. Time enters with `handle` and `pump`.
+
+Freeing is deferred: a slot and its pages go back only when no pass names them, so nothing in flight reads a reused page.
+
+Room for pages is made in this order: free pages, then evicting cached ones, then preempting the request that is last in rank
+(it is recomputed later, from what the prefix cache still has). A request never preempts one ahead of it, and one preempted
+`max_preemptions` times comes back only with all the pages it can ever need: so preemptions are bounded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+from counterpoint.core.pages import Pages, page_names, root_name
+from counterpoint.core.request import Phase, Request
+from counterpoint.core.state import LaneState, Pass, State
+from counterpoint.core.tally import Tally
+from counterpoint.ports import Fill, Policy
+from counterpoint.types import (
+    Abort,
+    Arrive,
+    Close,
+    Command,
+    Delta,
+    Drop,
+    Event,
+    Finish,
+    Open,
+    Output,
+    Segment,
+    Stats,
+    Step,
+    StepDone,
+    TokenLogprobs,
+    Work,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device and the configuration allow. `overlap`: steps of two lanes may share units (not on a CPU)."""
+
+    pages: int
+    page_tokens: int
+    max_running: int
+    max_context_tokens: int
+    max_pass_tokens: int
+    eos_token_ids: tuple[int, ...]
+    units: int
+    layers: int
+    overlap: bool = False
+    max_preemptions: int = 3
+    max_bypass_s: float = 5.0
+    prefix_cache: bool = True
+
+
+ADMISSION_SCAN = 64  # waiting requests looked at in one pump
+
+
+class Engine:
+    def __init__(self, limits: Limits, policy: Policy) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.pages = Pages(limits.pages)
+        self.state = State(policy.lanes, limits.units, limits.layers, limits.overlap)
+        self.living: dict[str, Request] = {}  # until the client has its finish and nothing in flight names it
+        self.waiting: list[Request] = []  # by rank
+        self.tally = Tally(limits.units)
+        self._slots = list(range(limits.max_running - 1, -1, -1))
+        self._computing: dict[bytes, Request] = {}  # page name -> the running request that will publish it
+        self._commands: list[Command] = []
+        self._outputs: list[Output] = []
+        self._serial = 0
+        self._next_id = 0
+
+    # ------------------------------------------------------------ in
+
+    def handle(self, now: float, event: Event) -> None:
+        """Take one event. Unknown or repeated ids do no harm."""
+        self.tally.advance(now, self.state)
+        if isinstance(event, StepDone):
+            self._step_done(now, event)
+        elif isinstance(event, Arrive):
+            self._arrive(now, event)
+        else:
+            self._abort(now, event)
+
+    def pump(self, now: float) -> list[Command]:
+        """Give every lane that has room its next step; the commands, in the order in which they must be submitted."""
+        for lane in self.state.lanes.values():
+            self._drop_dead(lane)
+        progress = True
+        while progress:
+            self._admit(now)
+            progress = False
+            for lane in self.state.lanes.values():
+                while lane.has_room and self._feed(lane, now):
+                    progress = True
+        commands, self._commands = self._commands, []
+        return commands
+
+    # ------------------------------------------------------------ out
+
+    def take_outputs(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        return not self.living
+
+    def stats(self) -> Stats:
+        return self.tally.stats(
+            waiting=len(self.waiting),
+            running=len(self.state.running),
+            pages_total=self.pages.total,
+            pages_free=self.pages.free,
+            pages_cached=self.pages.cached,
+            page_tokens=self.limits.page_tokens,
+        )
+
+    # ------------------------------------------------------------ events
+
+    def _arrive(self, now: float, arrive: Arrive) -> None:
+        if arrive.id in self.living:
+            return
+        request = Request(arrive, now, self._serial)
+        self._serial += 1
+        problem = self._refusal(arrive)
+        if problem:
+            self._outputs += [Delta(arrive.id, finish=Finish.ERROR, error=problem), request.record(now, Finish.ERROR)]
+            self.tally.finished(Finish.ERROR)
+            return
+        self.living[arrive.id] = request
+        bisect.insort(self.waiting, request, key=lambda r: r.rank)
+
+    def _refusal(self, arrive: Arrive) -> str:
+        prompt, answer, limits = len(arrive.prompt), arrive.sampling.max_tokens, self.limits
+        if not prompt:
+            return "the prompt is empty"
+        if answer < 1:
+            return f"max_tokens is {answer}: it must be at least 1"
+        asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
+        if prompt + answer > limits.max_context_tokens:
+            return f"{asked} the context of {limits.max_context_tokens} tokens"
+        if prompt + answer - 1 > limits.pages * limits.page_tokens:
+            return f"{asked} the KV cache of {limits.pages * limits.page_tokens} tokens"
+        return ""
+
+    def _abort(self, now: float, abort: Abort) -> None:
+        request = self.living.get(abort.id)
+        if request is not None and request.phase is not Phase.DONE:
+            self._finish(request, now, Finish.ABORT)
+
+    def _step_done(self, now: float, done: StepDone) -> None:
+        lane = self.state.lanes[done.lane]
+        step, whole = lane.in_flight.pop(0)
+        if step.id != done.step:
+            raise AssertionError(f"lane {done.lane} finished step {done.step}, but step {step.id} is its oldest")
+        whole.in_flight -= 1
+        self.policy.observe(step, done)
+        self.tally.step(step, done)
+        if done.error:
+            for request in whole.requests:
+                if request.phase is not Phase.DONE:
+                    self._finish(request, now, Finish.ERROR, done.error)
+        if step.last_layer == self.limits.layers:
+            self._pass_done(now, whole, done)
+
+    def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
+        sampled = 0
+        for segment, request in zip(whole.segments, whole.requests, strict=True):
+            request.passes -= 1
+            row = sampled
+            sampled += segment.sample
+            if request.phase is Phase.DONE:
+                if not request.passes:
+                    self._leave(request)
+                continue
+            request.computed = segment.start + segment.tokens
+            self._publish(request)
+            if segment.sample:
+                self._token(request, now, done.tokens[row], done.logprobs[row] if done.logprobs else None)
+            if request.yielding and not request.passes and request.phase is not Phase.DONE:
+                self._preempt(request)
+
+    def _token(self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None) -> None:
+        if token < 0:
+            self._finish(request, now, Finish.ERROR, "the model gave no finite logits for this request")
+            return
+        sampling = request.arrive.sampling
+        first = not request.output
+        request.output.append(token)
+        request.token_s.append(now)
+        request.phase = Phase.DECODE
+        self.tally.generated_tokens += 1
+        finish, stopped_by = None, None
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.limits.eos_token_ids):
+            finish, stopped_by = Finish.STOP, token
+        elif len(request.output) >= sampling.max_tokens:
+            finish = Finish.LENGTH
+        self._outputs.append(
+            Delta(
+                request.id,
+                (token,),
+                logprobs=() if logprobs is None else (logprobs,),
+                finish=finish,
+                stopped_by=stopped_by,
+                cached_tokens=request.cached_tokens if first else 0,
+            )
+        )
+        if finish is not None:
+            self._end(request, now, finish)
+
+    # ------------------------------------------------------------ ends
+
+    def _finish(self, request: Request, now: float, finish: Finish, error: str = "") -> None:
+        """End a request for another reason than its own tokens."""
+        self._outputs.append(Delta(request.id, finish=finish, error=error))
+        self._end(request, now, finish)
+
+    def _end(self, request: Request, now: float, finish: Finish) -> None:
+        self._outputs.append(request.record(now, finish))
+        self.tally.finished(finish)
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        request.phase = Phase.DONE
+        if not request.passes:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """The last trace of a finished request."""
+        del self.living[request.id]
+        self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back slot and pages, if it has them. No pass names the request."""
+        if request.slot < 0:
+            return
+        self._commands.append(Close(request.slot))
+        self._slots.append(request.slot)
+        request.slot = -1
+        self.pages.release(request.pages)
+        request.pages = []
+        self._forget_computing(request)
+        del self.state.running[request.id]
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, at its old rank; its tokens stay."""
+        self._publish(request)
+        self._vacate(request)
+        request.phase = Phase.WAITING
+        request.yielding = False
+        request.scheduled = request.computed = request.published = request.pages_sent = 0
+        request.preemptions += 1
+        self.tally.preemptions += 1
+        bisect.insort(self.waiting, request, key=lambda r: r.rank)
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self, now: float) -> None:
+        """Give slots and prompt pages to waiting requests, in the policy's order. One that does not fit is overtaken by those
+        behind it that do, for at most `max_bypass_s`."""
+        if not self.waiting or not self._slots:
+            return
+        backlog = sum(
+            r.target - r.computed
+            for r in self.state.running.values()
+            if r.phase is Phase.PREFILL and not r.computed and not r.passes
+        )
+        for request in tuple(itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)):
+            if not self._slots or backlog >= self.limits.max_pass_tokens:
+                return
+            admitted = self._try_admit(request, now)
+            if admitted:
+                request.blocked_s = None
+                backlog += request.remaining_prefill
+            elif admitted is False:
+                request.blocked_s = now if request.blocked_s is None else request.blocked_s
+                if now - request.blocked_s >= self.limits.max_bypass_s:
+                    return
+
+    def _try_admit(self, request: Request, now: float) -> bool | None:
+        """True: admitted. False: does not fit. None: another request is computing its prefix, so it waits for that."""
+        limits, size = self.limits, self.limits.page_tokens
+        tokens = request.tokens
+        hits: list[int] = []
+        if limits.prefix_cache:
+            self._name_pages(request, len(tokens) // size)
+            usable = request.names[: (len(tokens) - 1) // size]  # at least one token is computed
+            hits = self.pages.find(usable)
+            if len(hits) < len(usable) and usable[len(hits)] in self._computing:
+                return None
+        all_pages = request.preemptions >= limits.max_preemptions
+        wanted = max(len(tokens), request.most_tokens) if all_pages else len(tokens)
+        fresh = -(-wanted // size) - len(hits)
+        spare = len(self.state.running)  # so that those who run can grow a little
+        if fresh + spare > self.pages.available - self.pages.evictable(hits):
+            return False
+        self.pages.hold(hits)
+        taken = self.pages.take(fresh)
+        assert taken is not None
+        self._enter(request, now, tokens, hits, taken)
+        return True
+
+    def _enter(self, request: Request, now: float, tokens: tuple[int, ...], hits: list[int], taken: list[int]) -> None:
+        size = self.limits.page_tokens
+        self.waiting.remove(request)
+        request.phase = Phase.PREFILL
+        request.slot = self._slots.pop()
+        request.pages = hits + taken
+        request.pages_sent = len(hits)
+        request.target = len(tokens)
+        request.scheduled = request.computed = len(hits) * size
+        request.published = len(hits)
+        self.tally.prefix(len(tokens), request.computed)
+        if request.admitted_s is None:
+            request.admitted_s = now
+            request.cached_tokens = request.computed
+            self.tally.prompt_tokens += len(tokens)
+        for name in request.names[len(hits) :]:
+            self._computing.setdefault(name, request)
+        self.state.running[request.id] = request
+        self._commands.append(Open(request.slot, tokens, len(request.arrive.prompt), tuple(hits), request.arrive.sampling))
+
+    # ------------------------------------------------------------ prefix index
+
+    def _publish(self, request: Request) -> None:
+        """Offer the pages that are now wholly computed to the prefix index."""
+        size = self.limits.page_tokens
+        full = request.computed // size
+        if not self.limits.prefix_cache or full <= request.published:
+            return
+        self._name_pages(request, full)
+        for index in range(request.published, full):
+            name = request.names[index]
+            self.pages.publish(request.pages[index], name)
+            if self._computing.get(name) is request:
+                del self._computing[name]
+        request.published = full
+
+    def _name_pages(self, request: Request, full: int) -> None:
+        """Make sure that the first `full` pages of the request have names."""
+        known, size = request.names, self.limits.page_tokens
+        if len(known) < full:
+            last = known[-1] if known else root_name(request.arrive.salt)
+            known += page_names(request.slice(len(known) * size, full * size), size, last)
+
+    def _forget_computing(self, request: Request) -> None:
+        for name in request.names[request.published :]:
+            if self._computing.get(name) is request:
+                del self._computing[name]
+
+    # ------------------------------------------------------------ lanes
+
+    def _feed(self, lane: LaneState, now: float) -> bool:
+        """Launch one step on a lane that has room; False if there is nothing for it now."""
+        whole = lane.open
+        if whole is not None and not whole.alive:
+            return False  # its steps in flight come back first
+        if whole is None:
+            fill = self.policy.fill(lane.lane, self.state, now)
+            if fill is None:
+                return False
+            whole = self._make_pass(lane, fill)
+            if whole is None:
+                return False
+            self._launch(lane, whole, fill.units, fill.layers or self.limits.layers)
+            return True
+        turn = self.policy.advance(lane.lane, whole, self.state, now)
+        if turn is None:
+            return False
+        self._launch(lane, whole, *turn)
+        return True
+
+    def _make_pass(self, lane: LaneState, fill: Fill) -> Pass | None:
+        """Turn a policy's wish into segments, as far as pages allow."""
+        requests: list[Request] = []
+        segments: list[Segment] = []
+        prefill_tokens = squares = reused = prefills = batch = context = samples = 0
+        for request, tokens in fill.picks:
+            if request.yielding or request.slot < 0:  # preempted to make room for one before it
+                continue
+            start, end = request.scheduled, request.scheduled + tokens
+            if not self._cover(request, end):
+                continue
+            sample = end >= request.target
+            segments.append(Segment(request.slot, start, tokens, sample, tuple(request.pages[request.pages_sent :])))
+            requests.append(request)
+            request.pages_sent = len(request.pages)
+            samples += sample
+            if request.phase is Phase.DECODE:
+                batch += 1
+                context += end
+            else:
+                prefill_tokens += tokens
+                squares += tokens * tokens
+                reused += tokens * start
+                prefills += 1
+            request.scheduled = end
+            request.passes += 1
+            request.lane = lane.lane.id
+        if not segments:
+            return None
+        layers = self.limits.layers
+        work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
+        return Pass(self._new_id(), lane.lane.id, requests, tuple(segments), work)
+
+    def _launch(self, lane: LaneState, whole: Pass, units: int, layers: int) -> None:
+        first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
+        assert last > first and 0 < units <= self.state.free_units(lane.lane), "the policy asked for layers or units there are not"
+        work = whole.work if first == 0 and last == self.limits.layers else _part(whole.work, first, last)
+        step = Step(self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work)
+        whole.cursor = last
+        whole.in_flight += 1
+        lane.open = whole if last < self.limits.layers else None
+        lane.in_flight.append((step, whole))
+        self._commands.append(step)
+        self.tally.note_split(self.state)
+
+    def _drop_dead(self, lane: LaneState) -> None:
+        """Give up a pass that stands between two layer groups if all its requests have ended."""
+        whole = lane.open
+        if whole is None or whole.alive or whole.in_flight:
+            return
+        self._commands.append(Drop(whole.id))
+        lane.open = None
+        for request in whole.requests:
+            request.passes -= 1
+            if not request.passes:
+                self._leave(request)
+
+    def _cover(self, request: Request, tokens: int) -> bool:
+        """Make the block table long enough for `tokens`; may preempt requests that come after this one."""
+        missing = -(-tokens // self.limits.page_tokens) - len(request.pages)
+        while missing > 0:
+            taken = self.pages.take(missing)
+            if taken is not None:
+                request.pages += taken
+                return True
+            if not self._make_room(request):
+                return False
+        return True
+
+    def _make_room(self, request: Request) -> bool:
+        """Preempt the running request of last rank behind `request`. False if there is none (those ahead, or those that
+        hold all their pages, will finish and give pages back) or a pass still names it."""
+        victim = request
+        for other in self.state.running.values():
+            if other.rank > victim.rank and other.phase is not Phase.DONE and other.preemptions < self.limits.max_preemptions:
+                victim = other
+        if victim is request:
+            return False
+        if victim.passes:
+            victim.yielding = True
+            return False
+        self._preempt(victim)
+        return True
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+
+def _part(work: Work, first: int, last: int) -> Work:
+    """The share of a pass's work that layers [first, last) are."""
+    return Work(
+        work.prefill_tokens,
+        work.prefill_squares,
+        work.prefill_reused,
+        work.prefill_requests,
+        work.decode_batch,
+        work.decode_context,
+        work.samples,
+        first,
+        last,
+        work.layers,
+    )

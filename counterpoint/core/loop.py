@@ -1,0 +1,69 @@
+"""The loop that joins an inbox, an engine and an executor, and the event log.
+
+Owns: the order handle, pump, submit, deliver. Promises: one blocking call, `inbox.get()`; a recorded log replayed into a fresh
+engine gives the same commands. Must not: read a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from counterpoint.core.engine import Engine
+from counterpoint.ports import Executor, Inbox
+from counterpoint.types import Command, Event, Output
+
+Deliver = Callable[[list[Output], Engine], None]
+
+
+def run(engine: Engine, inbox: Inbox, executor: Executor, deliver: Deliver, log: EventLog | None = None) -> None:
+    """Until the inbox ends. `deliver` gets the outputs of each turn (maybe none) and must not block."""
+    while (got := inbox.get()) is not None:
+        now, events = got
+        if log is not None:
+            log.write(now, events)
+        for event in events:
+            engine.handle(now, event)
+        for command in engine.pump(now):
+            executor.submit(command)
+        deliver(engine.take_outputs(), engine)
+
+
+class EventLog:
+    """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 (closed by close)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def write(self, now: float, events: Sequence[Event]) -> None:
+        data = self._encode((now, events))
+        self._file.write(len(data).to_bytes(4, "little") + data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: str | Path) -> Iterator[tuple[float, list[Event]]]:
+    """The turns of a log, in order. A half-written last turn is left out."""
+    decode = msgspec.msgpack.Decoder(tuple[float, list[Event]]).decode
+    data = Path(path).read_bytes()
+    at = 0
+    while at + 4 <= len(data):
+        size = int.from_bytes(data[at : at + 4], "little")
+        if at + 4 + size > len(data):
+            return
+        yield decode(data[at + 4 : at + 4 + size])
+        at += 4 + size
+
+
+def replay(engine: Engine, turns: Iterator[tuple[float, list[Event]]]) -> Iterator[list[Command]]:
+    """The commands that a fresh engine gives for each recorded turn."""
+    for now, events in turns:
+        for event in events:
+            engine.handle(now, event)
+        yield engine.pump(now)
+        engine.take_outputs()

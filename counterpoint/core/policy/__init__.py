@@ -1,0 +1,27 @@
+"""The policies: who runs now, on how many units.
+
+Owns: every decision about order, mixing and splits. Promises: each is a pure function of what it is shown and what it has observed.
+Must not: launch, allocate, sleep, or know what kind of device runs.
+"""
+
+from __future__ import annotations
+
+from counterpoint.config import SchedulerConfig
+from counterpoint.core.policy.chunked import Chunked
+from counterpoint.core.policy.multiplex import Multiplex
+from counterpoint.core.policy.serial import Serial
+from counterpoint.ports import Policy
+
+__all__ = ["Chunked", "Multiplex", "Serial", "make_policy"]
+
+
+def make_policy(scheduler: SchedulerConfig, units: int, layers: int, depth: int = 1) -> Policy:
+    """The policy that `scheduler` names, for a device of `units` units and a model of `layers` layers. `depth`: steps that a lane
+    may have in flight."""
+    name = scheduler.policy
+    if name == "serial":
+        return Serial(scheduler.max_pass_tokens, units, depth)
+    if name == "multiplex" and units > 1:
+        split = scheduler.split or units // 2
+        return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
+    return Chunked(scheduler.chunk_tokens, units, depth)

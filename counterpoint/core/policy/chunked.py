@@ -1,0 +1,38 @@
+"""Chunked: every step holds all decodes and fills up to a token budget with pieces of prompts.
+
+Stall-free batching of Sarathi-Serve (Agrawal et al., OSDI'24, section 4.2): decodes are never held back by a prefill, and a step's
+length is bounded by the budget. The baseline that multiplexing must beat.
+
+Owns: nothing. Promises: one lane, all units. Must not: cut a pass by layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from counterpoint.core.policy.pick import chunks
+from counterpoint.core.request import Request
+from counterpoint.core.state import Pass, State
+from counterpoint.ports import Fill
+from counterpoint.types import Lane, Role, Step, StepDone
+
+
+class Chunked:
+    def __init__(self, chunk_tokens: int, units: int, depth: int = 1) -> None:
+        self.lanes = (Lane(0, Role.BOTH, depth),)
+        self.chunk_tokens = chunk_tokens
+        self.units = units
+
+    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+        return waiting
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        picks = [(r, 1) for r in state.decodes(lane)]
+        picks += chunks(state.prefills(lane), self.chunk_tokens - len(picks))
+        return Fill(picks, self.units) if picks else None
+
+    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+        raise AssertionError("chunked passes are never cut")
+
+    def observe(self, step: Step, done: StepDone) -> None:
+        pass

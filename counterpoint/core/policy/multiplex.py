@@ -1,0 +1,84 @@
+"""Multiplex: two lanes side by side, prefill on some units and decode on the others, with a fixed split.
+
+One prefill pass at a time runs in layer groups, so that the split can change inside a prompt (layer-wise prefill: MuxWise,
+ASPLOS'26): with one phase empty, the other gets the whole device at its next step. A layer group is about as long as a decode
+step, learned from the steps that came back, so that units are never away for longer than that.
+
+Owns: the split. Promises: while both phases have work, decode has `split` units and prefill the rest.
+Must not: decode on the prefill lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from counterpoint.core.policy.pick import whole_prompts
+from counterpoint.core.request import Request
+from counterpoint.core.state import Pass, State
+from counterpoint.ports import Fill
+from counterpoint.types import Lane, Role, Step, StepDone
+
+FORGET = 0.2  # weight of the newest step in a moving average
+
+
+class Multiplex:
+    def __init__(
+        self, max_pass_tokens: int, units: int, split: int, layers: int, layer_group: int | None = None, depth: int = 1
+    ) -> None:
+        if not 0 < split < units:
+            raise ValueError(f"split is {split}: the decode lane must get 1 to {units - 1} of the {units} units")
+        self.lanes = (Lane(0, Role.DECODE, depth), Lane(1, Role.PREFILL, depth))
+        self.max_pass_tokens = max_pass_tokens
+        self.units = units
+        self.split = split
+        self.layers = layers
+        self.layer_group = layer_group
+        self._decode_s = 0.0  # a decode step, moving average
+        self._token_layer_unit_s = 0.0  # prefill: seconds x units per token and layer, moving average
+
+    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+        return waiting
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        if lane.role is Role.DECODE:
+            picks = [(r, 1) for r in state.decodes(lane)]
+            units = min(self.split if state.has_prefill else self.units, state.free_units(lane))
+            return Fill(picks, units) if picks and units else None
+        picks = whole_prompts(state.prefills(lane), self.max_pass_tokens)
+        units = self._prefill_units(lane, state)
+        if not picks or not units:
+            return None
+        return Fill(picks, units, self._group(sum(tokens for _, tokens in picks), units))
+
+    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+        units = self._prefill_units(lane, state)
+        return (units, self._group(open_pass.work.prefill_tokens, units)) if units else None
+
+    def observe(self, step: Step, done: StepDone) -> None:
+        took = done.ended_s - done.started_s
+        if took <= 0:
+            return
+        if step.work.decode_batch:
+            self._decode_s = _blend(self._decode_s, took)
+        else:
+            token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
+            self._token_layer_unit_s = _blend(self._token_layer_unit_s, took * step.units / token_layers)
+
+    def _prefill_units(self, lane: Lane, state: State) -> int:
+        """All that decode leaves: its share is kept for it as long as it has requests, in flight or not."""
+        kept = self.split if state.has_decode else 0
+        return min(self.units - kept, state.free_units(lane))
+
+    def _group(self, tokens: int, units: int) -> int:
+        """Layers that take about as long as one decode step: N = ceil(T_decode * L / T_prefill) (MuxWise)."""
+        if self.layer_group:
+            return self.layer_group
+        if not self._decode_s or not self._token_layer_unit_s:
+            return max(1, self.layers // 4)
+        layer_s = self._token_layer_unit_s * tokens / units
+        return max(1, min(self.layers, math.ceil(self._decode_s / layer_s)))
+
+
+def _blend(mean: float, new: float) -> float:
+    return new if not mean else mean + FORGET * (new - mean)

@@ -1,0 +1,34 @@
+"""Serial: prefill first, whole prompts. The naive engine, kept as the reference that every other policy is held against.
+
+Owns: nothing. Promises: one lane, all units; while any prompt waits, no token is decoded. Must not: be anyone's choice for latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from counterpoint.core.policy.pick import whole_prompts
+from counterpoint.core.request import Request
+from counterpoint.core.state import Pass, State
+from counterpoint.ports import Fill
+from counterpoint.types import Lane, Role, Step, StepDone
+
+
+class Serial:
+    def __init__(self, max_pass_tokens: int, units: int, depth: int = 1) -> None:
+        self.lanes = (Lane(0, Role.BOTH, depth),)
+        self.max_pass_tokens = max_pass_tokens
+        self.units = units
+
+    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+        return waiting
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        picks = whole_prompts(state.prefills(lane), self.max_pass_tokens) or [(r, 1) for r in state.decodes(lane)]
+        return Fill(picks, self.units) if picks else None
+
+    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+        raise AssertionError("serial passes are never cut")
+
+    def observe(self, step: Step, done: StepDone) -> None:
+        pass

@@ -1,0 +1,98 @@
+"""Request: the one mutable noun of the core.
+
+Owns: where a request stands. Promises: `computed` <= `scheduled`; what is between them is in flight.
+Must not: be changed by anything but the engine; policies read it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from counterpoint.types import Arrive, Finish, Record
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # holds nothing
+    PREFILL = "prefill"  # holds a slot and pages; computed < target
+    DECODE = "decode"  # one token at a time
+    DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
+
+    arrive: Arrive
+    arrival_s: float
+    serial: int  # order of arrival: breaks ties
+    phase: Phase = Phase.WAITING
+    output: list[int] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
+    scheduled: int = 0
+    computed: int = 0
+    passes: int = 0  # passes not yet complete that name this request
+    lane: int = -1  # of its latest pass
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)  # block table
+    pages_sent: int = 0  # of `pages`, those the executor knows
+    names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
+    published: int = 0  # pages offered to the prefix index
+    cached_tokens: int = 0  # of the prompt, at first admission
+    admitted_s: float | None = None
+    blocked_s: float | None = None  # since when it is first in line and does not fit
+    preemptions: int = 0
+    yielding: bool = False  # to be preempted when its passes are complete
+
+    @property
+    def id(self) -> str:
+        return self.arrive.id
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.arrive.prompt, *self.output)
+
+    def slice(self, start: int, end: int) -> tuple[int, ...]:
+        """tokens[start:end] without building the rest."""
+        prompt = self.arrive.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (*prompt[start:], *self.output[max(0, start - len(prompt)) : end - len(prompt)])
+
+    @property
+    def remaining_prefill(self) -> int:
+        return self.target - self.scheduled
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions it can ever need in the cache (the last token is never fed back)."""
+        return len(self.arrive.prompt) + self.arrive.sampling.max_tokens - 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: higher priority first, then arrival."""
+        return (-self.arrive.priority, self.serial)
+
+    def can_decode(self, lane: int) -> bool:
+        """The next token may be scheduled on `lane` now: nothing is in flight, or one step of the same lane is and the answer
+        is not sure to end with it."""
+        if self.yielding or self.phase is not Phase.DECODE:
+            return False
+        ahead = self.scheduled - self.computed
+        if ahead == 0:
+            return True
+        return ahead == 1 and self.lane == lane and len(self.output) + ahead < self.arrive.sampling.max_tokens
+
+    def record(self, now: float, finish: Finish) -> Record:
+        return Record(
+            id=self.id,
+            arrival_s=self.arrival_s,
+            admitted_s=self.admitted_s,
+            finished_s=now,
+            prompt_tokens=len(self.arrive.prompt),
+            cached_tokens=self.cached_tokens,
+            token_s=tuple(self.token_s),
+            finish=finish,
+            preemptions=self.preemptions,
+        )

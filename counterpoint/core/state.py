@@ -1,0 +1,85 @@
+"""What a policy may look at: the running requests, the lanes, the units in use.
+
+Owns: the running set and the passes. Promises: cheap questions for policies. Must not: be changed by a policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from counterpoint.core.request import Phase, Request
+from counterpoint.types import Lane, Segment, Step, Work
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One forward pass of `requests` (one per segment). Layers [0, cursor) have been launched, `in_flight` steps of it run."""
+
+    id: int
+    lane: int
+    requests: list[Request]
+    segments: tuple[Segment, ...]
+    work: Work  # of all layers
+    cursor: int = 0
+    in_flight: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return any(request.phase is not Phase.DONE for request in self.requests)
+
+
+@dataclass(slots=True, eq=False)
+class LaneState:
+    lane: Lane
+    in_flight: list[tuple[Step, Pass]] = field(default_factory=list)  # in order of launch
+    open: Pass | None = None  # a pass whose last layer has not been launched
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.in_flight) < self.lane.depth
+
+    @property
+    def units(self) -> int:
+        """Units that its steps in flight take."""
+        return max((step.units for step, _ in self.in_flight), default=0)
+
+
+class State:
+    """The engine's running side, as a policy sees it. `units`: of the device. `overlap`: steps of two lanes may share units."""
+
+    def __init__(self, lanes: tuple[Lane, ...], units: int, layers: int, overlap: bool) -> None:
+        self.units = units
+        self.layers = layers
+        self.overlap = overlap
+        self.lanes = {lane.id: LaneState(lane) for lane in lanes}
+        self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
+
+    def prefills(self, lane: Lane) -> list[Request]:
+        """Requests whose prompt has tokens to schedule on `lane`, in order of admission."""
+        return [
+            r
+            for r in self.running.values()
+            if r.phase is Phase.PREFILL and r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
+        ]
+
+    def decodes(self, lane: Lane) -> list[Request]:
+        """Requests whose next token may be scheduled on `lane`, in order of admission."""
+        return [r for r in self.running.values() if r.can_decode(lane.id)]
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(r.phase is Phase.PREFILL for r in self.running.values())
+
+    @property
+    def has_decode(self) -> bool:
+        return any(r.phase is Phase.DECODE for r in self.running.values())
+
+    def free_units(self, lane: Lane) -> int:
+        """Units that no other lane's step in flight takes (all of them where lanes may overlap)."""
+        if self.overlap:
+            return self.units
+        return self.units - sum(other.units for id, other in self.lanes.items() if id != lane.id)
+
+    @property
+    def in_flight(self) -> bool:
+        return any(lane.in_flight for lane in self.lanes.values())
