@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,21 @@ class Query:
     @property
     def id(self) -> str:
         return f"q{self.number}"
+
+    @property
+    def ids(self) -> tuple[int, ...] | None:
+        """The given token ids, if the prompt is given so."""
+        if self.prompt is None or isinstance(self.prompt, str):
+            return None
+        ids = tuple(part for part in self.prompt if isinstance(part, int))
+        return ids if len(ids) == len(self.prompt) else None
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The given chat messages, if the prompt is given so."""
+        if self.prompt is None or isinstance(self.prompt, str):
+            return None
+        return tuple(part for part in self.prompt if not isinstance(part, int)) or None
 
 
 # ---------------------------------------------------------------- arrivals
@@ -190,10 +205,10 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
     The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query number, p) beyond the blocks:
     nothing is stored, and equal blocks give equal tokens. The hash is SplitMix64's (Steele, Lea, Flood, OOPSLA 2014, section 5).
     """
+    if query.ids is not None:
+        return query.ids
     if query.prompt is not None:
-        if isinstance(query.prompt, str) or (query.prompt and isinstance(query.prompt[0], tuple)):
-            raise ValueError(f"query {query.number} is a text: it must be tokenised first (--tokenizer)")
-        return tuple(t for t in query.prompt if isinstance(t, int))
+        raise ValueError(f"query {query.number} is a text: it must be tokenised first")
     position = np.arange(query.prompt_tokens, dtype=np.uint64)
     known = min(query.prompt_tokens, len(query.prefix_ids) * query.block_tokens)
     stream = np.full(query.prompt_tokens, np.uint64(2 * query.number + 1))
@@ -218,3 +233,31 @@ def offered_rate(queries: Sequence[Query]) -> float:
         return float("inf")
     span_s = queries[-1].arrival_s - queries[0].arrival_s
     return (len(queries) - 1) / span_s if span_s > 0 else float("inf")
+
+
+def reusable_share(queries: Sequence[Query]) -> float:
+    """Share of all prompt tokens that stand in a block seen in an earlier query: what an endless prefix cache would hit."""
+    seen: set[int] = set()
+    hits = 0
+    for query in queries:
+        if query.prefix_ids:
+            known = next((i for i, block in enumerate(query.prefix_ids) if block not in seen), len(query.prefix_ids))
+            hits += min(known * query.block_tokens, query.prompt_tokens)
+            seen.update(query.prefix_ids)
+    return hits / sum(q.prompt_tokens for q in queries) if queries else 0.0
+
+
+def describe(queries: Sequence[Query]) -> dict[str, Any]:
+    """What a load is: how many, how fast, how uneven, how long, how much in common."""
+    gaps = np.diff([q.arrival_s for q in queries])
+    result: dict[str, Any] = {
+        "requests": len(queries),
+        "span_s": float(gaps.sum()),
+        "rate": offered_rate(queries) if gaps.sum() > 0 else "inf",
+        "gap_cv": float(gaps.std() / gaps.mean()) if gaps.sum() > 0 else None,
+        "reusable_share": reusable_share(queries),
+    }
+    for name, lengths in (("prompt", [q.prompt_tokens for q in queries]), ("output", [q.output_tokens for q in queries])):
+        p50, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
+        result[f"{name}_tokens"] = {"mean": float(np.mean(lengths)), "p50": p50, "p90": p90, "p99": p99, "max": max(lengths)}
+    return result
