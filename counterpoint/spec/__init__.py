@@ -1,5 +1,5 @@
 """What a model and a device are, as numbers: no torch, no weights, no driver."""
 
-from counterpoint.spec.model import ModelSpec, RopeSpec
+from counterpoint.spec.model import ModelError, ModelSpec, RopeSpec
 
-__all__ = ["ModelSpec", "RopeSpec"]
+__all__ = ["ModelError", "ModelSpec", "RopeSpec"]

@@ -1,18 +1,26 @@
 """ModelSpec: a decoder as numbers.
 
-Owns: the shape of a model and what follows from it (parameters, bytes, FLOPs). Promises: no torch; every field that a
-checkpoint sets and this engine does not support is refused by name.
-Must not: read weights.
+Owns: the shape of a model and what follows from it (parameters, bytes, FLOPs). Promises: no torch; a shape that the engine
+does not run is refused with the name of the field.
+Must not: read a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class ModelError(ValueError):
+    """A model's files name something that this engine does not run, or do not fit each other; the message names it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `kind` is default, linear, llama3 or yarn; the other fields are those of the kind."""
+    """Rotary position embedding. `kind` is default, linear, llama3 or yarn; the other fields are those of the kind.
+    Their meaning: YaRN, arXiv:2309.00071 section 3; llama3, the model card of Llama 3.1."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -23,6 +31,15 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: from `factor`
+    truncate: bool = True  # yarn: the ramp's ends are whole dimensions
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ModelError(f"rope kind {self.kind!r} is not supported: one of {', '.join(ROPE_KINDS)}")
+        if self.kind in ("llama3", "yarn") and not self.original_max_tokens:
+            raise ModelError(f"rope kind {self.kind!r} needs original_max_position_embeddings")
+        if self.theta <= 1 or self.factor <= 0:
+            raise ModelError(f"rope theta is {self.theta} and factor {self.factor}: theta must be more than 1, factor more than 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +69,46 @@ class ModelSpec:
     bos_token_id: int | None = None
     experts: int = 0  # 0: dense FFN
     experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ModelError(f"model family {self.family!r} is not supported: one of {', '.join(FAMILIES)}")
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_context_tokens")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if self.heads % self.kv_heads:
+            raise ModelError(f"heads is {self.heads}, which is not a multiple of kv_heads, {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}: rotary embedding needs an even one")
+
+    @property
+    def qkv_features(self) -> int:
+        """Width of the fused Q, K and V projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Parameters of the matrices of one layer: what each token is multiplied with."""
+        attention = self.hidden * self.qkv_features + self.heads * self.head_dim * self.hidden
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers in the checkpoint; tied embeddings count once."""
+        vectors = 2 * self.hidden + self.qkv_bias * self.qkv_features + self.qk_norm * 2 * self.head_dim
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * (self.layer_matrix_parameters + vectors) + self.hidden + embeddings
+
+    def weight_bytes(self, element_bytes: float = 2) -> int:
+        """Bytes of all weights at `element_bytes` each."""
+        return int(self.parameters * element_bytes)
+
+    def flops_per_token(self, context_tokens: int = 0, sampled: bool = True) -> int:
+        """Multiplications and additions to compute one token that attends to `context_tokens` positions (itself included);
+        the LM head counts only if the token's logits are `sampled`."""
+        matrices = self.layers * self.layer_matrix_parameters + sampled * self.vocab * self.hidden
+        return 2 * matrices + 4 * self.layers * self.heads * self.head_dim * context_tokens
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of K and V that one token leaves in the cache, over all layers."""

@@ -1,0 +1,186 @@
+"""Checkpoints: named tensors, one at a time, from safetensors, GGUF or a random generator.
+
+Owns: the files' names and layouts. Promises: every tensor comes out under its Hugging Face name and layout, with the shape that
+was asked for, or an error that names it; nothing is kept after it was taken.
+Must not: know what a tensor is for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.spec import ModelError, ModelSpec
+from counterpoint.spec.gguf import TensorEntry, read_gguf_header
+
+
+class Checkpoint(Protocol):
+    """Named tensors on the CPU."""
+
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the file's own dtype (quantised ones in float32). Raises ModelError if it is missing or of another
+        shape, naming it."""
+        ...
+
+    def finish(self) -> None:
+        """Raise ModelError if tensors were left over, naming the first."""
+        ...
+
+
+class SafetensorsFolder:
+    """A folder of `*.safetensors`, one or with `model.safetensors.index.json`."""
+
+    def __init__(self, path: str, spec: ModelSpec) -> None:
+        from safetensors import safe_open
+
+        folder = Path(path)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(file.name for file in folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{path}: no *.safetensors file (other weight formats are not read)")
+        self.path = path
+        self.left: dict[str, object] = {}
+        for file in files:
+            if not (folder / file).is_file():
+                raise ModelError(f"{path}: shard {file} is missing")
+            shard = safe_open(folder / file, framework="pt")
+            self.left.update(dict.fromkeys(shard.keys(), shard))
+        ignored = [name for name in self.left if name.endswith("rotary_emb.inv_freq")]
+        if spec.tied_embeddings:
+            ignored.append("lm_head.weight")
+        for name in ignored:
+            self.left.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        return name in self.left
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        shard = self.left.pop(name, None)
+        if shard is None:
+            raise ModelError(f"{self.path}: tensor {name} is missing")
+        return checked(shard.get_tensor(name), name, shape, self.path)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def finish(self) -> None:
+        refuse_leftover(self.left, self.path)
+
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+
+
+class GgufFile:
+    """A GGUF file; the `gguf` package dequantises. In the llama architecture the rows of Q and K are stored with the two halves
+    of each head interleaved: they are put back."""
+
+    def __init__(self, path: str, spec: ModelSpec) -> None:
+        self.path = path
+        self.spec = spec
+        header = read_gguf_header(path)
+        self.interleaved = header.metadata["general.architecture"] == "llama"
+        self.left: dict[str, TensorEntry] = dict(header.tensors)
+        self.data = np.memmap(path, np.uint8, "r")
+
+    def has(self, name: str) -> bool:
+        return gguf_name(name) in self.left
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        entry = self.left.pop(gguf_name(name), None)
+        if entry is None:
+            raise ModelError(f"{self.path}: tensor {gguf_name(name)} ({name}) is missing")
+        tensor = checked(self.dequantise(name, entry), name, shape, self.path)
+        if self.interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = shape[0] // self.spec.head_dim
+            tensor = tensor.view(heads, self.spec.head_dim // 2, 2, -1).transpose(1, 2).reshape(shape)
+        return tensor
+
+    def dequantise(self, name: str, entry: TensorEntry) -> Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            kind = GGMLQuantizationType(entry.type)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            row_bytes = entry.shape[-1] // block * block_bytes
+            size = int(np.prod(entry.shape[:-1])) * row_bytes
+            raw = self.data[entry.offset : entry.offset + size].reshape(*entry.shape[:-1], row_bytes)
+            if kind is GGMLQuantizationType.BF16:
+                return torch.from_numpy(raw.copy()).view(torch.bfloat16)
+            if kind is GGMLQuantizationType.F16:
+                return torch.from_numpy(raw.copy()).view(torch.float16)
+            return torch.from_numpy(np.array(dequantize(raw, kind)))
+        except (ValueError, NotImplementedError) as error:
+            raise ModelError(f"{self.path}: tensor {gguf_name(name)}: {error}") from None
+
+    def finish(self) -> None:
+        refuse_leftover(self.left, self.path)
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face tensor name."""
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    _, _, index, rest = name.split(".", 3)
+    stem, _, suffix = rest.rpartition(".")
+    return f"blk.{index}.{LAYER_NAMES[stem]}.{suffix}"
+
+
+class Dummy:
+    """Random weights of any shape, the same for a seed. One block of normal numbers is drawn and each tensor is a stretch of it
+    from its own offset, so that a large model takes a copy's time and not a generator's."""
+
+    BLOCK = (1 << 22) + 57  # no power of two: rows of a matrix must not repeat
+
+    def __init__(self, seed: int, deviation: float = 0.02) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.block = torch.randn(self.BLOCK, generator=self.generator) * deviation
+
+    def has(self, name: str) -> bool:
+        return name != "rope_freqs.weight"
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        offset = int(torch.randint(self.BLOCK, (), generator=self.generator))
+        size = int(np.prod(shape))
+        stretch = self.block.roll(-offset).repeat(-(-size // self.BLOCK))[:size].view(shape)
+        return stretch + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else stretch
+
+    def finish(self) -> None:
+        pass
+
+
+def checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: str) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"{path}: tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+    return tensor
+
+
+def refuse_leftover(left: dict, path: str) -> None:
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ModelError(f"{path}: tensor {min(left)}{more} belongs to no part of this model: it would be ignored")

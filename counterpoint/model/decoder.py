@@ -1,0 +1,89 @@
+"""Decoder: one config-driven transformer for every dense family.
+
+Owns: the order of operations in a layer. Promises: a pass run as layers [a, b) then [b, c) equals [a, c) bit for bit; the LM
+head sees sampled rows alone, so no [T, V] tensor exists.
+Must not: name a family, a device or a kernel: what differs is in the spec, the weights and the ops record.
+
+Shapes: T tokens of the pass, D hidden, E the fused Q, K and V features, H query heads, B sampled rows, V vocabulary.
+Architecture: Llama (arXiv:2302.13971 section 2.2); grouped-query attention (arXiv:2305.13245); Q and K norm as in Qwen3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.model.batch import Batch
+from counterpoint.model.kv import KVPool
+from counterpoint.model.ops import Ops
+from counterpoint.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer; `qkv`, `output`, `gate_up` and `down` are what `Ops.pack_linear` made."""
+
+    attention_norm_D: Tensor
+    qkv: Any
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Any
+    ffn_norm_D: Tensor
+    gate_up: Any
+    down: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a decoder, prepared by its ops. `inverse_frequencies` [head_dim / 2] and `rope_scale` (a factor on cos and
+    sin) are what the spec's RoPE comes to."""
+
+    embedding_VD: Tensor
+    layers: tuple[Layer, ...]
+    final_norm_D: Tensor
+    head: Any
+    inverse_frequencies: Tensor
+    rope_scale: float
+
+
+class Decoder:
+    """`embed`, then `run_layers` once or in consecutive groups, then `logits`."""
+
+    __slots__ = ("kv_dtype", "ops", "spec", "weights")
+
+    def __init__(self, spec: ModelSpec, ops: Ops, weights: Weights) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.weights = weights
+        self.kv_dtype = ops.kv_dtype
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Embeddings of the pass's tokens, [T, D]."""
+        return self.ops.embed(batch.tokens_T, self.weights.embedding_VD)
+
+    def run_layers(self, x_TD: Tensor, batch: Batch, kv: KVPool, first_layer: int, last_layer: int) -> Tensor:
+        """Hidden states after layers [first_layer, last_layer), [T, D]; `x_TD` is consumed. Writes K and V of the pass's tokens
+        to `kv` in each of these layers."""
+        spec, ops = self.spec, self.ops
+        angles = ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
+        for index in range(first_layer, last_layer):
+            layer = self.weights.layers[index]
+            k_pages, v_pages = kv.k[index], kv.v[index]
+            qkv_TE = ops.linear(ops.rms_norm(x_TD, layer.attention_norm_D, spec.norm_eps), layer.qkv)
+            q_THD = ops.rope_and_append(
+                qkv_TE, angles, layer.query_norm, layer.key_norm, spec.norm_eps, k_pages, v_pages, batch.kv_rows_T
+            )
+            attended_TD = ops.linear(ops.attention(q_THD, k_pages, v_pages, batch.attention), layer.output)
+            x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, spec.norm_eps)
+            # The last add is never fused with the next layer's norm: a layer group may end here, and must not show in the result.
+            x_TD = ops.add(x_TD, ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down))
+        return x_TD
+
+    def logits(self, x_TD: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
+        """Logits of `batch.sample_rows_B`, or of the given rows of the pass, float32 [B, V]."""
+        rows_B = batch.sample_rows_B if rows_B is None else rows_B
+        x_BD = self.ops.rms_norm(x_TD[rows_B], self.weights.final_norm_D, self.spec.norm_eps)
+        return self.ops.linear(x_BD, self.weights.head).to(torch.float32)

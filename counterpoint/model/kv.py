@@ -1,0 +1,43 @@
+"""KVPool: the keys and values of every token the device remembers, in pages.
+
+Owns: the two tensors of each layer. Promises: page p, offset o of a layer is row `p * page_tokens + o` of its flat view; the
+pool starts as zeros, so that a masked read of a page never written is harmless.
+Must not: know which request owns a page (the core does).
+
+Shapes: R flat rows (pages * page_tokens), K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from counterpoint.spec import ModelSpec
+
+
+class KVPool:
+    """`k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads, head_dim], contiguous. `bytes` is the size of all of them."""
+
+    __slots__ = ("bytes", "k", "page_tokens", "pages", "v")
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        page_tokens: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Raises ValueError if `pages` or `page_tokens` is not positive; torch's own error if memory is short."""
+        if pages < 1 or page_tokens < 1:
+            raise ValueError(f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}")
+        shape = (spec.layers, pages, page_tokens, spec.kv_heads, spec.head_dim)
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.k = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        self.v = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        self.bytes = pages * page_bytes(spec, page_tokens, dtype)
+
+
+def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers: what a pool of a given memory is divided by."""
+    return page_tokens * spec.kv_bytes_per_token(dtype.itemsize)

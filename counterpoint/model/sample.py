@@ -1,0 +1,200 @@
+"""The sampler: one token per row of logits.
+
+Owns: how logits, a request's settings and its seed become a token. Promises: no Python loop over rows and no read of a value on
+the host (where `shortlist` is None); the n-th token of a request is a function of its own logits, settings, seed and n, so rows
+do not influence each other; ids of `limit` and beyond (padding of the vocabulary) are never sampled.
+Must not: hold state, use torch's own generators, change the logits it is given.
+
+Order of stages: penalties, added values (logit bias, banned ends), temperature, min-p, top-k, top-p. Top-p is taken of what the
+stages before it left, renormalised. Each filter is a floor on the scaled logits, and ties at the floor stay: so a filter does
+not depend on how a sort breaks ties.
+
+Shapes: B rows, V vocabulary, L tokens of the longest row, N values added per row; R, F the rows that draw, that have filters.
+Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1; min-p arXiv:2407.01082 section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Penalties:
+    """Of the rows `rows_R` (None: all). `tokens_RL` [R, L] holds each row's prompt and output, [0, prompt) and [prompt, length);
+    what lies beyond `length_R` is ignored. Repetition counts both, presence and frequency only the output."""
+
+    rows_R: Tensor | None
+    tokens_RL: Tensor
+    prompt_R: Tensor
+    length_R: Tensor
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Added:
+    """`values_RN` are added to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry adds 0 to id 0."""
+
+    rows_R: Tensor | None
+    ids_RN: Tensor
+    values_RN: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """The rows `rows_R` (None: all) that are drawn at random; the others are greedy.
+
+    `n_R` is the index of the token in its request's output. `filtered_F` indexes the rows of R with top-k or top-p (None: no
+    row). `width` is a host number: how many of the largest logits the filters look at first, at least every top-k in use;
+    0 is the whole vocabulary. `temperature_R` is above 0; `top_k_R` 0, `top_p_R` 1 and `min_p_R` 0 are off.
+    """
+
+    rows_R: Tensor | None
+    seed_R: Tensor
+    n_R: Tensor
+    temperature_R: Tensor
+    min_p_R: Tensor | None
+    filtered_F: Tensor | None
+    top_k_F: Tensor | None
+    top_p_F: Tensor | None
+    width: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """How the rows of one batch are sampled. A stage that no row asks for is None or absent, and costs nothing."""
+
+    penalties: Penalties | None = None
+    added: tuple[Added, ...] = ()
+    draw: Draw | None = None
+
+
+def sample(logits_BV: Tensor, choice: Choice, limit: int | None = None) -> Tensor:
+    """One id per row, int64 [B]; -1 where a logit is not finite. Ids are below `limit` (None: V)."""
+    logits_BV = logits_BV[:, :limit]
+    finite_B = logits_BV.sum(1).isfinite()  # one pass: a sum is finite only if its terms are
+    if choice.penalties is not None or choice.added:
+        logits_BV = logits_BV.clone()
+        if choice.penalties is not None:
+            penalise_(logits_BV, choice.penalties)
+        for added in choice.added:
+            add_(logits_BV, added)
+    draw = choice.draw
+    if draw is None:
+        ids_B = logits_BV.argmax(1)
+    elif draw.rows_R is None:
+        ids_B = drawn(logits_BV, draw)
+    else:
+        ids_B = logits_BV.argmax(1)
+        ids_B[draw.rows_R] = drawn(logits_BV[draw.rows_R], draw)
+    return torch.where(finite_B, ids_B, -1)
+
+
+def logprobs(logits_BV: Tensor, ids_B: Tensor, top: int, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the raw logits: of `ids_B` [B], and the `top` best ids and their values [B, top], best first.
+    An id of -1 is read as 0."""
+    logprobs_BV = logits_BV[:, :limit].log_softmax(1)
+    chosen_B = logprobs_BV.gather(1, ids_B.clamp(min=0)[:, None])[:, 0]
+    best = logprobs_BV.topk(min(top, logprobs_BV.shape[1]), 1)
+    return chosen_B, best.indices, best.values
+
+
+def uniform(seed_R: Tensor, n_R: Tensor) -> Tensor:
+    """A number in [0, 1) per row, float64 with 53 bits, from (seed, n) alone: draw n of the SplitMix64 stream that starts at the
+    mixed seed (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, section 5), as a
+    counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    bits_R = _mix(_mix(seed_R + _GAMMA) + n_R * _GAMMA)
+    return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
+
+
+def penalise_(logits_BV: Tensor, penalties: Penalties) -> None:
+    rows = penalties.rows_R
+    logits_RV = logits_BV if rows is None else logits_BV[rows]
+    tokens_RL = penalties.tokens_RL
+    at_L = torch.arange(tokens_RL.shape[1], device=tokens_RL.device)
+    present_RL = at_L < penalties.length_R[:, None]
+    output_RL = present_RL & (at_L >= penalties.prompt_R[:, None])
+    tokens_RL = tokens_RL.masked_fill(~present_RL, 0)
+    zeros_RV = torch.zeros_like(logits_RV)
+    seen_RV = zeros_RV.scatter_add(1, tokens_RL, present_RL.to(logits_RV.dtype)) > 0
+    counts_RV = zeros_RV.scatter_add_(1, tokens_RL, output_RL.to(logits_RV.dtype))
+    repetition_R1 = penalties.repetition_R[:, None]
+    repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+    logits_RV = torch.where(seen_RV, repeated_RV, logits_RV)
+    logits_RV -= penalties.presence_R[:, None] * (counts_RV > 0) + penalties.frequency_R[:, None] * counts_RV
+    logits_BV[slice(None) if rows is None else rows] = logits_RV
+
+
+def add_(logits_BV: Tensor, added: Added) -> None:
+    if added.rows_R is None:
+        logits_BV.scatter_add_(1, added.ids_RN, added.values_RN)
+    else:
+        logits_BV.index_put_((added.rows_R[:, None], added.ids_RN), added.values_RN, accumulate=True)
+
+
+def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:
+    """One id per row by inverse CDF, in the order of ids: the first whose cumulated probability exceeds the row's number."""
+    x_RV = logits_RV - logits_RV.amax(1, keepdim=True)
+    x_RV /= draw.temperature_R[:, None]  # the best is exactly 0: no temperature, however small, makes infinities meet
+    if draw.min_p_R is not None:
+        x_RV.masked_fill_(x_RV < draw.min_p_R.log()[:, None], -torch.inf)
+    if draw.filtered_F is not None and draw.top_k_F is not None and draw.top_p_F is not None:
+        x_FV = x_RV[draw.filtered_F]
+        floor_F = filter_floor(x_FV, draw.top_k_F, draw.top_p_F, draw.width)
+        x_RV[draw.filtered_F] = x_FV.masked_fill_(x_FV < floor_F[:, None], -torch.inf)
+    cdf_RV = x_RV.softmax(1).cumsum_(1)
+    total_R = cdf_RV[:, -1]
+    target_R = (uniform(draw.seed_R, draw.n_R) * total_R).to(cdf_RV.dtype)
+    # Below the total, so that some id exceeds it; an id that a filter removed adds nothing and is passed over.
+    target_R = torch.minimum(target_R, total_R.nextafter(torch.zeros_like(total_R)))
+    ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(max=cdf_RV.shape[1] - 1)
+    # A parallel scan may round two equal sums apart: an id without probability gives way to the best.
+    return torch.where(x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True))[:, 0]
+
+
+def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor, width: int) -> Tensor:
+    """The smallest scaled logit that top-k and top-p leave in each row; `x_FV` is 0 at its best. With a `width`, only so many of
+    the largest are sorted first, and rows whose top-p reaches further are sorted whole (which the host must wait for)."""
+    size = x_FV.shape[1]
+    whole = not 0 < width < size
+    best_FK = x_FV.sort(1, descending=True).values if whole else x_FV.topk(width, 1).values
+    last_k_F = (top_k_F.clamp(max=best_FK.shape[1]) - 1).clamp(min=0)
+    top_k_floor_F = best_FK.gather(1, last_k_F[:, None]).masked_fill(top_k_F[:, None] <= 0, -torch.inf)
+    mass_F1 = x_FV.exp().masked_fill_(x_FV < top_k_floor_F, 0.0).sum(1, keepdim=True)
+    share_FK = best_FK.exp().masked_fill_(best_FK < top_k_floor_F, 0.0)
+    before_FK = share_FK.cumsum(1) - share_FK
+    wanted_F1 = top_p_F[:, None] * mass_F1
+    kept_F1 = (before_FK < wanted_F1).sum(1, keepdim=True).clamp(min=1)
+    top_p_floor_F1 = best_FK.gather(1, kept_F1 - 1).masked_fill(top_p_F[:, None] >= 1, -torch.inf)
+    floor_F = torch.maximum(top_k_floor_F, top_p_floor_F1)[:, 0]
+    if not whole:
+        reached_F = (before_FK[:, -1:] >= wanted_F1)[:, 0] | (top_p_F >= 1) | (best_FK[:, -1] <= top_k_floor_F[:, 0])
+        if not bool(reached_F.all()):
+            short = (~reached_F).nonzero()[:, 0]
+            floor_F[short] = filter_floor(x_FV[short], top_k_F[short], top_p_F[short], 0)
+    return floor_F
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit constant."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)

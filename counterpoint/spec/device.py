@@ -1,0 +1,213 @@
+"""DeviceSpec: a device as numbers.
+
+Owns: what a GPU or CPU can do, by number of units (SMs, cores), and the presets. Promises: no torch, no device is touched;
+a preset says whether its numbers were `measured` on the device or come from its datasheet.
+Must not: know a model (perf prices a model on a device).
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A value by number of units: straight lines between `points` ((units, value), units ascending), flat outside them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, units: float) -> float:
+        after = bisect.bisect_right(self.points, (units, float("inf")))
+        if after == 0:
+            return self.points[0][1]
+        if after == len(self.points):
+            return self.points[-1][1]
+        (left, low), (right, high) = self.points[after - 1], self.points[after]
+        return low + (high - low) * (units - left) / (right - left)
+
+    def scaled(self, units: float, value: float) -> Curve:
+        """The same shape with both axes multiplied."""
+        return Curve(tuple((u * units, v * value) for u, v in self.points))
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSpec:
+    """How matrix products run. `tiles`: (rows, columns, efficiency) of the output tiles a kernel may use, one tile per unit at a
+    time; `efficiency`: reached share of the units' peak by number of units (more units draw more power, and clocks fall);
+    `read_fraction`: share of the read bandwidth a product's loads reach; `splits`: into how many parts the inner dimension
+    may be cut when tiles are few, each at least `least_inner` long."""
+
+    tiles: tuple[tuple[int, int, float], ...]
+    efficiency: Curve
+    read_fraction: float
+    splits: tuple[int, ...] = (1, 2, 4, 8)
+    least_inner: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How attention runs. `efficiency`: share of peak FLOP/s of prefill attention; `tile_rows`: query rows of a tile;
+    `read_bandwidth`: bytes/s that decode attention pulls from the KV cache, by number of units."""
+
+    efficiency: float
+    tile_rows: int
+    read_bandwidth: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class ContentionSpec:
+    """How much a step slows when another runs on the device's other units. With `pull` = bytes/s of a step over the device's
+    read bandwidth and `burn` = FLOP/s over its units' peak, both when alone, A slows beside B by
+
+        1 + bandwidth * pull_B + compute * burn_B * (1 - burn_A)
+
+    and by no less than pull_A + pull_B (the memory has no more to give)."""
+
+    bandwidth: float
+    compute: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """`units` SMs or cores; a partition has at least `smallest_units` and is a multiple of `unit_step` (the rest of the device
+    may be what is left over). `peak_flops`: dense FLOP/s of the whole device by dtype. `read_bandwidth`: bytes/s by units.
+    `kernel_s`: what each kernel costs beyond its work; `layer_launch_s`: least time of a layer whose kernels are launched
+    one by one by the host (prefill; decode steps replay captured graphs). `overlap`: whether two steps may share units.
+    `source` says where the numbers come from."""
+
+    name: str
+    units: int
+    unit_step: int
+    smallest_units: int
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    read_bandwidth: Curve
+    gemm: GemmSpec
+    attention: AttentionSpec
+    contention: ContentionSpec
+    kernel_s: float
+    layer_launch_s: float
+    overlap: bool
+    measured: bool
+    source: str
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of all units in `dtype`. Raises ValueError naming the dtypes that the device has."""
+        peaks = dict(self.peak_flops)
+        if dtype not in peaks:
+            raise ValueError(f"{self.name} has no {dtype} arithmetic in this model; choose one of {', '.join(peaks)}")
+        return peaks[dtype]
+
+    def partitions(self) -> tuple[int, ...]:
+        """Unit counts that one side of a split may have, ascending."""
+        return tuple(range(self.smallest_units, self.units - self.smallest_units + 1, self.unit_step))
+
+
+GB, TB, TERA = 10**9, 10**12, 10**12
+
+# Tiles of warp-group matrix products (Hopper) and of the warp-level ones before; efficiencies relative to the best tile.
+TENSOR_TILES = ((64, 64, 0.62), (64, 128, 0.8), (64, 256, 0.97), (128, 128, 0.92), (128, 256, 1.0))
+
+H200 = DeviceSpec(
+    name="h200",
+    units=132,
+    unit_step=8,
+    smallest_units=8,
+    peak_flops=(("bfloat16", 989.4 * TERA), ("float16", 989.4 * TERA), ("fp8", 1978.9 * TERA), ("float32", 66.9 * TERA)),
+    memory_bytes=141 * GB,
+    read_bandwidth=Curve(
+        (
+            (0, 0),
+            (8, 1039 * GB),
+            (16, 1991 * GB),
+            (24, 2765 * GB),
+            (32, 3463 * GB),
+            (48, 4116 * GB),
+            (64, 4433 * GB),
+            (132, 4447 * GB),
+        )
+    ),
+    gemm=GemmSpec(TENSOR_TILES, Curve(((36, 0.86), (64, 0.82), (84, 0.77), (116, 0.67), (132, 0.67))), read_fraction=0.9),
+    attention=AttentionSpec(0.63, 128, Curve(((0, 0), (16, 1025 * GB), (32, 2000 * GB), (64, 3627 * GB), (132, 4304 * GB)))),
+    contention=ContentionSpec(bandwidth=0.5, compute=0.3),
+    kernel_s=2.5e-6,
+    layer_launch_s=300e-6,
+    overlap=True,
+    measured=True,
+    source="one H200 SXM, driver 580.159, CUDA 13.0, torch 2.11.0, cuBLAS, FlashInfer tensor-core decode, 2026-11-29",
+)
+
+
+def datasheet(
+    name: str,
+    units: int,
+    unit_step: int,
+    smallest_units: int,
+    bf16_tflops: float,
+    fp8_tflops: float,
+    memory_gb: int,
+    read_tbps: float,
+) -> DeviceSpec:
+    """A GPU from its datasheet: peaks and sizes are the vendor's, and the shape of every curve is the measured H200's (an A100
+    saturates its memory with about 30 of 108 SMs: Bullet, arXiv 2504.19516, section 3; the shape here gives 90 % there)."""
+    stretch, share = units / H200.units, read_tbps * TB / (4.8 * TB)
+    peaks = [("bfloat16", bf16_tflops * TERA), ("float16", bf16_tflops * TERA)]
+    return replace(
+        H200,
+        name=name,
+        units=units,
+        unit_step=unit_step,
+        smallest_units=smallest_units,
+        peak_flops=tuple(peaks + ([("fp8", fp8_tflops * TERA)] if fp8_tflops else [])),
+        memory_bytes=memory_gb * GB,
+        read_bandwidth=H200.read_bandwidth.scaled(stretch, share),
+        gemm=replace(H200.gemm, efficiency=H200.gemm.efficiency.scaled(stretch, 1.0)),
+        attention=replace(H200.attention, read_bandwidth=H200.attention.read_bandwidth.scaled(stretch, share)),
+        measured=False,
+        source="peaks, memory and bandwidth by the vendor's datasheet; curves in the shape of the measured H200's",
+    )
+
+
+CPU_2 = DeviceSpec(
+    name="cpu-2",
+    units=2,
+    unit_step=1,
+    smallest_units=1,
+    # Weights packed as float16, maths in float32 (FBGEMM); bfloat16 has no instructions there and is emulated.
+    peak_flops=(("float16", 182 * GB), ("float32", 182 * GB), ("bfloat16", 27 * GB)),
+    memory_bytes=16 * GB,
+    read_bandwidth=Curve(((0, 0), (1, 17.4 * GB), (2, 35.5 * GB))),
+    gemm=GemmSpec(((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.95), (2, 0.84))), read_fraction=1.0, splits=(1,)),
+    attention=AttentionSpec(0.5, 16, Curve(((0, 0), (1, 5.0 * GB), (2, 6.5 * GB)))),
+    contention=ContentionSpec(bandwidth=0.3, compute=0.1),
+    kernel_s=55e-6,
+    layer_launch_s=0.0,
+    overlap=False,
+    measured=True,
+    source="two vCPUs of an AMD EPYC Milan (Zen 3: AVX2, no AVX-512, no bfloat16), torch 2.13, SmolLM2-135M",
+)
+
+PRESETS: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        H200,
+        datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
+        datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039),
+        datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039),
+        datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
+        datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
+        CPU_2,
+    )
+}
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """The preset called `name`. Raises ValueError listing the names."""
+    key = name.lower()
+    if key not in PRESETS:
+        near = difflib.get_close_matches(key, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}")
+    return PRESETS[key]

