@@ -179,7 +179,7 @@ CPU_2 = DeviceSpec(
     peak_flops=(("float16", 182 * GB), ("float32", 182 * GB), ("bfloat16", 27 * GB)),
     memory_bytes=16 * GB,
     read_bandwidth=Curve(((0, 0), (1, 17.4 * GB), (2, 35.5 * GB))),
-    gemm=GemmSpec(((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.95), (2, 0.84))), read_fraction=1.0, splits=(1,)),
+    gemm=GemmSpec(((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.92), (2, 0.76))), read_fraction=1.0, splits=(1,)),
     attention=AttentionSpec(0.5, 16, Curve(((0, 0), (1, 5.0 * GB), (2, 6.5 * GB)))),
     contention=ContentionSpec(bandwidth=0.3, compute=0.1),
     kernel_s=55e-6,

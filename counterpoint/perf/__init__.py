@@ -1,0 +1,1 @@
+"""What a step costs: predictions for the policies (belief) and for the simulated device (physics)."""

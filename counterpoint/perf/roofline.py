@@ -1,0 +1,200 @@
+"""The roofline: how long a step takes on so many units, from the shape of the model and of the device alone.
+
+Owns: the price of each operator and what two steps side by side cost each other. Promises: `seconds` is pure and takes some
+microseconds (under 50 when nothing is remembered); alone, a step never takes longer on more units or with more bandwidth.
+Must not: be fitted (that is another Estimator, with this one as its prior).
+
+Per operator, after the SM-scaling roofline of Bullet (arXiv 2504.19516, section 4.1):
+
+    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves units work on average; the rounded
+                maximum of bytes over the bandwidth of the busy units and FLOPs (of whole tiles) over their peak
+    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way; decode: bytes of the KV cache over
+                what a decode kernel can pull with so many units
+    the rest    norms, rotary embedding, activation: bytes over bandwidth
+    overhead    a constant per kernel; at least the host's launch time per layer when the step holds prefill
+
+The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides. On an H200, products of 64 rows
+reach 70 % of either limit there, and the cube is what fits 8 to 132 SMs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from counterpoint.spec.device import DeviceSpec
+from counterpoint.spec.model import ModelSpec
+from counterpoint.types import Work
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+KERNELS_PER_LAYER = 9  # norm, qkv, rotary + append, attention, o, norm, gate-up, activation, down
+FINE = 8  # steps per unit of the tables over busy units
+KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
+
+
+class Cost(NamedTuple):
+    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding)."""
+
+    seconds: float
+    bytes: float
+    flops: float
+
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
+
+
+class Product(NamedTuple):
+    """A weight matrix: `columns` outputs from `inner` inputs. `experts` of them, of which each row takes `taken`."""
+
+    columns: int
+    inner: int
+    experts: int = 1
+    taken: int = 1
+
+
+def rounded_max(a: float, b: float) -> float:
+    return (a * a * a + b * b * b) ** (1 / 3)
+
+
+def busy_units(tiles: int, units: int) -> float:
+    """Units busy on average while `tiles` equal tiles go over `units` units in waves: what wave quantisation leaves."""
+    return tiles / -(-tiles // units)
+
+
+class Roofline:
+    """ports.Estimator of `model` on `device`, with weights and maths in `dtype` and a KV cache of `kv_dtype` (None: `dtype`).
+
+    Raises ValueError for a dtype that the device does not have."""
+
+    def __init__(self, model: ModelSpec, device: DeviceSpec, dtype: str = "bfloat16", kv_dtype: str | None = None) -> None:
+        self.model = model
+        self.device = device
+        self.unit_flops = device.peak(dtype) / device.units
+        self.weight_bytes = ELEMENT_BYTES[dtype]
+        self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * 2 * model.kv_heads * model.head_dim  # of a token in a layer
+        self.read = device.read_bandwidth
+        steps = [step / FINE for step in range(FINE * device.units + 1)]  # busy units, in small steps
+        self.gemm_read = [device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps]  # bytes/s
+        self.gemm_flops = [busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps]  # FLOP/s
+        self.layer_products = layer_products(model)
+        self.plain_bytes = plain_bytes(model)
+        self.layer_cost: Callable[[int, int], Cost] = lru_cache(1 << 16)(self._layer_products_cost)
+        self.head_cost: Callable[[int, int], Cost] = lru_cache(1 << 14)(self._head_cost)
+        self.alone: Callable[[Work, int], Cost] = lru_cache(1 << 12)(self._alone)
+
+    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+        """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
+        cost = self.alone(work, units)
+        if beside is None:
+            return cost.seconds
+        return cost.seconds * self.slowdown(cost, units, self.alone(*beside), beside[1])
+
+    def slowdown(self, cost: Cost, units: int, other: Cost, other_units: int) -> float:
+        """How many times longer a step takes beside another (spec.device.ContentionSpec has the formula). Steps that want more
+        units than there are take turns on them."""
+        if not cost.seconds or not other.seconds:
+            return 1.0
+        contention, memory = self.device.contention, self.read.at(self.device.units)
+        pull, other_pull = cost.bytes / cost.seconds / memory, other.bytes / other.seconds / memory
+        burn = min(1.0, cost.flops / cost.seconds / (units * self.unit_flops))
+        other_burn = min(1.0, other.flops / other.seconds / (other_units * self.unit_flops))
+        slower = 1 + contention.bandwidth * other_pull + contention.compute * other_burn * (1 - burn)
+        turns = (units + other_units) / self.device.units
+        return max(slower, pull + other_pull) * max(1.0, turns)
+
+    # ------------------------------------------------------------ one step, alone
+
+    def _alone(self, work: Work, units: int) -> Cost:
+        if not 1 <= units <= self.device.units:
+            raise ValueError(f"{units} units asked of {self.device.name}, which has {self.device.units}")
+        rows = work.prefill_tokens + work.decode_batch
+        layer = self.layer_cost(rows, units)
+        if work.prefill_tokens:
+            layer += self._prefill_attention(work, units)
+        if work.decode_batch:
+            layer += self._decode_attention(work, units)
+        seconds = layer.seconds
+        if work.prefill_tokens:
+            seconds = max(seconds, self.device.layer_launch_s)
+        layers = work.last_layer - work.first_layer
+        cost = Cost(layers * seconds, layers * layer.bytes, layers * layer.flops)
+        if work.last_layer == work.layers and work.samples:
+            cost += self.head_cost(work.samples, units)
+        return cost
+
+    def _layer_products_cost(self, rows: int, units: int) -> Cost:
+        """The products of one layer and what lies between them, without attention."""
+        total = Cost(KERNELS_PER_LAYER * self.device.kernel_s, 0.0, 0.0)
+        for product in self.layer_products:
+            total += self.product(product, rows, units)
+        moved = rows * self.plain_bytes
+        return total + Cost(moved / self.read.at(units), moved, 0.0)
+
+    def _head_cost(self, samples: int, units: int) -> Cost:
+        """Logits of `samples` rows; the sampler reads them about three times in float32."""
+        moved = 3.0 * 4 * samples * self.model.vocab
+        sampler = Cost(KERNELS_PER_PASS * self.device.kernel_s + moved / self.read.at(units), moved, 0.0)
+        return self.product(Product(self.model.vocab, self.model.hidden), samples, units) + sampler
+
+    def product(self, product: Product, rows: int, units: int) -> Cost:
+        """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
+        that rows reach (expected number, routing uniform)."""
+        if rows == 0:
+            return Cost(0.0, 0.0, 0.0)
+        reached = product.experts * (1 - (1 - product.taken / product.experts) ** rows) if product.experts > 1 else 1.0
+        each = rows * product.taken / reached
+        columns, inner = product.columns, product.inner
+        moved = self.weight_bytes * (reached * columns * inner + rows * product.taken * (columns + inner))
+        flops = 2.0 * rows * product.taken * columns * inner
+        gemm = self.device.gemm
+        best = math.inf
+        for tile_rows, tile_columns, efficiency in gemm.tiles:
+            if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
+                continue  # a smaller tile holds all the rows
+            tiles = math.ceil(reached * math.ceil(each / tile_rows) * math.ceil(columns / tile_columns))
+            padded = 2.0 * tile_rows * tile_columns * inner * tiles / efficiency
+            for split in gemm.splits:
+                if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
+                    break
+                spill = 0.0 if split == 1 else 8.0 * rows * product.taken * columns * split  # float32 partial sums, out and in
+                busy = int(FINE * busy_units(tiles * split, units))
+                best = min(best, rounded_max((moved + spill) / self.gemm_read[busy], padded / self.gemm_flops[busy]))
+        return Cost(best, moved, flops)
+
+    def _prefill_attention(self, work: Work, units: int) -> Cost:
+        """One layer. The reused tokens per request are not in Work: sum n*r over sum n is their mean, weighted by n."""
+        model, tokens = self.model, work.prefill_tokens
+        width = model.heads * model.head_dim
+        flops = 4.0 * width * ((work.prefill_squares + tokens) / 2 + work.prefill_reused)
+        reused = work.prefill_requests * work.prefill_reused / tokens
+        moved = self.kv_bytes * (tokens + reused) + 2 * self.weight_bytes * tokens * width
+        busy = busy_units(model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
+        compute_s = flops / (busy * self.unit_flops * self.device.attention.efficiency)
+        return Cost(rounded_max(moved / self.device.attention.read_bandwidth.at(units), compute_s), moved, flops)
+
+    def _decode_attention(self, work: Work, units: int) -> Cost:
+        """One layer, split over the KV cache so that all units read."""
+        flops = 4.0 * self.model.heads * self.model.head_dim * work.decode_context
+        moved = float(self.kv_bytes * work.decode_context)
+        compute_s = flops / (units * self.unit_flops * self.device.attention.efficiency)
+        return Cost(rounded_max(moved / self.device.attention.read_bandwidth.at(units), compute_s), moved, flops)
+
+
+def layer_products(model: ModelSpec) -> tuple[Product, ...]:
+    """The weight matrices of one layer: QKV, O, gate-up, down (per expert for a mixture)."""
+    experts, taken = (model.experts, model.experts_per_token) if model.experts else (1, 1)
+    return (
+        Product(model.qkv_features, model.hidden),
+        Product(model.hidden, model.heads * model.head_dim),
+        Product(2 * model.ffn, model.hidden, experts, taken),
+        Product(model.hidden, model.ffn, experts, taken),
+    )
+
+
+def plain_bytes(model: ModelSpec) -> float:
+    """Bytes that one token moves in one layer outside products and attention: two norms with their residual (read twice,
+    written twice), the rotary embedding on Q and K and the append to the cache, and the gated activation; 2-byte elements."""
+    taken = model.experts_per_token if model.experts else 1
+    return 2.0 * (8 * model.hidden + 2 * model.qkv_features + 3 * model.ffn * taken)
