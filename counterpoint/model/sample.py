@@ -1,7 +1,7 @@
 """The sampler: one token per row of logits.
 
 Owns: how logits, a request's settings and its seed become a token. Promises: no Python loop over rows and no read of a value on
-the host (where `shortlist` is None); the n-th token of a request is a function of its own logits, settings, seed and n, so rows
+the host (where `Filters.width` is 0); the n-th token of a request is a function of its own logits, settings, seed and n, so rows
 do not influence each other; ids of `limit` and beyond (padding of the vocabulary) are never sampled.
 Must not: hold state, use torch's own generators, change the logits it is given.
 
@@ -45,23 +45,30 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Filters:
+    """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off (None: top-p is off in all rows).
+    `width`: how many of the largest logits are sorted at first, at least every top-k in use; 0: all of them, which on a GPU
+    saves a wait of the host."""
+
+    rows_F: Tensor
+    top_k_F: Tensor
+    top_p_F: Tensor | None
+    width: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Draw:
     """The rows `rows_R` (None: all) that are drawn at random; the others are greedy.
 
-    `n_R` is the index of the token in its request's output. `filtered_F` indexes the rows of R with top-k or top-p (None: no
-    row). `width` is a host number: how many of the largest logits the filters look at first, at least every top-k in use;
-    0 is the whole vocabulary. `temperature_R` is above 0; `top_k_R` 0, `top_p_R` 1 and `min_p_R` 0 are off.
+    `n_R` is the index of the token in its request's output. `temperature_R` is above 0. `min_p_R` 0 is off (None: in all rows).
     """
 
     rows_R: Tensor | None
     seed_R: Tensor
     n_R: Tensor
     temperature_R: Tensor
-    min_p_R: Tensor | None
-    filtered_F: Tensor | None
-    top_k_F: Tensor | None
-    top_p_F: Tensor | None
-    width: int = 0
+    min_p_R: Tensor | None = None
+    filters: Filters | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,40 +149,44 @@ def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:
     x_RV /= draw.temperature_R[:, None]  # the best is exactly 0: no temperature, however small, makes infinities meet
     if draw.min_p_R is not None:
         x_RV.masked_fill_(x_RV < draw.min_p_R.log()[:, None], -torch.inf)
-    if draw.filtered_F is not None and draw.top_k_F is not None and draw.top_p_F is not None:
-        x_FV = x_RV[draw.filtered_F]
-        floor_F = filter_floor(x_FV, draw.top_k_F, draw.top_p_F, draw.width)
-        x_RV[draw.filtered_F] = x_FV.masked_fill_(x_FV < floor_F[:, None], -torch.inf)
+    if draw.filters is not None:
+        x_FV = x_RV[draw.filters.rows_F]
+        floor_F = filter_floor(x_FV, draw.filters.top_k_F, draw.filters.top_p_F, draw.filters.width)
+        x_RV[draw.filters.rows_F] = x_FV.masked_fill_(x_FV < floor_F[:, None], -torch.inf)
     cdf_RV = x_RV.softmax(1).cumsum_(1)
     total_R = cdf_RV[:, -1]
     target_R = (uniform(draw.seed_R, draw.n_R) * total_R).to(cdf_RV.dtype)
     # Below the total, so that some id exceeds it; an id that a filter removed adds nothing and is passed over.
     target_R = torch.minimum(target_R, total_R.nextafter(torch.zeros_like(total_R)))
     ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(max=cdf_RV.shape[1] - 1)
-    # A parallel scan may round two equal sums apart: an id without probability gives way to the best.
-    return torch.where(x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True))[:, 0]
+    if draw.min_p_R is not None or draw.filters is not None:
+        # A parallel scan may round two equal sums apart: an id that a filter removed gives way to the best.
+        ids_R1 = torch.where(x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True))
+    return ids_R1[:, 0]
 
 
-def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor, width: int) -> Tensor:
+def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int) -> Tensor:
     """The smallest scaled logit that top-k and top-p leave in each row; `x_FV` is 0 at its best. With a `width`, only so many of
-    the largest are sorted first, and rows whose top-p reaches further are sorted whole (which the host must wait for)."""
+    the largest are sorted at first, and 16 times more for rows whose top-p reaches further (which the host must wait for)."""
     size = x_FV.shape[1]
     whole = not 0 < width < size
     best_FK = x_FV.sort(1, descending=True).values if whole else x_FV.topk(width, 1).values
     last_k_F = (top_k_F.clamp(max=best_FK.shape[1]) - 1).clamp(min=0)
-    top_k_floor_F = best_FK.gather(1, last_k_F[:, None]).masked_fill(top_k_F[:, None] <= 0, -torch.inf)
-    mass_F1 = x_FV.exp().masked_fill_(x_FV < top_k_floor_F, 0.0).sum(1, keepdim=True)
-    share_FK = best_FK.exp().masked_fill_(best_FK < top_k_floor_F, 0.0)
+    top_k_floor_F1 = best_FK.gather(1, last_k_F[:, None]).masked_fill(top_k_F[:, None] <= 0, -torch.inf)
+    if top_p_F is None:
+        return top_k_floor_F1[:, 0]
+    mass_F1 = x_FV.exp().masked_fill_(x_FV < top_k_floor_F1, 0.0).sum(1, keepdim=True)
+    share_FK = best_FK.exp().masked_fill_(best_FK < top_k_floor_F1, 0.0)
     before_FK = share_FK.cumsum(1) - share_FK
     wanted_F1 = top_p_F[:, None] * mass_F1
     kept_F1 = (before_FK < wanted_F1).sum(1, keepdim=True).clamp(min=1)
     top_p_floor_F1 = best_FK.gather(1, kept_F1 - 1).masked_fill(top_p_F[:, None] >= 1, -torch.inf)
-    floor_F = torch.maximum(top_k_floor_F, top_p_floor_F1)[:, 0]
+    floor_F = torch.maximum(top_k_floor_F1, top_p_floor_F1)[:, 0]
     if not whole:
-        reached_F = (before_FK[:, -1:] >= wanted_F1)[:, 0] | (top_p_F >= 1) | (best_FK[:, -1] <= top_k_floor_F[:, 0])
+        reached_F = (before_FK[:, -1:] >= wanted_F1)[:, 0] | (top_p_F >= 1) | (best_FK[:, -1] <= top_k_floor_F1[:, 0])
         if not bool(reached_F.all()):
             short = (~reached_F).nonzero()[:, 0]
-            floor_F[short] = filter_floor(x_FV[short], top_k_F[short], top_p_F[short], 0)
+            floor_F[short] = filter_floor(x_FV[short], top_k_F[short], top_p_F[short], 16 * width)
     return floor_F
 
 

@@ -1,0 +1,81 @@
+"""Cores: the units of a CPU.
+
+Owns: which cores this process may use, which of them a lane's units are, and the pinning of threads. Promises: PREFILL and BOTH
+count from the low end and DECODE from the high end, so that splits nest and two lanes whose units fit beside each other never
+share a core: two OpenMP teams on one core wait for each other in spin loops, 10 to 25 times slower.
+Must not: import torch, read the environment (the caller passes it).
+
+A unit is a physical core: of the hardware threads of one core, the first that the process may use stands for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from counterpoint.types import Role
+
+CAN_PIN = sys.platform == "linux"  # macOS has no call that binds a thread to a core
+
+
+def usable_cores(limit: int | None = None, root: Path = Path("/")) -> tuple[int, ...]:
+    """The cores that this process may use, in ascending order, at most `limit`: by affinity mask, without second hardware
+    threads, and no more than a container's CPU quota pays for. Where none of that can be read, all CPUs."""
+    if sys.platform == "linux":
+        allowed = sorted(os.sched_getaffinity(0))
+    else:
+        allowed = list(range(os.cpu_count() or 1))
+    cores: dict[str, int] = {}
+    for cpu in allowed:
+        cores.setdefault(_siblings(cpu, root), cpu)
+    limits = [n for n in (limit, _quota_cores(root)) if n is not None]
+    return tuple(cores.values())[: min(limits, default=None)]
+
+
+def lane_cores(role: Role, units: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """The cores that `units` units of a lane of `role` are. Raises ValueError if there are not so many."""
+    if not 0 < units <= len(cores):
+        raise ValueError(f"units is {units}: the device has {len(cores)} cores")
+    return tuple(cores[len(cores) - units :] if role is Role.DECODE else cores[:units])
+
+
+def pin(cores: Sequence[int]) -> tuple[int, ...] | None:
+    """Bind the calling thread, and the threads it will start, to `cores`; the set really in force, read back. None where the
+    system cannot bind threads. Raises OSError if it refuses."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return None
+
+
+def binding_warning(environ: Mapping[str, str]) -> str | None:
+    """What to say if the environment makes OpenMP bind its threads itself: it would do so over the lanes' own pinning, every
+    team on the same first cores."""
+    found = [name for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY") if environ.get(name)]
+    if not found or environ.get("OMP_PROC_BIND", "").lower() == "false":
+        return None
+    return f"{' and '.join(found)} set: OpenMP will move the lanes' threads onto the same cores. Unset it; lanes are pinned anyway"
+
+
+def _siblings(cpu: int, root: Path) -> str:
+    """A name of the physical core of `cpu`."""
+    try:
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota_cores(root: Path) -> int | None:
+    """Whole cores that the control group's CPU quota pays for (cgroup v2 cpu.max, v1 cpu.cfs_*), at least 1; None: no quota."""
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return None
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None  # "max", or -1
+    return max(1, int(quota) // int(period))

@@ -1,0 +1,177 @@
+"""The sampling settings of the open slots.
+
+Owns: the way from a request's Sampling to the sampler's Choice. Promises: all of it is on the host, so that a stage which no row of a
+step asks for is left out without a look at the device; no Python loop over rows.
+Must not: sample.
+
+Shapes: B sampled rows, R and F some of them, N values added per row, L tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.model.sample import Added, Choice, Draw, Filters, Penalties
+from counterpoint.types import Sampling
+
+FIRST_WIDTH = 128  # logits that are sorted at first for top-p
+
+
+class Stage(enum.IntFlag):
+    """What a slot asks of the sampler beyond the best logit."""
+
+    NONE = 0
+    DRAW = 1
+    MIN_P = 2
+    TOP_K = 4
+    TOP_P = 8
+    PENALTIES = 16
+    BIAS = 32
+    KEEP_ON = 64  # min_tokens
+    LOGPROBS = 128
+    PROMPT_LOGPROBS = 256
+
+
+ROW = np.dtype(
+    [
+        *((name, "f4") for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
+        *((name, "i8") for name in ("top_k", "seed", "prompt_tokens", "min_tokens", "stages", "logprobs", "prompt_logprobs")),
+    ],
+    align=True,
+)
+
+
+class Settings:
+    """One row per slot. `rows` is a structured array, `bias` and `ends` the values added to single logits: the request's
+    logit_bias, and -inf for what would end it before `min_tokens`."""
+
+    def __init__(self, slots: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.rows = np.zeros(slots, ROW)
+        self.bias = Ragged(slots)
+        self.ends = Ragged(slots)
+
+    def put(self, slot: int, sampling: Sampling, prompt_tokens: int) -> None:
+        s = sampling
+        ends = s.stop_token_ids if s.ignore_eos else (*s.stop_token_ids, *self.eos_token_ids)
+        self.bias.put(slot, s.logit_bias)
+        self.ends.put(slot, [(id, -np.inf) for id in dict.fromkeys(ends)] if s.min_tokens else [])
+        asked = {
+            Stage.DRAW: np.float32(s.temperature) > 0,
+            Stage.MIN_P: s.min_p > 0,
+            Stage.TOP_K: s.top_k > 0,
+            Stage.TOP_P: s.top_p < 1,
+            Stage.PENALTIES: (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0),
+            Stage.BIAS: bool(s.logit_bias),
+            Stage.KEEP_ON: s.min_tokens > 0,
+            Stage.LOGPROBS: s.logprobs is not None,
+            Stage.PROMPT_LOGPROBS: s.prompt_logprobs is not None,
+        }
+        self.rows[slot] = (
+            s.temperature,
+            s.top_p,
+            s.min_p,
+            s.repetition_penalty,
+            s.presence_penalty,
+            s.frequency_penalty,
+            s.top_k,
+            (s.seed + (1 << 63)) % (1 << 64) - (1 << 63),
+            prompt_tokens,
+            s.min_tokens,
+            sum(stage for stage, wanted in asked.items() if wanted),
+            s.logprobs or 0,
+            s.prompt_logprobs or 0,
+        )
+
+    def stages(self, slot_B: Tensor) -> Stage:
+        """What any of the rows asks for."""
+        return Stage(int(np.bitwise_or.reduce(self.rows["stages"][slot_B.numpy()], initial=0)))
+
+    def having(self, slot_B: Tensor, stage: Stage) -> Tensor:
+        """Indices of the rows that ask for `stage`."""
+        return torch.from_numpy(np.flatnonzero(self.rows["stages"][slot_B.numpy()] & stage))
+
+    def choice(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> Choice:
+        """How rows are sampled whose new token stands at position `end_B`. `tokens` [slots, context]: the token table."""
+        asked = self.stages(slot_B)
+        if not asked & ~(Stage.LOGPROBS | Stage.PROMPT_LOGPROBS):
+            return Choice()
+        return Choice(
+            penalties=self._penalties(slot_B, end_B, tokens) if asked & Stage.PENALTIES else None,
+            added=self._added(slot_B, end_B, asked),
+            draw=self._draw(slot_B, end_B) if asked & Stage.DRAW else None,
+        )
+
+    def _penalties(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> Penalties:
+        rows_R = self.having(slot_B, Stage.PENALTIES)
+        slot_R, length_R = slot_B[rows_R], end_B[rows_R]
+        row = self.rows[slot_R.numpy()]
+        tokens_RL = tokens[:, : int(length_R.max())][slot_R].long()
+        settings = (column(row, name) for name in ("repetition", "presence", "frequency"))
+        return Penalties(rows_R, tokens_RL, column(row, "prompt_tokens"), length_R, *settings)
+
+    def _added(self, slot_B: Tensor, end_B: Tensor, asked: Stage) -> tuple[Added, ...]:
+        added = []
+        if asked & Stage.BIAS:
+            rows_R = self.having(slot_B, Stage.BIAS)
+            added.append(Added(rows_R, *self.bias.take(slot_B[rows_R])))
+        if asked & Stage.KEEP_ON:
+            rows_R = self.having(slot_B, Stage.KEEP_ON)
+            row = self.rows[slot_B[rows_R].numpy()]
+            short = end_B[rows_R] - column(row, "prompt_tokens") < column(row, "min_tokens")
+            rows_R = rows_R[short]
+            added.append(Added(rows_R, *self.ends.take(slot_B[rows_R])))
+        return tuple(each for each in added if len(each.rows_R))
+
+    def _draw(self, slot_B: Tensor, end_B: Tensor) -> Draw:
+        rows_R = self.having(slot_B, Stage.DRAW)
+        slot_R = slot_B[rows_R]
+        row = self.rows[slot_R.numpy()]
+        asked = self.stages(slot_R)
+        return Draw(
+            rows_R=rows_R if len(rows_R) < len(slot_B) else None,
+            seed_R=column(row, "seed"),
+            n_R=end_B[rows_R] - column(row, "prompt_tokens"),
+            temperature_R=column(row, "temperature"),
+            min_p_R=column(row, "min_p") if asked & Stage.MIN_P else None,
+            filters=self._filters(slot_R, asked) if asked & (Stage.TOP_K | Stage.TOP_P) else None,
+        )
+
+    def _filters(self, slot_R: Tensor, asked: Stage) -> Filters:
+        rows_F = self.having(slot_R, Stage.TOP_K | Stage.TOP_P)
+        row = self.rows[slot_R[rows_F].numpy()]
+        top_k_F = column(row, "top_k")
+        only_top_p = bool((top_k_F == 0).any())
+        width = max(int(top_k_F.max()), FIRST_WIDTH if only_top_p else 0)
+        return Filters(rows_F, top_k_F, column(row, "top_p") if asked & Stage.TOP_P else None, width)
+
+
+class Ragged:
+    """A few (id, value) pairs per slot, padded with (0, 0.0) to the most that any slot has had."""
+
+    def __init__(self, slots: int) -> None:
+        self.ids = np.zeros((slots, 0), np.int64)
+        self.values = np.zeros((slots, 0), np.float32)
+
+    def put(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
+        missing = len(pairs) - self.ids.shape[1]
+        if missing > 0:
+            self.ids = np.pad(self.ids, ((0, 0), (0, missing)))
+            self.values = np.pad(self.values, ((0, 0), (0, missing)))
+        self.ids[slot] = self.values[slot] = 0
+        if pairs:
+            self.ids[slot, : len(pairs)], self.values[slot, : len(pairs)] = zip(*pairs, strict=True)
+
+    def take(self, slot_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and values [R, N]."""
+        return torch.from_numpy(self.ids[slot_R.numpy()]), torch.from_numpy(self.values[slot_R.numpy()])
+
+
+def column(rows: np.ndarray, name: str) -> Tensor:
+    """One field of structured rows, as a tensor of its own."""
+    return torch.from_numpy(np.ascontiguousarray(rows[name]))
