@@ -1,0 +1,221 @@
+"""The HTTP side of a replay: one query out, one stream of tokens back.
+
+Owns: the request body, reading server-sent events, the time of each token, what counts as a failure.
+Promises: every query ends in exactly one Record, whatever the server does; a failure keeps its message.
+Must not: decide when a query is sent (bench/replay.py), judge latencies (bench/report.py).
+
+Works with any server of the OpenAI API. `ignore_eos` and `continuous_usage_stats` are common extensions of it: the first makes
+every answer as long as the load says, the second says in every chunk how many tokens there are so far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import httpx
+import msgspec
+
+from counterpoint.bench.workload import Query, TokenRange, prompt_ids
+from counterpoint.types import Finish, Record
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A server. `url` with or without /v1. `extensions`: send the extensions above, and hold the server to the asked length."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+    endpoint: Literal["completions", "chat"] = "completions"
+    extensions: bool = True
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+
+    @property
+    def root(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def path(self) -> str:
+        return f"{self.root}/v1/{'chat/completions' if self.endpoint == 'chat' else 'completions'}"
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def body(self, query: Query, tokens: TokenRange, seed: int) -> bytes:
+        """The request as JSON. A made prompt goes as token ids; so the completions endpoint is the one that can take it."""
+        body: dict[str, object] = {"model": self.model}
+        if self.endpoint == "chat":
+            messages = query.messages or (("user", query.prompt),)
+            if query.prompt is None or query.ids is not None:
+                raise ValueError(f"query {query.number} is token ids: the chat endpoint takes texts; use completions")
+            body["messages"] = [{"role": role, "content": content} for role, content in messages]
+        elif query.messages:
+            raise ValueError(f"query {query.number} is chat messages: send it with --endpoint chat")
+        else:
+            body["prompt"] = query.prompt if isinstance(query.prompt, str) else prompt_ids(query, tokens, seed)
+        body |= {"max_tokens": query.output_tokens, "temperature": self.temperature, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if self.extensions:
+            body["ignore_eos"] = True
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        return msgspec.json.encode(body)
+
+
+# ---------------------------------------------------------------- the wire
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Text | None = None
+    finish_reason: str | None = None
+
+    @property
+    def says_something(self) -> bool:
+        if self.delta is None:
+            return bool(self.text)
+        return bool(self.delta.content or self.delta.reasoning or self.delta.reasoning_content)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class Reply:
+    """What has come back of one stream. `deliveries`: (time, tokens) of each chunk that brought any."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[tuple[float, int]] = []
+        self.total: int | None = None  # tokens by the server's own count
+        self.prompt_tokens: int | None = None
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.error = ""
+        self._counted = 0
+        self._untold = False  # a chunk came without a count
+        self._rest = b""
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Bytes that arrived at `now_s`; events may be cut anywhere."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                payload = line[5:].strip()
+                if payload != b"[DONE]":
+                    self._take(_decode(payload), now_s)
+
+    def _take(self, chunk: _Chunk, now_s: float) -> None:
+        if chunk.error is not None:
+            self.error = f"error event: {bytes(chunk.error).decode(errors='replace')[:300]}"
+        spoke = False
+        for choice in chunk.choices:
+            spoke = spoke or choice.says_something
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        usage = chunk.usage
+        if usage is None or usage.completion_tokens is None:
+            if spoke:
+                self._untold = True
+                self._deliver(now_s, 1)
+            return
+        self.total, self.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        fresh = usage.completion_tokens - self._counted if not self._untold else int(spoke)
+        if fresh > 0:
+            self._deliver(now_s, fresh)
+
+    def _deliver(self, now_s: float, tokens: int) -> None:
+        self.deliveries.append((now_s, tokens))
+        self._counted += tokens
+
+    @property
+    def spread(self) -> bool:
+        """The chunks did not say how many tokens they held, and it was not one each."""
+        return self.total is not None and self.total != self._counted and bool(self.deliveries)
+
+    def token_times(self) -> tuple[float, ...]:
+        """One time per token. Where chunks did not say how many they held, the total is shared out evenly among them."""
+        if not self.spread:
+            return tuple(time_s for time_s, tokens in self.deliveries for _ in range(tokens))
+        total, chunks = self.total or 0, len(self.deliveries)
+        return tuple(self.deliveries[i * chunks // total][0] for i in range(total))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """The end of one query. `lag_s`: how late it was sent. `spread`: see Reply."""
+
+    record: Record
+    error: str
+    lag_s: float
+    spread: bool
+
+
+async def ask(
+    http: httpx.AsyncClient, target: Target, query: Query, body: bytes, due_s: float, clock: Callable[[], float]
+) -> Answer:
+    """Send `query` now and read its stream to the end. Times are `clock`'s, in seconds; it was due at `due_s`."""
+    reply = Reply()
+    sent_s = clock()
+    try:
+        headers = {"Content-Type": "application/json"}
+        async with http.stream("POST", target.path, content=body, headers=headers) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                reply.error = f"HTTP {response.status_code}: {text[:300]}"
+            else:
+                async for data in response.aiter_bytes():
+                    reply.feed(data, clock())
+    except (httpx.HTTPError, OSError) as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    except msgspec.DecodeError as error:
+        reply.error = f"an event is not JSON of the API: {error}"
+    ended_s = clock()
+    error = reply.error or _shortfall(target, query, reply)
+    record = Record(
+        id=query.id,
+        arrival_s=sent_s,
+        admitted_s=None,
+        finished_s=ended_s,
+        prompt_tokens=query.prompt_tokens if reply.prompt_tokens is None else reply.prompt_tokens,
+        cached_tokens=reply.cached_tokens,
+        token_s=reply.token_times(),
+        finish=Finish.ERROR if error else Finish.STOP if reply.finish_reason == "stop" else Finish.LENGTH,
+        preemptions=0,
+    )
+    return Answer(record, error, max(0.0, sent_s - due_s), reply.spread)
+
+
+def _shortfall(target: Target, query: Query, reply: Reply) -> str:
+    """Why a stream that ended without an error is still no answer; empty if it is one."""
+    if reply.finish_reason is None:
+        return "the stream ended without a finish_reason"
+    got = len(reply.token_times())
+    if target.extensions and got != query.output_tokens:
+        return f"asked for {query.output_tokens} tokens with ignore_eos, got {got}"
+    if got == 0:
+        return "the answer is empty"
+    return ""

@@ -1,0 +1,47 @@
+"""Shared by the bench tests: the small traces, the public ones if they are at hand, and short ways to make records and queries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from counterpoint.types import Finish, Record
+
+DATA = Path(__file__).parent / "data"
+PUBLIC_TRACES = Path(__file__).parents[3] / "shared" / "traces"
+
+
+@pytest.fixture
+def data() -> Path:
+    return DATA
+
+
+@pytest.fixture
+def public_trace():
+    """The path of a public trace by name; skips where it is not at hand."""
+
+    def find(name: str) -> str:
+        path = PUBLIC_TRACES / name
+        if not path.exists():
+            pytest.skip(f"the public trace {name} is not in {PUBLIC_TRACES}")
+        return str(path)
+
+    return find
+
+
+@pytest.fixture
+def record():
+    """Makes a Record from its arrival and the times of its tokens."""
+
+    def make(id: str, arrival_s: float, token_s: tuple[float, ...], finish: Finish = Finish.LENGTH, **fields) -> Record:
+        known = {
+            "admitted_s": arrival_s,
+            "finished_s": token_s[-1] if token_s else arrival_s,
+            "prompt_tokens": 10,
+            "cached_tokens": 0,
+            "preemptions": 0,
+        }
+        return Record(id=id, arrival_s=arrival_s, token_s=token_s, finish=finish, **(known | fields))
+
+    return make

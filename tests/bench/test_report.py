@@ -1,0 +1,175 @@
+"""Every metric against small cases worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from counterpoint.bench.report import summarise, wilson
+from counterpoint.types import Finish, Slo, Stats
+
+
+@pytest.fixture
+def three(record):
+    """Two answers (four tokens, with one delivery of two; one token) and a failure."""
+    return [
+        record("a", 0.0, (0.5, 0.6, 0.6, 1.1), finished_s=1.25, prompt_tokens=100, cached_tokens=25, preemptions=1),
+        record("b", 1.0, (1.2,), finished_s=1.2, prompt_tokens=60, finish=Finish.STOP),
+        record("c", 1.5, (1.6, 1.7), finished_s=2.0, finish=Finish.ERROR, prompt_tokens=40),
+    ]
+
+
+def test_counts_and_rates_are_of_what_completed(three):
+    result = summarise(three)
+    assert (result["num_prompts"], result["completed"], result["failed"]) == (3, 2, 1)
+    assert result["duration"] == 2.0  # first arrival to last end, the failure's too
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (160, 5)
+    assert result["request_throughput"] == 1.0
+    assert result["output_throughput"] == 2.5
+    assert result["total_token_throughput"] == 82.5
+    assert result["prefix_hit_share"] == 25 / 160
+    assert result["preemptions"] == 1
+
+
+def test_latencies(three):
+    result = summarise(three)
+    assert result["mean_ttft_ms"] == pytest.approx((500 + 200) / 2)
+    assert result["mean_tpot_ms"] == pytest.approx(200)  # (1.1 - 0.5) / 3; the one-token reply has none
+    # gaps between deliveries: 0.1 and 0.5; the two tokens of one instant are one delivery
+    assert result["mean_itl_ms"] == pytest.approx(300)
+    assert result["max_itl_ms"] == pytest.approx(500)
+    assert result["mean_longest_gap_ms"] == pytest.approx(500)
+    assert result["mean_e2el_ms"] == pytest.approx((1250 + 200) / 2)
+    assert result["std_ttft_ms"] == pytest.approx(150)
+
+
+def test_percentiles_are_linear_between_ranks(record):
+    result = summarise([record(str(i), 0.0, (i / 1000,)) for i in range(1, 102)])
+    assert [round(result[f"p{p}_ttft_ms"], 6) for p in (50, 90, 95, 99)] == [51, 91, 96, 100]
+    assert result["median_ttft_ms"] == result["p50_ttft_ms"]
+    assert result["max_ttft_ms"] == pytest.approx(101)
+
+
+def test_what_is_undefined_is_none_and_the_result_is_plain_json(record):
+    result = summarise([record("a", 0.0, (), finish=Finish.ERROR)], slo=Slo(ttft_s=1.0))
+    assert result["mean_ttft_ms"] is None
+    assert result["p99_itl_ms"] is None
+    assert result["request_throughput"] is None
+    assert result["prefix_hit_share"] is None
+    assert result["slo_attainment"] == 0.0
+    json.dumps(result, allow_nan=False)
+    assert summarise([])["completed"] == 0
+
+
+def test_result_is_plain_json(three):
+    stats = Stats(split_s=((1, 1, 2.0),))
+    result = summarise(three, slo=Slo(ttft_s=1.0), stats=stats, lag_s=(0.1, 0.2, 0.3), detailed=True)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_concurrency_and_busiest_second(record):
+    records = [
+        record("a", 10.0, (10.1, 10.2, 11.3), finished_s=11.3),
+        record("b", 10.5, (11.1, 11.2), finished_s=11.2),
+        record("c", 11.3, (11.9,), finished_s=11.9),  # arrives as a ends
+    ]
+    result = summarise(records)
+    assert result["max_concurrent_requests"] == 2
+    assert result["max_output_tokens_per_s"] == 4  # 11.1, 11.2, 11.3, 11.9
+
+
+# ---------------------------------------------------------------- SLO
+
+
+def test_goodput_and_attainment_are_over_everything_sent(three):
+    result = summarise(three, slo=Slo(ttft_s=0.3))
+    assert result["slo_attainment"] == 1 / 3  # b; a is late, c failed though its first token was early
+    assert result["request_goodput"] == 0.5
+    assert result["slo_attainment_ttft"] == 1 / 3
+    assert result["slo_attainment_tpot"] == 2 / 3
+    low, high = result["slo_attainment_ci95"]
+    assert low < 1 / 3 < high
+
+
+def test_each_target_is_held(record):
+    records = [record("a", 0.0, (0.5, 0.6, 1.1))]  # ttft 0.5, tpot 0.3, longest gap 0.5
+
+    def attained(**targets: float) -> float:
+        return summarise(records, slo=Slo(**targets))["slo_attainment"]
+
+    assert attained(ttft_s=0.5, tpot_s=0.31, itl_s=0.51) == 1
+    assert attained(ttft_s=0.49) == 0
+    assert attained(tpot_s=0.29) == 0
+    assert attained(itl_s=0.49) == 0
+
+
+def test_one_token_replies_meet_targets_between_tokens(record):
+    result = summarise([record("a", 0.0, (0.5,))], slo=Slo(tpot_s=0.001, itl_s=0.001))
+    assert result["slo_attainment"] == 1
+    assert result["mean_tpot_ms"] is None
+
+
+def test_aborted_requests_are_misses(record):
+    records = [record("a", 0.0, (0.1, 0.2), finish=Finish.ABORT), record("b", 0.0, (0.1, 0.2))]
+    result = summarise(records, slo=Slo(ttft_s=1.0))
+    assert (result["failed"], result["slo_attainment"]) == (1, 0.5)
+
+
+def test_targets_may_differ_by_request(record):
+    records = [record("a", 0.0, (0.5,)), record("b", 0.0, (0.5,)), record("c", 0.0, (0.5,))]
+    result = summarise(records, slo={"a": Slo(ttft_s=0.4), "b": Slo(ttft_s=0.6)})
+    assert result["slo_attainment"] == 2 / 3  # c has no target: answered is good
+
+
+def test_without_targets_there_is_no_goodput(record):
+    result = summarise([record("a", 0.0, (0.5,))])
+    assert result["request_goodput"] is None
+    assert result["slo_attainment"] is None
+
+
+def test_wilson_interval():
+    # by the formula of Wilson 1927 for 8 of 10: centre (0.8 + z²/20) / (1 + z²/10)
+    z2 = 1.959963984540054**2
+    centre = (0.8 + z2 / 20) / (1 + z2 / 10)
+    half = math.sqrt(z2) / (1 + z2 / 10) * math.sqrt(0.8 * 0.2 / 10 + z2 / 400)
+    assert wilson(8, 10) == pytest.approx((centre - half, centre + half))
+    assert wilson(8, 10) == pytest.approx((0.49016, 0.94330), abs=1e-4)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((0.72247, 1.0), abs=1e-4)
+    assert wilson(0, 0) is None
+    narrow, wide = wilson(900, 1000), wilson(9, 10)
+    assert narrow and wide and narrow[1] - narrow[0] < wide[1] - wide[0]
+
+
+# ---------------------------------------------------------------- the engine's and the generator's side
+
+
+def test_split_shares_are_of_this_run_only(record):
+    before = Stats(split_s=((2, 0, 5.0), (1, 1, 1.0)), preemptions=3, resplits=10)
+    after = Stats(split_s=((2, 0, 5.0), (1, 1, 3.0), (0, 1, 1.0), (0, 2, 1.0)), preemptions=5, resplits=14)
+    result = summarise([record("a", 0.0, (0.5,))], stats=after, stats_before=before)
+    shares = {(s["prefill_units"], s["decode_units"]): (s["share"], s["share_while_both"]) for s in result["split_share"]}
+    assert shares == {(1, 1): (0.5, 1.0), (0, 1): (0.25, None), (0, 2): (0.25, None)}
+    assert (result["preemptions"], result["resplits"]) == (2, 4)
+
+
+def test_a_late_generator_says_so(record):
+    records = [record("a", 0.0, (0.5,))]
+    punctual = summarise(records, lag_s=[0.001] * 100)
+    assert punctual["degraded"] is False
+    assert punctual["p50_send_lag_ms"] == pytest.approx(1)
+    late = summarise(records, lag_s=[0.001] * 95 + [0.2] * 5)
+    assert late["degraded"] is True
+    assert late["p99_send_lag_ms"] == pytest.approx(200)
+
+
+def test_details_keep_one_entry_per_request(three):
+    result = summarise(three, errors={"c": "HTTP 500"}, detailed=True)
+    assert result["ids"] == ["a", "b", "c"]
+    assert result["errors"] == ["", "", "HTTP 500"]
+    assert result["output_lens"] == [4, 1, 2]
+    assert result["itls"][0] == pytest.approx([0.1, 0.5])
+    assert result["ttfts"] == pytest.approx([0.5, 0.2, 0.1])
+    assert "ids" not in summarise(three)
