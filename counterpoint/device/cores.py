@@ -17,8 +17,6 @@ from pathlib import Path
 
 from counterpoint.types import Role
 
-CAN_PIN = sys.platform == "linux"  # macOS has no call that binds a thread to a core
-
 
 def usable_cores(limit: int | None = None, root: Path = Path("/")) -> tuple[int, ...]:
     """The cores that this process may use, in ascending order, at most `limit`: by affinity mask, without second hardware
@@ -43,7 +41,7 @@ def lane_cores(role: Role, units: int, cores: Sequence[int]) -> tuple[int, ...]:
 
 def pin(cores: Sequence[int]) -> tuple[int, ...] | None:
     """Bind the calling thread, and the threads it will start, to `cores`; the set really in force, read back. None where the
-    system cannot bind threads. Raises OSError if it refuses."""
+    system cannot bind threads (macOS). Raises OSError if it refuses."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)
         return tuple(sorted(os.sched_getaffinity(0)))

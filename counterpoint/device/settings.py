@@ -1,7 +1,7 @@
 """The sampling settings of the open slots.
 
-Owns: the way from a request's Sampling to the sampler's Choice. Promises: all of it is on the host, so that a stage which no row of a
-step asks for is left out without a look at the device; no Python loop over rows.
+Owns: the way from a request's Sampling to the sampler's Choice. Promises: all of it is on the host, so that a stage which no row of
+a step asks for is left out without a look at the device; no Python loop over rows.
 Must not: sample.
 
 Shapes: B sampled rows, R and F some of them, N values added per row, L tokens of the longest row.
@@ -48,9 +48,10 @@ ROW = np.dtype(
 
 class Settings:
     """One row per slot. `rows` is a structured array, `bias` and `ends` the values added to single logits: the request's
-    logit_bias, and -inf for what would end it before `min_tokens`."""
+    logit_bias, and -inf for what would end it before `min_tokens`. Ids of `vocab` and beyond are left out: they have no logit."""
 
-    def __init__(self, slots: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, slots: int, vocab: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self.vocab = vocab
         self.eos_token_ids = tuple(eos_token_ids)
         self.rows = np.zeros(slots, ROW)
         self.bias = Ragged(slots)
@@ -59,8 +60,8 @@ class Settings:
     def put(self, slot: int, sampling: Sampling, prompt_tokens: int) -> None:
         s = sampling
         ends = s.stop_token_ids if s.ignore_eos else (*s.stop_token_ids, *self.eos_token_ids)
-        self.bias.put(slot, s.logit_bias)
-        self.ends.put(slot, [(id, -np.inf) for id in dict.fromkeys(ends)] if s.min_tokens else [])
+        self.bias.put(slot, [(id, value) for id, value in s.logit_bias if id < self.vocab])
+        self.ends.put(slot, [(id, -np.inf) for id in dict.fromkeys(ends) if id < self.vocab] if s.min_tokens else [])
         asked = {
             Stage.DRAW: np.float32(s.temperature) > 0,
             Stage.MIN_P: s.min_p > 0,
@@ -152,24 +153,23 @@ class Settings:
 
 
 class Ragged:
-    """A few (id, value) pairs per slot, padded with (0, 0.0) to the most that any slot has had."""
+    """A few (id, value) pairs per slot, padded with (0, 0.0) to the most that any slot has had. One array, replaced when it
+    grows: a thread that reads has the old or the new one, and its own rows are the same in both."""
 
     def __init__(self, slots: int) -> None:
-        self.ids = np.zeros((slots, 0), np.int64)
-        self.values = np.zeros((slots, 0), np.float32)
+        self.pairs = np.zeros((slots, 0), [("id", "i8"), ("value", "f4")])
 
     def put(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
-        missing = len(pairs) - self.ids.shape[1]
+        missing = len(pairs) - self.pairs.shape[1]
         if missing > 0:
-            self.ids = np.pad(self.ids, ((0, 0), (0, missing)))
-            self.values = np.pad(self.values, ((0, 0), (0, missing)))
-        self.ids[slot] = self.values[slot] = 0
-        if pairs:
-            self.ids[slot, : len(pairs)], self.values[slot, : len(pairs)] = zip(*pairs, strict=True)
+            self.pairs = np.concatenate([self.pairs, np.zeros((len(self.pairs), missing), self.pairs.dtype)], 1)
+        self.pairs[slot] = np.zeros((), self.pairs.dtype)
+        self.pairs[slot, : len(pairs)] = np.array(list(pairs), self.pairs.dtype)
 
     def take(self, slot_R: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and values [R, N]."""
-        return torch.from_numpy(self.ids[slot_R.numpy()]), torch.from_numpy(self.values[slot_R.numpy()])
+        pairs = self.pairs[slot_R.numpy()]
+        return column(pairs, "id"), column(pairs, "value")
 
 
 def column(rows: np.ndarray, name: str) -> Tensor:

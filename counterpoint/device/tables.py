@@ -47,11 +47,14 @@ def pass_rows(segments: Sequence[Segment]) -> PassRows:
 class Tables:
     """`tokens` [slots, context + 1] and `pages` [slots, pages of a context], int32."""
 
-    def __init__(self, slots: int, max_context_tokens: int, page_tokens: int, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, slots: int, max_context_tokens: int, page_tokens: int, vocab: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """`vocab`: ids from there on are never sampled."""
         self.page_tokens = page_tokens
         self.tokens = torch.zeros(slots, max_context_tokens + 1, dtype=torch.int32)  # one more for the last sampled token
         self.pages = torch.zeros(slots, -(-max_context_tokens // page_tokens), dtype=torch.int32)
-        self.settings = Settings(slots, tuple(eos_token_ids))
+        self.settings = Settings(slots, vocab, eos_token_ids)
         self._pages_used = [0] * slots
 
     def open(self, command: Open) -> None:

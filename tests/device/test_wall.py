@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+
+from counterpoint.device.wall import WallInbox
+from counterpoint.types import Abort
+
+
+def test_get_drains_what_waits_in_order():
+    inbox = WallInbox()
+    for n in range(5):
+        inbox.put(Abort(str(n)))
+    before = inbox.clock()
+    now, events = inbox.get() or (0.0, [])
+    assert [event.id for event in events if isinstance(event, Abort)] == ["0", "1", "2", "3", "4"]
+    assert before <= now <= inbox.clock()
+
+
+def test_get_waits_for_another_thread():
+    inbox = WallInbox()
+    got = []
+    reader = threading.Thread(target=lambda: got.append(inbox.get()))
+    reader.start()
+    inbox.put(Abort("a"))
+    reader.join(30)
+    assert not reader.is_alive()
+    assert got[0][1] == [Abort("a")]
+
+
+def test_stop_ends_after_what_was_put_before():
+    inbox = WallInbox()
+    inbox.put(Abort("a"))
+    inbox.stop()
+    inbox.put(Abort("late"))
+    got = inbox.get()
+    assert got is not None and got[1] == [Abort("a")]
+    assert inbox.get() is None
+    assert inbox.get() is None
+
+
+def test_stop_wakes_a_waiting_reader():
+    inbox = WallInbox()
+    got: list[object] = []
+    reader = threading.Thread(target=lambda: got.append(inbox.get()))
+    reader.start()
+    inbox.stop()
+    reader.join(30)
+    assert got == [None]
