@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
-from counterpoint.types import Finish, Record
+from counterpoint.types import Finish, Record, Stats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +65,49 @@ class Target:
         return msgspec.json.encode(body)
 
 
+# ---------------------------------------------------------------- the engine's own figures
+
+# Stats fields by the name of their sample at /metrics.
+SAMPLES = {
+    "counterpoint_requests_waiting": "waiting",
+    "counterpoint_requests_running": "running",
+    "counterpoint_kv_pages": "pages_total",
+    "counterpoint_kv_pages_free": "pages_free",
+    "counterpoint_kv_pages_cached": "pages_cached",
+    "counterpoint_kv_page_tokens": "page_tokens",
+    "counterpoint_prefix_queries_tokens_total": "prefix_queries_tokens",
+    "counterpoint_prefix_hits_tokens_total": "prefix_hits_tokens",
+    "counterpoint_prompt_tokens_total": "prompt_tokens",
+    "counterpoint_generated_tokens_total": "generated_tokens",
+    "counterpoint_preemptions_total": "preemptions",
+    "counterpoint_steps_total": "steps",
+    "counterpoint_resplits_total": "resplits",
+}
+SPLIT_SAMPLE = "counterpoint_split_seconds_total"
+
+
+def read_stats(text: str) -> Stats | None:
+    """The engine's figures from a /metrics page; None if it is not one of this engine's."""
+    found: dict[str, Any] = {}
+    splits = []
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in SAMPLES:
+                found[SAMPLES[sample.name]] = found.get(SAMPLES[sample.name], 0) + int(sample.value)
+            elif sample.name == SPLIT_SAMPLE:
+                splits.append((int(sample.labels["prefill_units"]), int(sample.labels["decode_units"]), sample.value))
+    return Stats(**found, split_s=tuple(splits)) if "pages_total" in found else None
+
+
+async def scrape(http: httpx.AsyncClient, target: Target) -> Stats | None:
+    """The figures of the server at `target`, or None if it does not give them."""
+    try:
+        response = await http.get(f"{target.root}/metrics", timeout=10.0)
+    except httpx.HTTPError:
+        return None
+    return read_stats(response.text) if response.status_code == 200 else None
+
+
 # ---------------------------------------------------------------- the wire
 
 
@@ -98,7 +142,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -129,7 +173,7 @@ class Reply:
 
     def _take(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error is not None:
-            self.error = f"error event: {bytes(chunk.error).decode(errors='replace')[:300]}"
+            self.error = f"error event: {str(chunk.error)[:300]}"
         spoke = False
         for choice in chunk.choices:
             spoke = spoke or choice.says_something

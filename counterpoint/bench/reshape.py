@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from counterpoint.bench.workload import Arrivals, Query, arrival_times, offered_rate
+from counterpoint.types import Slo
+
+REHEARSED = 1 << 40  # the numbers of warm-up queries begin here, beyond those of any load
 
 
 def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
@@ -97,6 +100,36 @@ def clipped(queries: Sequence[Query], max_prompt_tokens: int | None, max_output_
             )
         )
     return _from_zero(kept)
+
+
+# ---------------------------------------------------------------- contents and targets
+
+
+def without_texts(queries: Sequence[Query]) -> list[Query]:
+    """Given texts replaced by made tokens of their (estimated) length, for a target that takes token ids alone."""
+    return [q if q.prompt is None or q.ids is not None else dataclasses.replace(q, prompt=None) for q in queries]
+
+
+def rehearsal(queries: Sequence[Query], count: int) -> list[Query]:
+    """`count` queries like the first ones to warm a system up with: other tokens, nothing in common, at most 8 tokens of output.
+    Given texts and ids stay as they are."""
+    return [
+        dataclasses.replace(q, number=REHEARSED + q.number, arrival_s=0.0, prefix_ids=(), output_tokens=min(q.output_tokens, 8))
+        for q in queries[:count]
+    ]
+
+
+def with_targets(queries: Sequence[Query], slo: Slo) -> list[Query]:
+    """Each query with the targets of `slo` where it has none of its own."""
+
+    def one(own: Slo) -> Slo:
+        return Slo(
+            slo.ttft_s if own.ttft_s is None else own.ttft_s,
+            slo.tpot_s if own.tpot_s is None else own.tpot_s,
+            slo.itl_s if own.itl_s is None else own.itl_s,
+        )
+
+    return [dataclasses.replace(q, slo=one(q.slo)) for q in queries]
 
 
 # ---------------------------------------------------------------- fewer requests

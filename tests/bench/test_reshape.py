@@ -12,7 +12,7 @@ from counterpoint.bench.workload import Query, offered_rate, prompt_ids, reusabl
 
 
 def chats(groups: int, turns: int, system: tuple[int, ...] = (0,)) -> list[Query]:
-    """`groups` conversations of `turns` requests, interleaved; all begin with the same system blocks, and each turn adds a block."""
+    """`groups` interleaved conversations of `turns` requests; all begin with the system blocks, and each turn adds a block."""
     load = []
     for turn in range(turns):
         for group in range(groups):

@@ -1,0 +1,149 @@
+"""Load: the workload flags that `bench` and `simulate` share, and the queries they mean.
+
+Owns: every flag that says what is asked and when, its default and its help; the order in which changes are made to a trace.
+Promises: flags that contradict each other are a ValueError that names them; the same flags give the same queries.
+Must not: know who answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from counterpoint.bench import reshape
+from counterpoint.bench.trace import Format, Tokenize, Trace, read_trace
+from counterpoint.bench.workload import Arrivals, Lengths, PrefixGroups, Query, offered_rate, synthetic
+from counterpoint.types import Slo
+
+TRACE = Group("Workload from a trace", sort_key=1)
+MADE = Group("Made workload", sort_key=2)
+SHAPE = Group("Shape of the workload", sort_key=3)
+
+SYNTHETIC_REQUESTS = 64
+SYNTHETIC_RATE = 1.0
+
+
+def flag(help: str, group: Group) -> Parameter:
+    return Parameter(help=help, group=group)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What is asked, and when. Without a trace, a made workload."""
+
+    trace: Annotated[
+        str | None, flag("file of requests: Azure, BurstGPT or lengths CSV, Mooncake or our JSONL, ShareGPT", TRACE)
+    ] = None
+    trace_format: Annotated[Format | None, flag("its format; unset: found out", TRACE)] = None
+    tokenizer: Annotated[str | None, flag("tokenizer.json to turn ShareGPT's texts into tokens; unset: estimates", TRACE)] = None
+    thin: Annotated[float | None, flag("keep about this share of the trace, in whole prefix groups", TRACE)] = None
+    length_scale: Annotated[float | None, flag("multiply prompt and output lengths (blocks of common prefixes too)", TRACE)] = None
+    time_scale: Annotated[float | None, flag("multiply the trace's times: 0.1 plays ten times as fast", TRACE)] = None
+    jitter: Annotated[
+        float | None, flag("spread equal arrival times over so many seconds; unset: over a coarse clock's tick; 0: never", TRACE)
+    ] = None
+
+    prompt_tokens: Annotated[int, flag("mean prompt length", MADE)] = 256
+    prompt_lengths: Annotated[Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)] = "lognormal"
+    prompt_spread: Annotated[float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)] = 0.5
+    output_tokens: Annotated[int, flag("mean output length", MADE)] = 32
+    output_lengths: Annotated[Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)] = "lognormal"
+    output_spread: Annotated[float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)] = 0.5
+    prefix_groups: Annotated[int, flag("groups of requests whose prompts begin alike; 0: none do", MADE)] = 0
+    prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = 0.5
+
+    requests: Annotated[int | None, flag("how many; unset: the whole trace, or 64", SHAPE)] = None
+    arrivals: Annotated[
+        Literal["trace", "poisson", "gamma", "constant", "once"] | None,
+        flag("when they arrive; unset: as in the trace, or poisson. once: all at the start", SHAPE),
+    ] = None
+    rate: Annotated[float | None, flag("requests per second on average; unset: the trace's own, or 1. inf: all at once", SHAPE)] = (
+        None
+    )
+    burstiness: Annotated[float, flag("of gamma arrivals: their gaps vary by 1/sqrt of it; 1 is poisson", SHAPE)] = 1.0
+    max_prompt_tokens: Annotated[int | None, flag("cut longer prompts", SHAPE)] = None
+    max_output_tokens: Annotated[int | None, flag("cut longer outputs", SHAPE)] = None
+    seed: Annotated[int, flag("of everything that is random in the workload", SHAPE)] = 0
+
+    def make(self) -> Trace:
+        """The queries. Raises ValueError (TraceError for a file) naming the flag or the place."""
+        if self.trace is None:
+            for name, value in (("thin", self.thin), ("time-scale", self.time_scale), ("length-scale", self.length_scale)):
+                if value is not None:
+                    raise ValueError(f"--{name} changes a trace: give one with --trace")
+            trace = Trace(tuple(self._synthetic()), timed=False)
+        else:
+            trace = read_trace(self.trace, self.trace_format, tokenize=self._tokenize(), jitter_s=self.jitter, seed=self.seed)
+        queries = self._fitted(list(trace.queries))
+        if not queries:
+            raise ValueError("no request is left of the workload: raise --max-prompt-tokens or --thin")
+        return Trace(tuple(self._arriving(queries, trace.timed)), True, trace.notes)
+
+    def _synthetic(self) -> list[Query]:
+        return synthetic(
+            self.requests or SYNTHETIC_REQUESTS,
+            Lengths(self.prompt_tokens, self.prompt_lengths, self.prompt_spread),
+            Lengths(self.output_tokens, self.output_lengths, self.output_spread),
+            arrivals="once",
+            groups=PrefixGroups(self.prefix_groups, self.prefix_share) if self.prefix_groups else None,
+            seed=self.seed,
+        )
+
+    def _fitted(self, queries: list[Query]) -> list[Query]:
+        """Fewer and other lengths; times as they are."""
+        if self.thin is not None:
+            queries = reshape.thinned(queries, self.thin, self.seed)
+        if self.length_scale is not None:
+            queries = reshape.scaled(queries, self.length_scale)
+        queries = reshape.clipped(queries, self.max_prompt_tokens, self.max_output_tokens)
+        return queries if self.requests is None else reshape.first(queries, self.requests)
+
+    def _arriving(self, queries: list[Query], timed: bool) -> list[Query]:
+        """The same queries at the wanted times."""
+        if self.arrivals == "trace" and not timed:
+            raise ValueError("--arrivals trace: the workload has no times of its own; choose poisson, gamma, constant or once")
+        kind: Arrivals | Literal["trace"] = self.arrivals or ("trace" if timed else "poisson")
+        if self.rate == float("inf"):
+            kind = "once"
+        if kind != "trace":
+            if self.time_scale is not None:
+                raise ValueError(f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them")
+            rate = self.rate or (offered_rate(queries) if timed else SYNTHETIC_RATE)
+            return reshape.rearrived(queries, kind, rate, self.burstiness, self.seed)
+        if self.rate is not None and self.time_scale is not None:
+            raise ValueError("--rate and --time-scale both set the clock: give one of them")
+        if self.rate is not None:
+            return reshape.at_rate(queries, self.rate)
+        return reshape.stretched(queries, self.time_scale) if self.time_scale is not None else queries
+
+    def _tokenize(self) -> Tokenize | None:
+        if self.tokenizer is None:
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(self.tokenizer)
+        except Exception as error:
+            raise ValueError(f"--tokenizer {self.tokenizer}: {error}") from None
+        return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def parse_slo(text: str) -> Slo:
+    """Targets as "ttft=1.0,tpot=0.05,itl=200ms": seconds, or with a unit. Raises ValueError naming the part that is wrong."""
+    found: dict[str, float] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in ("ttft", "tpot", "itl") or not equals:
+            raise ValueError(f"--slo {part!r}: write ttft=SECONDS, tpot=SECONDS or itl=SECONDS, joined by commas")
+        scale = 1e-3 if value.endswith("ms") else 1.0
+        try:
+            seconds = float(value.removesuffix("ms").removesuffix("s")) * scale
+        except ValueError:
+            raise ValueError(f"--slo {part!r}: {value!r} is no number of seconds") from None
+        if not seconds > 0:
+            raise ValueError(f"--slo {part!r}: it must be more than 0")
+        found[f"{name}_s"] = seconds
+    return Slo(**found)
