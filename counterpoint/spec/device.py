@@ -75,7 +75,8 @@ class DeviceSpec:
     may be what is left over). `peak_flops`: dense FLOP/s of the whole device by dtype. `read_bandwidth`: bytes/s by units.
     `kernel_s`: what each kernel costs beyond its work; `layer_launch_s`: least time of a layer whose kernels are launched
     one by one by the host (prefill; decode steps replay captured graphs). `overlap`: whether two steps may share units.
-    `source` says where the numbers come from."""
+    `source` says where the numbers come from. `dtype` and `kv_dtype`: element types of weights and KV cache unless asked
+    otherwise."""
 
     name: str
     units: int
@@ -92,6 +93,8 @@ class DeviceSpec:
     overlap: bool
     measured: bool
     source: str
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of all units in `dtype`. Raises ValueError naming the dtypes that the device has."""
@@ -187,6 +190,8 @@ CPU_2 = DeviceSpec(
     overlap=False,
     measured=True,
     source="two vCPUs of an AMD EPYC Milan (Zen 3: AVX2, no AVX-512, no bfloat16), torch 2.13, SmolLM2-135M",
+    dtype="float16",
+    kv_dtype="float32",
 )
 
 PRESETS: dict[str, DeviceSpec] = {

@@ -1,0 +1,188 @@
+"""Timeline: what ran on each lane and when, as a Chrome trace (open it in Perfetto or chrome://tracing).
+
+Owns: the spans and the file format. Promises: the same file from the simulator and from a real device; what it records it gets
+from the commands and events that pass through it, so nothing else has to know of it. Must not: change what passes.
+
+It stands on both sides of an executor, as an Executor and as an Inbox:
+
+    timeline = Timeline(executor, inbox)
+    run(engine, timeline, timeline, timeline.deliver_to(deliver))
+    timeline.write("out.json")
+
+Tracks: one per lane (a span per step), and counters for the units of each lane, the queue and the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from counterpoint.core.engine import Engine
+from counterpoint.ports import Executor, Inbox
+from counterpoint.types import Command, Event, Output, Stats, Step, StepDone
+
+Deliver = Callable[[list[Output], Engine], None]
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """One step on a lane, in seconds on the inbox's clock. `kind` is prefill, decode or mixed; `context` is the sum of the decodes'
+    context lengths; layers are [first_layer, last_layer)."""
+
+    lane: int
+    kind: str
+    started_s: float
+    ended_s: float
+    units: int
+    step: int
+    batch: int
+    prefill_tokens: int
+    decode_batch: int
+    context: int
+    first_layer: int
+    last_layer: int
+    error: str = ""
+
+
+class Gauge(msgspec.Struct, frozen=True, gc=False):
+    at_s: float
+    waiting: int
+    running: int
+    pages_used: int
+
+
+class Timeline:
+    """Records every step between `executor` and `inbox`; `sample_s` is the least time between two readings of the gauges.
+    `names` gives the lanes' titles by id."""
+
+    def __init__(self, executor: Executor, inbox: Inbox, names: dict[int, str] | None = None, sample_s: float = 0.02) -> None:
+        self.executor = executor
+        self.inbox = inbox
+        self.names = names or {}
+        self.sample_s = sample_s
+        self.spans: list[Span] = []
+        self.gauges: list[Gauge] = []
+        self._now = 0.0
+        self._sent: dict[int, Step] = {}
+
+    # ------------------------------------------------------------ what passes
+
+    def submit(self, command: Command) -> None:
+        if isinstance(command, Step):
+            self._sent[command.id] = command
+        self.executor.submit(command)
+
+    def get(self) -> tuple[float, Sequence[Event]] | None:
+        got = self.inbox.get()
+        if got is not None:
+            self._now = got[0]
+            for event in got[1]:
+                if isinstance(event, StepDone):
+                    self.spans.append(span(self._sent.pop(event.step), event))
+        return got
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def deliver_to(self, deliver: Deliver) -> Deliver:
+        """`deliver`, with the gauges read on the way."""
+
+        def reading(outputs: list[Output], engine: Engine) -> None:
+            if not self.gauges or self._now - self.gauges[-1].at_s >= self.sample_s:
+                self.gauges.append(gauge(self._now, engine.stats()))
+            deliver(outputs, engine)
+
+        return reading
+
+    # ------------------------------------------------------------ the file
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The trace in Chrome's JSON format ("Trace Event Format", object form); times in microseconds from the first one."""
+        times = [s.started_s for s in self.spans] + [g.at_s for g in self.gauges]
+        start_s = min(times, default=0.0)
+        events = [_meta("process_name", 0, "counterpoint")]
+        events += [
+            _meta("thread_name", lane, self.names.get(lane, f"lane {lane}")) for lane in sorted({s.lane for s in self.spans})
+        ]
+        for one in self.spans:
+            events.append(_span_event(one, start_s))
+        events += self._unit_counters(start_s)
+        for reading in self.gauges:
+            at = _us(reading.at_s, start_s)
+            events.append(_counter("requests", at, {"waiting": reading.waiting, "running": reading.running}))
+            events.append(_counter("KV pages", at, {"in use": reading.pages_used}))
+        return {"displayTimeUnit": "ms", "traceEvents": events}
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
+
+    def _unit_counters(self, start_s: float) -> list[dict[str, Any]]:
+        """The split in force: units of each lane at every start and end of a step."""
+        edges = [(s.started_s, 1, s) for s in self.spans] + [(s.ended_s, 0, s) for s in self.spans]
+        edges.sort(key=lambda edge: edge[:2])
+        now = {s.lane: 0 for s in self.spans}
+        title = {lane: self.names.get(lane, f"lane {lane}") for lane in now}
+        found: list[dict[str, Any]] = []
+        for index, (at_s, starts, one) in enumerate(edges):
+            now[one.lane] = one.units if starts else 0
+            if index + 1 == len(edges) or edges[index + 1][0] > at_s:
+                found.append(_counter("units", _us(at_s, start_s), {title[lane]: units for lane, units in now.items()}))
+        return found
+
+
+def span(step: Step, done: StepDone) -> Span:
+    work = step.work
+    kind = "mixed" if work.prefill_tokens and work.decode_batch else "prefill" if work.prefill_tokens else "decode"
+    return Span(
+        lane=done.lane,
+        kind=kind,
+        started_s=done.started_s,
+        ended_s=done.ended_s,
+        units=done.units or step.units,
+        step=step.id,
+        batch=step.batch,
+        prefill_tokens=work.prefill_tokens,
+        decode_batch=work.decode_batch,
+        context=work.decode_context,
+        first_layer=step.first_layer,
+        last_layer=step.last_layer,
+        error=done.error,
+    )
+
+
+def gauge(now: float, stats: Stats) -> Gauge:
+    return Gauge(now, stats.waiting, stats.running, stats.pages_total - stats.pages_free - stats.pages_cached)
+
+
+def _span_event(one: Span, start_s: float) -> dict[str, Any]:
+    amounts = {"prefill": f"{one.prefill_tokens} tokens", "decode": f"{one.decode_batch} requests"}
+    amount = amounts.get(one.kind, f"{one.prefill_tokens} tokens + {one.decode_batch} requests")
+    args = {name: getattr(one, name) for name in ("units", "step", "batch", "prefill_tokens", "decode_batch", "context")}
+    args["layers"] = f"[{one.first_layer}, {one.last_layer})"
+    if one.error:
+        args["error"] = one.error
+    start = _us(one.started_s, start_s)
+    return {
+        "name": f"{one.kind}: {amount}",
+        "cat": one.kind,
+        "ph": "X",
+        "ts": start,
+        "dur": _us(one.ended_s, start_s) - start,
+        "pid": 1,
+        "tid": one.lane,
+        "args": args,
+    }
+
+
+def _counter(name: str, at_us: float, values: dict[str, int]) -> dict[str, Any]:
+    return {"name": name, "ph": "C", "ts": at_us, "pid": 1, "args": values}
+
+
+def _meta(name: str, lane: int, title: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 1, "tid": lane, "args": {"name": title}}
+
+
+def _us(at_s: float, start_s: float) -> float:
+    return round((at_s - start_s) * 1e6, 3)

@@ -1,0 +1,178 @@
+"""The simulated device: a clock that jumps, and lanes whose steps take as long as an estimator says.
+
+Owns: virtual time, and how far each running step has come. Promises: deterministic; steps of a lane run in order; a step's speed
+changes the moment its neighbour starts or ends. Must not: decide, check what it is told (device/watch.py does), or import torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from counterpoint.ports import Estimator
+from counterpoint.types import Close, Command, Event, Open, Step, StepDone
+
+Alarm = Callable[[], Event | None]
+NextToken = Callable[[int, int], int]
+
+
+def fake_token(seed: int, position: int) -> int:
+    """The token that a request of `seed` has at `position`: ordinary ids of every common vocabulary, no control token among
+    them (those stand below 1,000 or above 30,000)."""
+    return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
+
+
+class VirtualInbox:
+    """ports.Inbox over a virtual clock. Arrivals are posted beforehand; the device sets alarms for what it will report."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Event | Alarm]] = []
+        self._serial = 0
+
+    def post(self, at_s: float, event: Event) -> None:
+        """Let `event` come at `at_s`. Events of one time come in the order in which they were posted."""
+        self._push(at_s, event)
+
+    def call(self, at_s: float, alarm: Alarm) -> None:
+        """Call `alarm` at `at_s`; what it returns comes as an event of that time, None as none."""
+        self._push(at_s, alarm)
+
+    def get(self) -> tuple[float, Sequence[Event]] | None:
+        """Go to the next time at which there is an event; that time and its events, or None when nothing is left."""
+        events: list[Event] = []
+        queue = self._queue
+        while queue and (not events or queue[0][0] == self.now):
+            self.now, _, item = heapq.heappop(queue)
+            event = item() if callable(item) else item
+            if event is not None:
+                events.append(event)
+        return (self.now, events) if events else None
+
+    def _push(self, at_s: float, item: Event | Alarm) -> None:
+        if at_s < self.now:
+            raise ValueError(f"an event at {at_s} s comes too late: it is {self.now} s already")
+        self._serial += 1
+        heapq.heappush(self._queue, (at_s, self._serial, item))
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A step on the device. At `since_s` a share `left` of it remained; the whole takes `whole_s` at its present speed.
+    `turn` numbers its alarms: only the latest counts."""
+
+    step: Step
+    started_s: float
+    since_s: float
+    left: float = 1.0
+    whole_s: float = 0.0
+    turn: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SimLane:
+    """`queue` holds (when the host has launched it, step) of the steps behind the running one."""
+
+    queue: deque[tuple[float, Step]] = field(default_factory=deque)
+    running: Running | None = None
+
+
+class SimExecutor:
+    """ports.Executor of one simulated device. `physics` says what a step takes, alone and beside another.
+
+    `host_s` is the time from the submission of a step to the moment at which the device could start it: hidden while an earlier
+    step still runs, felt when the lane has run dry. `token` makes the sampled ids from (seed of the request, position).
+    """
+
+    def __init__(
+        self, physics: Estimator, inbox: VirtualInbox, layers: int, host_s: float = 0.0, token: NextToken = fake_token
+    ) -> None:
+        self.physics = physics
+        self.inbox = inbox
+        self.layers = layers
+        self.host_s = host_s
+        self.token = token
+        self._seeds: dict[int, int] = {}  # of the open slots
+        self._lanes: dict[int, SimLane] = {}
+
+    def submit(self, command: Command) -> None:
+        if isinstance(command, Step):
+            lane = self._lanes.get(command.lane)
+            if lane is None:
+                lane = self._lanes[command.lane] = SimLane()
+            lane.queue.append((self.inbox.now + self.host_s, command))
+            if lane.running is None and len(lane.queue) == 1:
+                self._start(lane)
+        elif isinstance(command, Open):
+            self._seeds[command.slot] = command.sampling.seed
+        elif isinstance(command, Close):
+            del self._seeds[command.slot]
+
+    def close(self) -> None:
+        self._lanes.clear()
+
+    def _start(self, lane: SimLane) -> None:
+        """Start the next step of an idle lane, now or when the host has launched it."""
+        if lane.running is not None or not lane.queue:
+            return
+        now = self.inbox.now
+        if lane.queue[0][0] > now:
+            self.inbox.call(lane.queue[0][0], lambda: self._start(lane))
+            return
+        lane.running = Running(lane.queue.popleft()[1], now, now)
+        self._pace()
+
+    def _pace(self) -> None:
+        """Something started or ended: book the progress so far, and give every running step its new speed."""
+        now = self.inbox.now
+        running = [lane.running for lane in self._lanes.values() if lane.running is not None]
+        for one in running:
+            if one.whole_s > 0:
+                one.left = max(0.0, one.left - (now - one.since_s) / one.whole_s)
+            one.since_s = now
+            whole_s = self._whole_s(one.step, [other.step for other in running if other is not one])
+            if one.turn and whole_s == one.whole_s:
+                continue  # its alarm stands
+            one.whole_s = whole_s
+            one.turn += 1
+            self._set_alarm(one)
+
+    def _whole_s(self, step: Step, others: list[Step]) -> float:
+        """With several neighbours, each slows the step as if it were alone with it."""
+        if not others:
+            return self.physics.seconds(step.work, step.units)
+        if len(others) == 1:
+            return self.physics.seconds(step.work, step.units, (others[0].work, others[0].units))
+        alone_s = self.physics.seconds(step.work, step.units)
+        whole_s = alone_s
+        for other in others:
+            whole_s *= self.physics.seconds(step.work, step.units, (other.work, other.units)) / alone_s
+        return whole_s
+
+    def _set_alarm(self, running: Running) -> None:
+        turn = running.turn
+        self.inbox.call(running.since_s + running.left * running.whole_s, lambda: self._end(running, turn))
+
+    def _end(self, running: Running, turn: int) -> StepDone | None:
+        if running.turn != turn:
+            return None
+        step = running.step
+        lane = self._lanes[step.lane]
+        lane.running = None
+        self._start(lane)
+        if lane.running is None:
+            self._pace()
+        return StepDone(
+            step=step.id,
+            lane=step.lane,
+            tokens=self._sampled(step) if step.last_layer == self.layers else (),
+            started_s=running.started_s,
+            ended_s=self.inbox.now,
+            units=step.units,
+        )
+
+    def _sampled(self, step: Step) -> tuple[int, ...]:
+        token, seeds = self.token, self._seeds
+        return tuple([token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample])
