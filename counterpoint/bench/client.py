@@ -71,7 +71,7 @@ class Target:
 SAMPLES = {
     "counterpoint_requests_waiting": "waiting",
     "counterpoint_requests_running": "running",
-    "counterpoint_kv_pages": "pages_total",
+    "counterpoint_kv_pages_total": "pages_total",
     "counterpoint_kv_pages_free": "pages_free",
     "counterpoint_kv_pages_cached": "pages_cached",
     "counterpoint_kv_page_tokens": "page_tokens",
@@ -82,6 +82,7 @@ SAMPLES = {
     "counterpoint_preemptions_total": "preemptions",
     "counterpoint_steps_total": "steps",
     "counterpoint_resplits_total": "resplits",
+    "counterpoint_units": "units_total",
 }
 SPLIT_SAMPLE = "counterpoint_split_seconds_total"
 

@@ -8,6 +8,7 @@ Must not: keep a clock, talk to anything, know where a record came from.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from counterpoint.types import Finish, Record, Slo, Stats
 
 PERCENTILES = (50, 90, 95, 99)
+KINDS_OF_ERROR = 10  # the commonest messages are counted
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
@@ -97,6 +99,7 @@ def summarise(
     result |= _distribution("longest_gap", [v.longest_gap for v in values])
     result |= _engine(records, stats, stats_before)
     result |= _generator(lag_s)
+    result["error_counts"] = dict(collections.Counter((errors or {}).values()).most_common(KINDS_OF_ERROR))
     if detailed:
         result |= _detailed(records, errors or {})
     return result

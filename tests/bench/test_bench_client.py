@@ -132,6 +132,7 @@ def test_our_servers_figures_are_read_from_its_own_page():
         steps=11,
         split_s=((0, 2, 1.5), (1, 1, 2.25)),
         resplits=12,
+        units_total=2,
     )
     assert read_stats(metrics.render().decode()) == metrics.stats
 

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from fake_server import Fake, running
 
 from counterpoint.bench import replay
 from counterpoint.bench.client import SAMPLES, SPLIT_SAMPLE, Target
@@ -18,7 +19,6 @@ from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.wall import WallInbox
 from counterpoint.types import Command, Finish, Slo, Step, StepDone
-from fake_server import Fake, running
 
 FINE, REFUSED, ERROR_EVENT, BROKEN, SHORT, GATED = range(6)
 

@@ -1,0 +1,307 @@
+"""The `bench` command: a load, a target, a result.
+
+Owns: its flags beside the workload's (bench/load.py) and the engine's (config.py), and the shape of the JSON it writes.
+Promises: with `--json -` standard output holds JSON alone; progress and notes go to standard error.
+Must not: measure or compute.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import httpx
+import msgspec
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from counterpoint import __version__, build
+from counterpoint.bench import reshape, tables
+from counterpoint.bench.client import Target
+from counterpoint.bench.load import Load, flag, parse_slo
+from counterpoint.bench.replay import Outcome, Watch, replay_engine, replay_http
+from counterpoint.bench.report import summarise
+from counterpoint.bench.timeline import Timeline
+from counterpoint.bench.trace import Trace, write_queries
+from counterpoint.bench.workload import TokenRange, describe, offered_rate
+from counterpoint.config import Config, DeviceConfig, ModelConfig, SchedulerConfig, from_file
+from counterpoint.device.wall import WallInbox
+from counterpoint.types import Slo
+
+TARGET = Group("Target", sort_key=0)
+OUTPUT = Group("Measuring and output", sort_key=4)
+JSON = Parameter(
+    help="write the result to this file; - : standard output, which then has JSON alone", group=OUTPUT, allow_leading_hyphen=True
+)
+ENGINE = Group("Engine in this process", sort_key=5)
+POLICIES: tuple[str, ...] = get_args(SchedulerConfig.__annotations__["policy"]) or ("serial", "chunked", "multiplex", "auto")
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """What is asked: a server, or an engine in this process."""
+
+    url: Annotated[str | None, flag("a server of the OpenAI API, with or without /v1", TARGET)] = None
+    in_process: Annotated[bool, flag("an engine in this process, with the engine's flags below", TARGET)] = False
+    compare: Annotated[
+        str | None, flag("in this process: the same load under each policy, e.g. serial,chunked,multiplex", TARGET)
+    ] = None
+    endpoint: Annotated[
+        Literal["completions", "chat"], flag("chat takes texts and messages, completions also token ids", TARGET)
+    ] = "completions"
+    api_model: Annotated[str | None, flag("the model's name at the server; unset: the first it lists", TARGET)] = None
+    api_key: Annotated[str | None, Parameter(help="sent as Bearer", group=TARGET, env_var="OPENAI_API_KEY", show_env_var=True)] = (
+        None
+    )
+    ignore_eos: Annotated[bool, flag("ask for answers of exactly the load's length, and hold the server to it", TARGET)] = True
+    token_ids: Annotated[str | None, flag("range of ids for made prompts; unset: 1000:30000, within the vocabulary", TARGET)] = None
+    timeout: Annotated[float, flag("seconds without a byte after which a request has failed", TARGET)] = 600.0
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Out:
+    """How it is judged, and where it goes."""
+
+    slo: Annotated[str | None, flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for goodput and attainment", OUTPUT)] = None
+    warmup: Annotated[int, flag("requests sent beforehand and not counted", OUTPUT)] = 1
+    json: Annotated[str | None, JSON] = None
+    save_detailed: Annotated[bool, flag("with lists of every request's figures", OUTPUT)] = False
+    save_load: Annotated[str | None, flag("write the load itself to this file, to be used as --trace", OUTPUT)] = None
+    timeline: Annotated[str | None, flag("in this process: write a Chrome/Perfetto trace of the lanes to this file", OUTPUT)] = None
+    label: Annotated[str | None, flag("a name for this run, kept in the result", OUTPUT)] = None
+
+
+def run_bench(load: Load, where: Where, out: Out, config: Config) -> int:
+    """Play the load and write the result; the exit status. Raises ValueError for flags that can't be, ConnectionError if nobody
+    answers at --url."""
+    if (where.url is None) == (not (where.in_process or where.compare)):
+        raise ValueError("say what is to be measured: either --url http://HOST:PORT or --in-process")
+    notes = Console(stderr=True, highlight=False)
+    targets = parse_slo(out.slo) if out.slo else _slo_of(config)
+    config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
+    trace = load.make()
+    trace = dataclasses.replace(trace, queries=tuple(reshape.with_targets(trace.queries, targets)))
+    if out.save_load:
+        write_queries(out.save_load, trace.queries)
+    if where.url is not None:
+        results = {"": _at_url(where.url, load, where, out, trace, notes)}
+    else:
+        policies = [p.strip() for p in where.compare.split(",")] if where.compare else [config.scheduler.policy]
+        for policy in policies:
+            if policy not in POLICIES:
+                raise ValueError(f"--compare {policy!r}: a policy is one of {', '.join(POLICIES)}")
+        results = {p: _in_process(config.replace(policy=p), load, where, out, trace, notes) for p in policies}
+    _write(results, out)
+    return 0 if all(r["completed"] for r in results.values()) else 1
+
+
+def _slo_of(config: Config) -> Slo:
+    scheduler = config.scheduler
+    return Slo(scheduler.ttft_s, scheduler.tpot_s, scheduler.itl_s)
+
+
+def bench(
+    *,
+    where: Where = Where(),
+    load: Load = Load(),
+    out: Out = Out(),
+    config: Annotated[str | None, flag("YAML file of engine settings; flags beat it", TARGET)] = None,
+    model: Annotated[ModelConfig, Parameter(name="*", group=ENGINE)] = ModelConfig(),
+    device: Annotated[DeviceConfig, Parameter(name="*", group=ENGINE)] = DeviceConfig(),
+    scheduler: Annotated[SchedulerConfig, Parameter(name="*", group=ENGINE)] = SchedulerConfig(),
+) -> int:
+    """Measure a server, or an engine in this process, under a load played open loop.
+
+    counterpoint bench --url http://127.0.0.1:8000 --trace azure.csv --requests 200 --rate 2 --slo ttft=1,tpot=100ms
+
+    counterpoint bench --compare serial,chunked,multiplex --requests 32 --rate 1 --prompt-tokens 400 --output-tokens 40
+    """
+    settings = from_file(config) if config else Config()
+    given = {
+        field.name: getattr(section, field.name)
+        for section in (model, device, scheduler)
+        for field in dataclasses.fields(section)
+        if getattr(section, field.name) != field.default
+    }
+    return run_bench(load, where, out, settings.replace(**given))
+
+
+# ---------------------------------------------------------------- the two targets
+
+
+def _at_url(url: str, load: Load, where: Where, out: Out, trace: Trace, notes: Console) -> dict[str, Any]:
+    target = Target(
+        url,
+        where.api_model or "",
+        api_key=where.api_key,
+        endpoint=where.endpoint,
+        extensions=where.ignore_eos,
+        timeout_s=where.timeout,
+    )
+    if not target.model:
+        target = dataclasses.replace(target, model=first_model(target))
+    tokens = _token_range(where.token_ids) or TokenRange()
+    with _progress(notes, target.root, len(trace.queries)) as watch:
+        outcome = replay_http(
+            target,
+            trace.queries,
+            warmup=reshape.rehearsal(trace.queries, out.warmup),
+            tokens=tokens,
+            seed=load.seed,
+            watch=watch,
+        )
+    about = {"backend": "openai", "base_url": target.root, "endpoint": where.endpoint, "model_id": target.model}
+    return _result(about, load, out, trace, outcome)
+
+
+def first_model(target: Target) -> str:
+    """The name of the first model that the server lists. Raises ConnectionError if it gives none."""
+    try:
+        response = httpx.get(f"{target.root}/v1/models", headers=target.headers(), timeout=10.0, trust_env=False)
+        response.raise_for_status()
+        return response.json()["data"][0]["id"]
+    except (httpx.HTTPError, OSError) as error:
+        raise ConnectionError(f"{target.root}: no list of models ({error}); is the server up?") from None
+    except (ValueError, LookupError, TypeError):
+        raise ConnectionError(f"{target.root}/v1/models lists no model; name one with --api-model") from None
+
+
+def _in_process(config: Config, load: Load, where: Where, out: Out, trace: Trace, notes: Console) -> dict[str, Any]:
+    inbox = WallInbox()
+    with notes.status("starting the engine") as status:
+        system = build.system(config, inbox, lambda stage: status.update(stage))
+    queries = reshape.without_texts(trace.queries)
+    timeline = None
+    if out.timeline:
+        timeline = Timeline(system.executor, inbox, {lane.id: str(lane.role) for lane in system.engine.policy.lanes})
+    try:
+        with _progress(notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)) as watch:
+            outcome = replay_engine(
+                system.engine,
+                inbox,
+                system.executor,
+                queries,
+                warmup=reshape.rehearsal(queries, out.warmup),
+                tokens=_token_range(where.token_ids) or TokenRange.within(system.spec.vocab),
+                seed=load.seed,
+                watch=watch,
+                timeline=timeline,
+            )
+    finally:
+        system.executor.close()
+    if timeline and out.timeline:
+        timeline.write(_beside(out.timeline, config.scheduler.policy if where.compare else ""))
+    said = list(system.notes)
+    if queries != list(trace.queries):
+        said.append("given texts were played as made tokens of their estimated length")
+    about = {
+        "backend": "counterpoint",
+        "model_id": system.spec.name,
+        "policy": config.scheduler.policy,
+        "lanes": system.lanes,
+        "config": dataclasses.asdict(config),
+    }
+    return _result(about, load, out, dataclasses.replace(trace, queries=tuple(queries), notes=(*trace.notes, *said)), outcome)
+
+
+def _beside(path: str, word: str) -> Path:
+    """`path` with `word` before its ending: one file per policy."""
+    file = Path(path)
+    return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
+
+
+def _token_range(text: str | None) -> TokenRange | None:
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdigit() and last.isdigit()):
+        raise ValueError(f"--token-ids {text!r}: write FIRST:LAST, for instance 1000:30000")
+    return TokenRange(int(first), int(last))
+
+
+# ---------------------------------------------------------------- the result
+
+
+def _result(about: dict[str, Any], load: Load, out: Out, trace: Trace, outcome: Outcome) -> dict[str, Any]:
+    """What is written: first what was done, then what came of it."""
+    rate = offered_rate(trace.queries)
+    arrivals = load.arrivals or ("trace" if load.trace else "poisson")
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "counterpoint_version": __version__,
+        "label": out.label,
+        **about,
+        "tokenizer_id": load.tokenizer,
+        "request_rate": rate if rate != float("inf") else "inf",
+        "burstiness": load.burstiness if arrivals == "gamma" else 1.0,
+        "max_concurrency": None,
+        "arrivals": arrivals,
+        "seed": load.seed,
+        "workload": describe(trace.queries) | {"trace": load.trace},
+        "slo": parse_slo(out.slo) if out.slo else None,
+        **summarise(
+            outcome.records,
+            slo={q.id: q.slo for q in trace.queries},
+            stats=outcome.after,
+            stats_before=outcome.before,
+            errors=outcome.errors,
+            lag_s=outcome.lag_s,
+            detailed=out.save_detailed,
+        ),
+        "pages_free_before": _usable(outcome, "before"),
+        "pages_free_after": _usable(outcome, "after"),
+        "pages_leaked": outcome.pages_leaked,
+        "notes": [*trace.notes, *outcome.notes],
+    }
+
+
+def _usable(outcome: Outcome, when: Literal["before", "after"]) -> int | None:
+    stats = outcome.before if when == "before" else outcome.after
+    return None if stats is None else stats.pages_free + stats.pages_cached
+
+
+def _write(results: dict[str, dict[str, Any]], out: Out) -> None:
+    whole: Any = next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
+    text = msgspec.json.format(msgspec.json.encode(whole), indent=2)
+    if out.json == "-":
+        print(text.decode())
+        return
+    if out.json:
+        Path(out.json).write_bytes(text + b"\n")
+    console = Console()
+    if len(results) == 1:
+        result = next(iter(results.values()))
+        tables.show(console, result, f"{result['model_id']} {result.get('policy', 'at ' + result.get('base_url', ''))}")
+    else:
+        tables.compare(console, results, f"{whole['runs'][0]['model_id']}, the same {whole['runs'][0]['num_prompts']} requests")
+
+
+@contextlib.contextmanager
+def _progress(console: Console, title: str, count: int) -> Iterator[Watch]:
+    """A bar on standard error while a load is played; what it yields is told of each request."""
+    told: collections.Counter[str] = collections.Counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        task = bar.add_task(title, total=count, state="")
+
+        def watch(event: Literal["sent", "done", "failed"]) -> None:
+            told[event] += 1
+            ended = told["done"] + told["failed"]
+            failed = f", {told['failed']} failed" if told["failed"] else ""
+            bar.update(task, completed=ended, state=f"{told['sent'] - ended} in flight{failed}")
+
+        yield watch

@@ -1,0 +1,110 @@
+"""Results for human eyes.
+
+Owns: which figures of a result are shown, in which words and units.
+Promises: the same tables for a server, an engine in this process and a simulation; what has to be doubted (a late generator,
+failures, leaked pages) is said.
+Must not: compute a figure (bench/report.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Result = Mapping[str, Any]
+
+LATENCIES = {
+    "ttft": "first token (TTFT)",
+    "tpot": "per token after it (TPOT)",
+    "itl": "between deliveries (ITL)",
+    "longest_gap": "longest gap of a request",
+    "e2el": "whole answer (E2E)",
+}
+POINTS = ("mean", "p50", "p90", "p99", "max")
+
+
+def show(console: Console, result: Result, title: str = "") -> None:
+    """One result: latencies, throughput, targets, the engine's side, and what has to be doubted."""
+    table = Table("ms", *POINTS, title=title or None, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, name in LATENCIES.items():
+        table.add_row(name, *(number(result[f"{point}_{key}_ms"]) for point in POINTS))
+    console.print(table)
+    for line in facts(result):
+        console.print(line, highlight=False)
+    for line in doubts(result):
+        console.print(line, style="yellow", highlight=False)
+
+
+def compare(console: Console, results: Mapping[str, Result], title: str = "") -> None:
+    """Several results of one load, a row each."""
+    table = Table(
+        *("", "TTFT p50", "p99", "TPOT p50", "p99", "longest gap p50", "max", "tokens/s"), title=title or None, title_justify="left"
+    )
+    targets = any(r["slo_attainment"] is not None for r in results.values())
+    for column in ("in target", "goodput/s") if targets else ():
+        table.add_column(column)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, result in results.items():
+        cells = [("p50", "ttft"), ("p99", "ttft"), ("p50", "tpot"), ("p99", "tpot"), ("p50", "longest_gap"), ("max", "longest_gap")]
+        row = [number(result[f"{point}_{key}_ms"]) for point, key in cells]
+        row.append(number(result["output_throughput"]))
+        if targets:
+            row += [share(result["slo_attainment"]), number(result["request_goodput"], 2)]
+        table.add_row(name, *row)
+    console.print(table)
+    console.print("times in ms; tokens/s of output", style="dim", highlight=False)
+    for name, result in results.items():
+        for line in doubts(result):
+            console.print(f"{name}: {line}", style="yellow", highlight=False)
+
+
+def facts(result: Result) -> list[str]:
+    found = [
+        f"{result['completed']} of {result['num_prompts']} requests answered in {number(result['duration'], 2)} s: "
+        f"{number(result['request_throughput'], 2)} requests/s, {number(result['output_throughput'])} output tokens/s, "
+        f"{number(result['total_token_throughput'])} tokens/s; at most {result['max_concurrent_requests']} at once"
+    ]
+    if result["slo_attainment"] is not None:
+        low, high = result["slo_attainment_ci95"] or (None, None)
+        found.append(
+            f"within all targets: {share(result['slo_attainment'])} (95 % interval {share(low)} to {share(high)}), "
+            f"goodput {number(result['request_goodput'], 2)} requests/s"
+        )
+    if result["prefix_hit_share"]:
+        found.append(f"prompt tokens from the prefix cache: {share(result['prefix_hit_share'])}")
+    if result["preemptions"]:
+        found.append(f"preemptions: {result['preemptions']}")
+    for split in result.get("split_share", ()):
+        units = f"prefill on {split['prefill_units']} units, decode on {split['decode_units']}"
+        found.append(f"{units}: {share(split['share'])} of the busy time")
+    return found
+
+
+def doubts(result: Result) -> list[str]:
+    """What makes the figures less than they seem."""
+    found = []
+    if result["failed"]:
+        found.append(f"{result['failed']} requests failed and count as misses")
+        found += [f"  {count} x {message}" for message, count in result.get("error_counts", {}).items()]
+    if result.get("degraded"):
+        found.append(
+            f"the load generator itself was late (p99 {number(result['p99_send_lag_ms'])} ms): "
+            "the load was not the one asked for; use a faster machine or a lower rate"
+        )
+    if result.get("pages_leaked"):
+        found.append(f"{result['pages_leaked']} pages of the KV cache did not come back")
+    return found + list(result.get("notes", ()))
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"

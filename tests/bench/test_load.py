@@ -1,0 +1,125 @@
+"""The workload's flags: what they make, and which contradict each other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from counterpoint.bench.load import Load, parse_slo
+from counterpoint.bench.workload import describe, offered_rate, reusable_share
+from counterpoint.types import Slo
+
+
+def test_without_flags_there_is_a_small_made_load():
+    trace = Load().make()
+    assert len(trace.queries) == 64
+    assert offered_rate(trace.queries) == pytest.approx(1.0)
+    assert trace == Load().make()
+    assert trace != Load(seed=1).make()
+
+
+def test_made_load_as_asked():
+    load = Load(requests=200, rate=8.0, prompt_tokens=320, prompt_lengths="constant", prefix_groups=2, prefix_share=0.5)
+    about = describe(load.make().queries)
+    assert about["requests"] == 200
+    assert about["rate"] == pytest.approx(8.0)
+    assert about["prompt_tokens"]["max"] == 320
+    assert about["reusable_share"] == pytest.approx(0.5 * 198 / 200)
+
+
+@pytest.mark.parametrize("flags", [{"rate": float("inf")}, {"arrivals": "once"}])
+def test_all_at_once(flags):
+    assert {q.arrival_s for q in Load(requests=5, **flags).make().queries} == {0.0}
+
+
+def test_a_trace_keeps_its_own_arrivals(data):
+    path = str(data / "azure.csv")
+    assert Load(trace=path).make().queries[1].arrival_s == pytest.approx(0.052)
+    assert Load(trace=path, time_scale=0.5).make().queries[1].arrival_s == pytest.approx(0.026)
+    fast = Load(trace=path, rate=3.0).make().queries
+    assert offered_rate(fast) == pytest.approx(3.0)
+    assert fast[1].arrival_s / fast[-1].arrival_s == pytest.approx(0.052 / 20576.02004)
+
+
+def test_a_trace_at_made_arrivals(data):
+    own = Load(trace=str(data / "mooncake_fine_clock.jsonl")).make().queries
+    made = Load(trace=str(data / "mooncake_fine_clock.jsonl"), arrivals="constant").make().queries
+    assert offered_rate(made) == pytest.approx(offered_rate(own))  # its own rate, unless another is given
+    assert len({round(b.arrival_s - a.arrival_s, 9) for a, b in itertools.pairwise(made)}) == 1
+
+
+def test_a_trace_without_times_gets_poisson_arrivals(data):
+    queries = Load(trace=str(data / "lengths.csv"), rate=4.0).make().queries
+    assert [q.arrival_s for q in queries] == pytest.approx([0.0, 0.25])
+
+
+def test_a_trace_is_cut_to_fit(data):
+    load = Load(trace=str(data / "azure.csv"), length_scale=0.1, max_prompt_tokens=400, max_output_tokens=2, requests=3)
+    assert [(q.prompt_tokens, q.output_tokens) for q in load.make().queries] == [(400, 1), (318, 1), (11, 2)]
+
+
+def test_thinning_a_trace(data):
+    path = str(data / "mooncake.jsonl")
+    assert len(Load(trace=path, thin=1.0).make().queries) == 5
+    few = Load(trace=path, thin=0.4, seed=3).make().queries
+    assert 1 <= len(few) <= 4
+    assert few[0].arrival_s == 0
+
+
+def test_scaling_keeps_the_reusable_share(data):
+    path = str(data / "mooncake.jsonl")
+    assert reusable_share(Load(trace=path, length_scale=0.125).make().queries) == pytest.approx(
+        reusable_share(Load(trace=path).make().queries), abs=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"thin": 0.5}, "--thin"),
+        ({"time_scale": 0.5}, "--time-scale"),
+        ({"length_scale": 0.5}, "--length-scale"),
+        ({"arrivals": "trace"}, "--arrivals trace"),
+        ({"trace": "azure.csv", "rate": 2.0, "time_scale": 0.5}, "--rate and --time-scale"),
+        ({"trace": "azure.csv", "arrivals": "poisson", "time_scale": 0.5}, "--time-scale"),
+        ({"trace": "azure.csv", "requests": 0}, "requests"),
+        ({"rate": -1.0}, "rate"),
+        ({"prefix_groups": 2, "prefix_share": 1.5}, "share"),
+        ({"prompt_tokens": 0}, "length"),
+        ({"trace": "sharegpt.json", "tokenizer": "/nowhere/tokenizer.json"}, "--tokenizer"),
+        ({"trace": "sharegpt.json", "max_prompt_tokens": 2}, "no request is left"),
+    ],
+)
+def test_contradictions_name_the_flag(data, flags, said):
+    if "trace" in flags:
+        flags = flags | {"trace": str(data / flags["trace"])}
+    with pytest.raises(ValueError, match=said):
+        Load(**flags).make()
+
+
+def test_a_tokenizer_makes_texts_exact(data, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[?]": 0, "Name": 1, "a": 2, "fruit": 3}, unk_token="[?]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer.save(path)
+    queries = Load(trace=str(data / "sharegpt.json"), tokenizer=path).make().queries
+    assert queries[1].prompt == (1, 2, 3, 0)
+    assert queries[1].output_tokens == 3
+
+
+def test_targets():
+    assert parse_slo("ttft=1.0,tpot=50ms,itl=0.2s") == Slo(1.0, 0.05, 0.2)
+    assert parse_slo(" tpot=0.05 ,") == Slo(tpot_s=0.05)
+    assert parse_slo("") == Slo()
+    for text, said in (
+        ("ttfb=1", "ttfb=1"),
+        ("ttft", "ttft=SECONDS"),
+        ("ttft=fast", "'fast'"),
+        ("itl=0", "more than 0"),
+        ("itl=nan", "0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_slo(text)
