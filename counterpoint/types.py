@@ -84,9 +84,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 # ---------------------------------------------------------------- events: what enters the core
 
 
+class Part(enum.StrEnum):
+    """Which part of a request an engine has. PREFILL: the prompt and the token after it; its pages stay until Release, so that
+    others may read them. DECODE: what follows that token; its pages are set aside for others to write, until Adopt."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Arrive(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """A request enters. `id` is unique among the living (serve makes it so). `salt` separates prefix caches: pages are shared
-    only between requests of one salt. Higher `priority` goes first."""
+    only between requests of one salt. Higher `priority` goes first. `resumed`: tokens of the answer that the client has from
+    elsewhere; the request goes on behind them."""
 
     id: str
     prompt: tuple[int, ...]
@@ -94,6 +104,8 @@ class Arrive(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
     slo: Slo = Slo()
     priority: int = 0
     salt: str = ""
+    resumed: tuple[int, ...] = ()
+    part: Part = Part.WHOLE
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +132,22 @@ class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     error: str = ""
 
 
-Event = Arrive | Abort | StepDone
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """The pages of request `id` (Part.DECODE) now hold the KV of all tokens so far, and `token` follows them: decode from there.
+    From here on it is a request like any other."""
+
+    id: str
+    token: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Nobody outside reads or writes the pages of request `id` (Part.PREFILL, or Part.DECODE before Adopt) any more: forget it,
+    wherever it stands, without a word to the client."""
+
+    id: str
+
+
+Event = Arrive | Abort | StepDone | Adopt | Release
 
 
 # ---------------------------------------------------------------- commands: what leaves the core
@@ -242,6 +269,31 @@ class Record(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 Output = Delta | Record
+
+
+# ---------------------------------------------------------------- progress: what goes to whoever moves KV
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """Request `id`, of which this engine has a part, holds `pages` for all tokens so far. The first `cached` of them hold their
+    content already and are shared: nobody may write them."""
+
+    id: str
+    pages: tuple[int, ...]
+    cached: int
+
+
+class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Of request `id` (Part.PREFILL), the KV of tokens [0, tokens) is in its pages in every layer, and that of [tokens, ahead)
+    in the first `layers` layers."""
+
+    id: str
+    tokens: int
+    ahead: int = 0
+    layers: int = 0
+
+
+Progress = Admitted | Computed
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
