@@ -8,11 +8,14 @@ Must not: know what a tensor is for.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from counterpoint.spec import ModelError, ModelSpec
@@ -20,7 +23,9 @@ from counterpoint.spec.gguf import TensorEntry, read_gguf_header
 
 
 class Checkpoint(Protocol):
-    """Named tensors on the CPU."""
+    """Named tensors on the CPU. `dtype` is that of most weights; a quantised or random checkpoint has float32."""
+
+    dtype: torch.dtype
 
     def has(self, name: str) -> bool: ...
 
@@ -32,6 +37,9 @@ class Checkpoint(Protocol):
     def finish(self) -> None:
         """Raise ModelError if tensors were left over, naming the first."""
         ...
+
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class SafetensorsFolder:
@@ -49,7 +57,7 @@ class SafetensorsFolder:
         if not files:
             raise ModelError(f"{path}: no *.safetensors file (other weight formats are not read)")
         self.path = path
-        self.left: dict[str, object] = {}
+        self.left: dict[str, Any] = {}
         for file in files:
             if not (folder / file).is_file():
                 raise ModelError(f"{path}: shard {file} is missing")
@@ -60,6 +68,12 @@ class SafetensorsFolder:
             ignored.append("lm_head.weight")
         for name in ignored:
             self.left.pop(name, None)
+        embedding = self.left.get("model.embed_tokens.weight")
+        self.dtype = (
+            torch.float32
+            if embedding is None
+            else DTYPES.get(str(embedding.get_slice("model.embed_tokens.weight").get_dtype()), torch.float32)
+        )
 
     def has(self, name: str) -> bool:
         return name in self.left
@@ -68,7 +82,7 @@ class SafetensorsFolder:
         shard = self.left.pop(name, None)
         if shard is None:
             raise ModelError(f"{self.path}: tensor {name} is missing")
-        return checked(shard.get_tensor(name), name, shape, self.path)  # pyright: ignore[reportAttributeAccessIssue]
+        return checked(shard.get_tensor(name), name, shape, self.path)
 
     def finish(self) -> None:
         refuse_leftover(self.left, self.path)
@@ -95,6 +109,14 @@ OUTER_NAMES = {
 }
 
 
+PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+PIECE = 1 << 18  # numbers dequantised at a time: a multiple of every block, and small enough for the CPU's cache
+
+
 class GgufFile:
     """A GGUF file; the `gguf` package dequantises. In the llama architecture the rows of Q and K are stored with the two halves
     of each head interleaved: they are put back."""
@@ -105,7 +127,9 @@ class GgufFile:
         header = read_gguf_header(path)
         self.interleaved = header.metadata["general.architecture"] == "llama"
         self.left: dict[str, TensorEntry] = dict(header.tensors)
-        self.data = np.memmap(path, np.uint8, "r")
+        self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        embedding = self.left.get("token_embd.weight")
+        self.dtype = torch.float32 if embedding is None else PLAIN.get(GGMLQuantizationType(embedding.type), torch.float32)
 
     def has(self, name: str) -> bool:
         return gguf_name(name) in self.left
@@ -121,20 +145,23 @@ class GgufFile:
         return tensor
 
     def dequantise(self, name: str, entry: TensorEntry) -> Tensor:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
-
         try:
             kind = GGMLQuantizationType(entry.type)
             block, block_bytes = GGML_QUANT_SIZES[kind]
-            row_bytes = entry.shape[-1] // block * block_bytes
-            size = int(np.prod(entry.shape[:-1])) * row_bytes
-            raw = self.data[entry.offset : entry.offset + size].reshape(*entry.shape[:-1], row_bytes)
-            if kind is GGMLQuantizationType.BF16:
-                return torch.from_numpy(raw.copy()).view(torch.bfloat16)
-            if kind is GGMLQuantizationType.F16:
-                return torch.from_numpy(raw.copy()).view(torch.float16)
-            return torch.from_numpy(np.array(dequantize(raw, kind)))
+            if entry.shape[-1] % block:
+                raise ValueError(f"rows of {entry.shape[-1]} are no whole number of {kind.name} blocks of {block}")
+            size = math.prod(entry.shape)
+            raw = self.data[entry.offset : entry.offset + size // block * block_bytes]
+            if raw.nbytes != size // block * block_bytes:
+                raise ValueError("the file ends inside it")
+            if kind in PLAIN:
+                return torch.from_numpy(raw.copy()).view(PLAIN[kind]).view(entry.shape)
+            whole = np.empty(size, np.float32)
+            for first in range(0, size, PIECE):
+                last = min(first + PIECE, size)
+                piece = raw[first // block * block_bytes : last // block * block_bytes]
+                whole[first:last] = dequantize(piece[None], kind)[0]
+            return torch.from_numpy(whole).view(entry.shape)
         except (ValueError, NotImplementedError) as error:
             raise ModelError(f"{self.path}: tensor {gguf_name(name)}: {error}") from None
 
@@ -158,6 +185,7 @@ class Dummy:
     BLOCK = (1 << 22) + 57  # no power of two: rows of a matrix must not repeat
 
     def __init__(self, seed: int, deviation: float = 0.02) -> None:
+        self.dtype = torch.float32
         self.generator = torch.Generator().manual_seed(seed)
         self.block = torch.randn(self.BLOCK, generator=self.generator) * deviation
 

@@ -7,6 +7,8 @@ Must not: know a file format (checkpoint does) or a kernel's layout (ops does).
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -17,24 +19,34 @@ from counterpoint.model.ops import Ops
 from counterpoint.model.ops_cpu import cpu_ops
 from counterpoint.model.rope import rope_frequencies
 from counterpoint.spec import ModelSpec
-from counterpoint.spec.source import Source, load_spec
+from counterpoint.spec.source import DEFAULT_CACHE, Source, load_spec
 
 
-def load_decoder(source: Source, config: ModelConfig, device: torch.device | str = "cpu", ops: Ops | None = None) -> Decoder:
-    """Read the model `source` as `config` says. `ops` left out: the CPU's fastest for `config.dtype`. Raises ModelError naming
-    the field or the tensor, ConfigError if `config` asks for what there is not."""
+def load_decoder(
+    source: Source,
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    cache: str | Path | None = DEFAULT_CACHE,
+) -> Decoder:
+    """Read the model `source` as `config` says. `ops` left out: the CPU's fastest for `config.dtype` and the checkpoint, with
+    kernels compiled into `cache` (see `cpu_ops`). Raises ModelError naming the field or the tensor, ConfigError if `config` asks
+    for what there is not."""
     spec = load_spec(source, config.max_context_tokens)
-    if config.load_format == "dummy":
-        checkpoint: Checkpoint = Dummy(config.weights_seed)
-    elif source.kind == "hf":
-        checkpoint = SafetensorsFolder(source.path, spec)
-    elif source.kind == "gguf":
-        checkpoint = GgufFile(source.path, spec)
-    else:
-        raise ConfigError(f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a folder or file")
-    decoder = build_decoder(spec, checkpoint, ops or cpu_ops(config.dtype), device)
+    checkpoint = open_checkpoint(source, config, spec)
+    decoder = build_decoder(spec, checkpoint, ops or cpu_ops(config.dtype, spec.head_dim, checkpoint.dtype, cache), device)
     checkpoint.finish()
     return decoder
+
+
+def open_checkpoint(source: Source, config: ModelConfig, spec: ModelSpec) -> Checkpoint:
+    if config.load_format == "dummy":
+        return Dummy(config.weights_seed)
+    if source.kind == "hf":
+        return SafetensorsFolder(source.path, spec)
+    if source.kind == "gguf":
+        return GgufFile(source.path, spec)
+    raise ConfigError(f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a folder or file")
 
 
 def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: torch.device | str = "cpu") -> Decoder:

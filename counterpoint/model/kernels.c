@@ -1,0 +1,357 @@
+/* The CPU's kernels: what stands between two matrix products, and attention over paged KV.
+
+   Owns: norms, SwiGLU, RoPE with the write to the KV pages, attention.
+   Promises: batch invariance. What a row of the pass comes to depends on that row and its own context alone, bit for bit: not on
+   the rows beside it, on how a prompt was cut into chunks, or on the number of threads. So sums run in one fixed order: in
+   attention over the head dimension from first to last, and over keys in blocks of BLOCK counted from position 0; a masked key
+   adds an exact zero.
+   Must not: keep state between calls; read a KV row beyond a segment's own length (it may hold anything).
+
+   Plain C with GNU vectors, compiled for the CPU it runs on. Attention with a running maximum: arXiv:2205.14135 section 3. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define VECS 4
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX__)
+#define LANES 8
+#define VECS 2
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LANES 4
+#define VECS 4
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#endif
+
+#define ROWS 4   /* rows of a register tile */
+#define BLOCK 64 /* keys whose scores are in hand at once */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec load(const float *from) { return *(const loose *)from; }
+INLINE void store(float *to, vec value) { *(loose *)to = value; }
+INLINE vec splat(float value) { return value - (vec){0}; }
+INLINE vec choose(ivec yes, vec a, vec b) { return (vec)(((ivec)a & yes) | ((ivec)b & ~yes)); }
+
+INLINE float sum_lanes(vec value)
+{
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += value[i];
+    return sum;
+}
+
+/* e to the x, relative error about 2e-7; exactly 0 below -87. Cody-Waite reduction, then a polynomial on [-ln2/2, ln2/2]. */
+INLINE vec exponential(vec x)
+{
+    ivec alive = x > splat(-87.0f);
+    x = choose(alive, x, splat(-87.0f));
+    x = choose(x < splat(88.0f), x, splat(88.0f));
+    vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the low bits are the nearest whole number */
+    vec whole = shifted - 12582912.0f;
+    vec rest = x - whole * 0.693145752f;
+    rest = rest - whole * 1.42860677e-6f;
+    vec sum = splat(1.0f / 720);
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    ivec power = ((ivec)shifted << 23) + (ivec)splat(1.0f);
+    return choose(alive, sum * (vec)power, splat(0));
+}
+
+/* ------------------------------------------------------------------ rows */
+
+INLINE float square_sum(const float *x, long width)
+{
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) sum += load(x + i) * load(x + i);
+    float total = sum_lanes(sum);
+    for (; i < width; i++) total += x[i] * x[i];
+    return total;
+}
+
+INLINE void norm_row(float *out, const float *x, const float *weight, long width, float eps)
+{
+    float scale = 1.0f / sqrtf(square_sum(x, width) / (float)width + eps);
+    for (long i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* out[rows, width] = RMS norm of x */
+void cp_rms_norm(float *out, const float *x, const float *weight, long rows, long width, float eps, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (long r = 0; r < rows; r++) norm_row(out + r * width, x + r * width, weight, width, eps);
+}
+
+/* x += delta; out = RMS norm of x */
+void cp_add_rms_norm(float *out, float *x, const float *delta, const float *weight, long rows, long width, float eps, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        for (long i = r * width; i < (r + 1) * width; i++) x[i] += delta[i];
+        norm_row(out + r * width, x + r * width, weight, width, eps);
+    }
+}
+
+/* out[rows, width] = silu(x[:, :width]) * x[:, width:] */
+void cp_silu_mul(float *out, const float *x, long rows, long width, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const float *gate = x + 2 * r * width, *up = gate + width;
+        float *to = out + r * width;
+        for (long i = 0; i < width; i += LANES) {
+            vec g, u;
+            if (i + LANES <= width) {
+                g = load(gate + i);
+                u = load(up + i);
+                store(to + i, g / (1.0f + exponential(-g)) * u);
+            } else {
+                float edge[2][LANES] = {{0}};
+                memcpy(edge[0], gate + i, (width - i) * 4);
+                memcpy(edge[1], up + i, (width - i) * 4);
+                g = load(edge[0]);
+                store(edge[0], g / (1.0f + exponential(-g)) * load(edge[1]));
+                memcpy(to + i, edge[0], (width - i) * 4);
+            }
+        }
+    }
+}
+
+INLINE void rotate_head(float *out, const float *x, const float *cosine, const float *sine, long half)
+{
+    for (long i = 0; i < half; i++) {
+        float first = x[i], second = x[i + half];
+        out[i] = first * cosine[i] - second * sine[i];
+        out[i + half] = second * cosine[i] + first * sine[i];
+    }
+}
+
+/* x[rows, heads + 2 * kv_heads, dim] is Q, K, V of each token. Q is normed and rotated in place; K is normed and rotated into its
+   row of k, V copied to its row of v: row r goes to kv_rows[r]. cosine and sine are [rows, dim / 2]; a norm may be null. */
+void cp_rope_and_append(float *x, float *k, float *v, const float *cosine, const float *sine, const float *query_norm,
+                        const float *key_norm, const int64_t *kv_rows, long rows, long heads, long kv_heads, long dim, float eps,
+                        int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (long r = 0; r < rows; r++) {
+        float *head = x + r * (heads + 2 * kv_heads) * dim;
+        const float *c = cosine + r * dim / 2, *s = sine + r * dim / 2;
+        float *key = k + kv_rows[r] * kv_heads * dim;
+        for (long h = 0; h < heads + kv_heads; h++, head += dim) {
+            const float *norm = h < heads ? query_norm : key_norm;
+            if (norm) norm_row(head, head, norm, dim, eps);
+            rotate_head(h < heads ? head : key + (h - heads) * dim, head, c, s, dim / 2);
+        }
+        memcpy(v + kv_rows[r] * kv_heads * dim, head, kv_heads * dim * sizeof(float));
+    }
+}
+
+/* ------------------------------------------------------------------ attention */
+
+/* rows[LANES] of LANES numbers become columns, through log2(LANES) perfect shuffles. */
+INLINE void transpose(vec *rows)
+{
+    for (int stage = 1; stage < LANES; stage *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], LOW);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], HIGH);
+        }
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+}
+
+/* columns[dim][BLOCK]: the keys of a block, one per column; zeros beyond `count`. */
+INLINE void pack_keys(float *columns, const float *const *keys, long count, long dim)
+{
+    for (long first = 0; first < BLOCK; first += LANES)
+        for (long a = 0; a < dim; a += LANES) {
+            vec tile[LANES];
+            for (int i = 0; i < LANES; i++) tile[i] = first + i < count ? load(keys[first + i] + a) : splat(0);
+            transpose(tile);
+            for (int i = 0; i < LANES; i++) store(columns + (a + i) * BLOCK + first, tile[i]);
+        }
+}
+
+/* scores[rows][BLOCK] = q[rows][dim] times columns[dim][BLOCK] */
+INLINE void score(int rows, float *scores, const float *q, const float *columns, long dim)
+{
+    for (long first = 0; first < BLOCK; first += VECS * LANES) {
+        vec sum[ROWS][VECS] = {{{0}}};
+        for (long a = 0; a < dim; a++) {
+            vec key[VECS];
+#pragma GCC unroll 4
+            for (int i = 0; i < VECS; i++) key[i] = load(columns + a * BLOCK + first + i * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                vec query = splat(q[r * dim + a]);
+#pragma GCC unroll 4
+                for (int i = 0; i < VECS; i++) sum[r][i] += query * key[i];
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < VECS; i++) store(scores + r * BLOCK + first + i * LANES, sum[r][i]);
+    }
+}
+
+/* out[rows][dim] = out * shrink[rows] + weights[rows][BLOCK] times values[count][dim] */
+INLINE void gather_values(int rows, float *out, const float *shrink, const float *weights, const float *const *values, long count,
+                          long dim)
+{
+    for (long a = 0; a < dim; a += VECS * LANES) {
+        int vecs = dim - a < VECS * LANES ? (int)((dim - a) / LANES) : VECS;
+        vec sum[ROWS][VECS];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < vecs; i++) sum[r][i] = load(out + r * dim + a + i * LANES) * shrink[r];
+        if (vecs == VECS) {
+            for (long t = 0; t < count; t++)
+#pragma GCC unroll 4
+                for (int i = 0; i < VECS; i++) {
+                    vec value = load(values[t] + a + i * LANES);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; r++) sum[r][i] += splat(weights[r * BLOCK + t]) * value;
+                }
+        } else {
+            for (long t = 0; t < count; t++)
+                for (int i = 0; i < vecs; i++) {
+                    vec value = load(values[t] + a + i * LANES);
+                    for (int r = 0; r < rows; r++) sum[r][i] += splat(weights[r * BLOCK + t]) * value;
+                }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < vecs; i++) store(out + r * dim + a + i * LANES, sum[r][i]);
+    }
+}
+
+/* Scores of one row become weights relative to the running maximum; `seen` keys of the block count. Returns the factor by which
+   what was gathered before shrinks. */
+INLINE float soften(float *scores, long seen, float *maximum, float *total)
+{
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    int32_t left = seen < BLOCK ? (int32_t)seen : BLOCK;
+    vec tops = splat(*maximum);
+    for (int32_t t = 0; t < BLOCK; t += LANES) {
+        vec value = choose(lane < left - t, load(scores + t), splat(-INFINITY));
+        tops = choose(value > tops, value, tops);
+        store(scores + t, value);
+    }
+    float top = *maximum;
+    for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    float shrink = *maximum == top ? 1.0f : exponential(splat(*maximum - top))[0];
+    vec sum = load(total) * shrink;
+    for (long t = 0; t < BLOCK; t += LANES) {
+        vec weight = exponential(load(scores + t) - top);
+        sum += weight;
+        store(scores + t, weight);
+    }
+    store(total, sum);
+    *maximum = top;
+    return shrink;
+}
+
+typedef struct {
+    float *q, *out, *scores, *columns, *maximum, *shrink, *total;
+} scratch;
+
+static int make_scratch(scratch *s, long rows, long dim)
+{
+    rows += ROWS;
+    s->q = malloc(sizeof(float) * (rows * (2 * dim + BLOCK + 2 + LANES) + dim * BLOCK));
+    if (!s->q) return 0;
+    s->out = s->q + rows * dim;
+    s->scores = s->out + rows * dim;
+    s->columns = s->scores + rows * BLOCK;
+    s->maximum = s->columns + dim * BLOCK;
+    s->shrink = s->maximum + rows;
+    s->total = s->shrink + rows;
+    return 1;
+}
+
+#define EACH_TILE(rows, r, call)                       \
+    for (long r = 0; r < (rows); r += ROWS) {          \
+        switch ((rows) - r) {                          \
+        case 1: call(1); break;                        \
+        case 2: call(2); break;                        \
+        case 3: call(3); break;                        \
+        default: call(4);                              \
+        }                                              \
+    }
+
+/* `tokens` consecutive tokens of one request, the first at `position`, against one KV head and its group of query heads. */
+static void attend(const scratch *s, float *out, const float *q, long q_stride, const float *k, const float *v, const int64_t *pages,
+                   long page_tokens, long kv_heads, long dim, long kv_head, long group, long tokens, long position)
+{
+    long rows = tokens * group, length = position + tokens, heads = kv_heads * group;
+    float scale = 1.0f / sqrtf((float)dim);
+    const float *keys[BLOCK], *values[BLOCK];
+    for (long r = 0; r < rows; r++) {
+        const float *from = q + r / group * q_stride + (kv_head * group + r % group) * dim;
+        for (long a = 0; a < dim; a++) s->q[r * dim + a] = from[a] * scale;
+        s->maximum[r] = -INFINITY;
+    }
+    memset(s->out, 0, sizeof(float) * rows * dim);
+    memset(s->total, 0, sizeof(float) * rows * LANES);
+    for (long first = 0; first < length; first += BLOCK) {
+        long count = length - first < BLOCK ? length - first : BLOCK;
+        for (long t = 0; t < count; t++) {
+            long row = pages[(first + t) / page_tokens] * page_tokens + (first + t) % page_tokens;
+            keys[t] = k + (row * kv_heads + kv_head) * dim;
+            values[t] = v + (row * kv_heads + kv_head) * dim;
+        }
+        pack_keys(s->columns, keys, count, dim);
+#define SCORE(n) score(n, s->scores + r * BLOCK, s->q + r * dim, s->columns, dim)
+        EACH_TILE(rows, r, SCORE)
+        for (long r = 0; r < rows; r++)
+            s->shrink[r] =
+                soften(s->scores + r * BLOCK, position + r / group + 1 - first, s->maximum + r, s->total + r * LANES);
+#define GATHER(n) gather_values(n, s->out + r * dim, s->shrink + r, s->scores + r * BLOCK, values, count, dim)
+        EACH_TILE(rows, r, GATHER)
+    }
+    for (long r = 0; r < rows; r++) {
+        float *to = out + (r / group * heads + kv_head * group + r % group) * dim;
+        float share = 1.0f / sum_lanes(load(s->total + r * LANES));
+        for (long a = 0; a < dim; a++) to[a] = s->out[r * dim + a] * share;
+    }
+}
+
+/* Causal attention of a pass cut into tiles. tiles[tile_count][4]: first row of q, tokens (at most max_tokens), position of the
+   first token, row of the block table. q is [*, heads, dim] with q_stride between tokens, out the same without gaps. Returns 0, or
+   1 if memory is short. */
+int cp_attention(float *out, const float *q, const float *k, const float *v, const int64_t *tiles, const int64_t *block_table,
+                 long tile_count, long max_tokens, long q_stride, long table_stride, long page_tokens, long heads, long kv_heads,
+                 long dim, int threads)
+{
+    long group = heads / kv_heads;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
+    {
+        scratch s;
+        if (!make_scratch(&s, max_tokens * group, dim)) failed = 1;
+#pragma omp for schedule(dynamic, 1)
+        for (long item = 0; item < tile_count * kv_heads; item++) {
+            const int64_t *tile = tiles + item / kv_heads * 4;
+            if (!failed)
+                attend(&s, out + tile[0] * heads * dim, q + tile[0] * q_stride, q_stride, k, v,
+                       block_table + tile[3] * table_stride, page_tokens, kv_heads, dim, item % kv_heads, group, tile[1], tile[2]);
+        }
+        if (!failed) free(s.q);
+    }
+    return failed;
+}

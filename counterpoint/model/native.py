@@ -1,0 +1,184 @@
+"""The C kernels (kernels.c) as functions on tensors.
+
+Owns: compiling them for this CPU, once, into the cache folder, and calling them. Promises: a machine without a C compiler gets
+None and a reason, never an error; a half-written library is never loaded.
+Must not: decide when to use them (ops_cpu does); set threads: a call runs on as many as torch would use in the calling thread.
+
+Shapes: as in ops; I tiles of a pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-w")
+HEAD_DIM_STEP = 16  # head sizes the kernels take are multiples of the widest vector
+TILE_ROWS = 64  # query rows (tokens times heads of a group) that share one packed block of keys
+SMALL = 1 << 14  # numbers below which one thread is faster than two
+
+P, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+
+class TilePlan(NamedTuple):
+    """`tiles_I4`: first row of Q, tokens (at most `max_tokens`), position of the first one, row of `block_table_SP`."""
+
+    tiles_I4: Tensor
+    block_table_SP: Tensor
+    max_tokens: int
+    page_tokens: int
+
+
+class Kernels:
+    """The library's functions with the signatures of Ops. Tensors are float32, contiguous rows."""
+
+    __slots__ = ("lib",)
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the library can't be loaded."""
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.cp_rms_norm.argtypes = (P, P, P, LONG, LONG, FLOAT, INT)
+        self.lib.cp_add_rms_norm.argtypes = (P, P, P, P, LONG, LONG, FLOAT, INT)
+        self.lib.cp_silu_mul.argtypes = (P, P, LONG, LONG, INT)
+        self.lib.cp_rope_and_append.argtypes = (P, P, P, P, P, P, P, P, LONG, LONG, LONG, LONG, FLOAT, INT)
+        self.lib.cp_attention.argtypes = (P, P, P, P, P, P, LONG, LONG, LONG, LONG, LONG, LONG, LONG, LONG, INT)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self.lib.cp_rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, threads_for(x))
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self.lib.cp_add_rms_norm(
+            out.data_ptr(), x.data_ptr(), delta.data_ptr(), weight.data_ptr(), rows, width, eps, threads_for(x)
+        )
+        return x, out
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty(rows, width)
+        self.lib.cp_silu_mul(out.data_ptr(), x.data_ptr(), rows, width, threads_for(x))
+        return out
+
+    def rope_and_append(
+        self,
+        x_TE: Tensor,
+        angles: tuple[Tensor, Tensor],
+        query_norm_A: Tensor | None,
+        key_norm_A: Tensor | None,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        kv_rows_T: Tensor,
+    ) -> Tensor:
+        """Q is turned in place: the result is a view of `x_TE`."""
+        kv_heads, dim = k_pages.shape[2:]
+        rows, features = x_TE.shape
+        heads = features // dim - 2 * kv_heads
+        cosine, sine = angles
+        self.lib.cp_rope_and_append(
+            x_TE.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            None if query_norm_A is None else query_norm_A.data_ptr(),
+            None if key_norm_A is None else key_norm_A.data_ptr(),
+            kv_rows_T.data_ptr(),
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            eps,
+            threads_for(x_TE),
+        )
+        return x_TE[:, : heads * dim].unflatten(1, (heads, dim))
+
+    def attention(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: TilePlan) -> Tensor:
+        rows, heads, dim = q_THA.shape
+        out = torch.empty(rows, heads * dim)
+        failed = self.lib.cp_attention(
+            out.data_ptr(),
+            q_THA.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            plan.tiles_I4.data_ptr(),
+            plan.block_table_SP.data_ptr(),
+            plan.tiles_I4.shape[0],
+            plan.max_tokens,
+            q_THA.stride(0),
+            plan.block_table_SP.shape[1],
+            plan.page_tokens,
+            heads,
+            k_pages.shape[2],
+            dim,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("attention could not allocate its scratch memory")
+        return out
+
+
+def threads_for(x: Tensor) -> int:
+    return 1 if x.numel() < SMALL else torch.get_num_threads()
+
+
+def plan_tiles(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int, tile_tokens: int = 16) -> TilePlan:
+    """Segments cut into tiles of `tile_tokens` tokens; a decode segment is a tile of one."""
+    tiles_S = (tokens_S + (tile_tokens - 1)) // tile_tokens
+    segment_I = torch.repeat_interleave(tiles_S)
+    first_tile_S = torch.cumsum(tiles_S, 0) - tiles_S
+    offset_I = (torch.arange(segment_I.shape[0]) - first_tile_S[segment_I]) * tile_tokens
+    first_row_S = torch.cumsum(tokens_S, 0) - tokens_S
+    count_I = (tokens_S[segment_I] - offset_I).clamp_(max=tile_tokens)
+    tiles_I4 = torch.stack([first_row_S[segment_I] + offset_I, count_I, start_S[segment_I] + offset_I, segment_I], 1)
+    return TilePlan(tiles_I4, block_table_SP.contiguous(), tile_tokens, page_tokens)
+
+
+def load_kernels(cache: Path) -> Kernels | str:
+    """The kernels, compiled into `cache` if they are not there yet (about two seconds), or the reason why there are none."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    name = f"kernels-{fingerprint(compiler or '')}.so"
+    path = cache.expanduser() / name
+    try:
+        if not path.is_file():
+            if compiler is None:
+                return "there is no C compiler (cc, gcc or clang) on the path"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            compile_kernels(compiler, path)
+        return Kernels(path)
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} could not compile {SOURCE.name}: {error.stderr.decode(errors='replace').strip()[:500]}"
+    except OSError as error:
+        return f"{path} could not be made or loaded: {error}"
+
+
+def compile_kernels(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as scratch:
+        fresh = Path(scratch) / path.name
+        subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], check=True, capture_output=True)
+        os.replace(fresh, path)
+
+
+def fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the CPU: a library is not carried to a CPU it was not made for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        cpu = [platform.machine(), platform.processor()]
+    return hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, *cpu]).encode()).hexdigest()[:16]
