@@ -31,6 +31,13 @@
 #define HIGH 2, 6, 3, 7
 #endif
 
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#define HALF 1
+#else
+#define HALF 0
+#endif
+
 #define ROWS 4   /* rows of a register tile */
 #define BLOCK 64 /* keys whose scores are in hand at once */
 #define INLINE static inline __attribute__((always_inline))
@@ -43,6 +50,40 @@ INLINE vec load(const float *from) { return *(const loose *)from; }
 INLINE void store(float *to, vec value) { *(loose *)to = value; }
 INLINE vec splat(float value) { return value - (vec){0}; }
 INLINE vec choose(ivec yes, vec a, vec b) { return (vec)(((ivec)a & yes) | ((ivec)b & ~yes)); }
+
+/* Number `at` of a KV pool, and the LANES - 1 after it. The pool is of 16-bit floats if `half`, a constant wherever it is inlined. */
+INLINE vec load_kv(const void *pool, long at, int half)
+{
+#if defined(__AVX512F__)
+    if (half) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)pool + at)));
+#elif HALF
+    if (half) return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)pool + at)));
+#endif
+    return load((const float *)pool + at);
+}
+
+/* A 16-bit float holds up to 65504: what is larger becomes that. */
+INLINE void store_kv(void *pool, long at, vec value, int half)
+{
+#if HALF
+    if (half) {
+        value = choose(value > splat(65504.0f), splat(65504.0f), value);
+        value = choose(value < splat(-65504.0f), splat(-65504.0f), value);
+    }
+#endif
+#if defined(__AVX512F__)
+    if (half) {
+        _mm256_storeu_si256((__m256i *)((uint16_t *)pool + at), _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+#elif HALF
+    if (half) {
+        _mm_storeu_si128((__m128i *)((uint16_t *)pool + at), _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+#endif
+    store((float *)pool + at, value);
+}
 
 INLINE float sum_lanes(vec value)
 {
@@ -132,32 +173,45 @@ void cp_silu_mul(float *out, const float *x, long rows, long width, int threads)
     }
 }
 
-INLINE void rotate_head(float *out, const float *x, const float *cosine, const float *sine, long half)
+INLINE void rotate_head(float *x, const float *cosine, const float *sine, long half_dim)
 {
-    for (long i = 0; i < half; i++) {
-        float first = x[i], second = x[i + half];
-        out[i] = first * cosine[i] - second * sine[i];
-        out[i + half] = second * cosine[i] + first * sine[i];
+    for (long i = 0; i < half_dim; i++) {
+        float first = x[i], second = x[i + half_dim];
+        x[i] = first * cosine[i] - second * sine[i];
+        x[i + half_dim] = second * cosine[i] + first * sine[i];
     }
 }
 
-/* x[rows, heads + 2 * kv_heads, dim] is Q, K, V of each token. Q is normed and rotated in place; K is normed and rotated into its
-   row of k, V copied to its row of v: row r goes to kv_rows[r]. cosine and sine are [rows, dim / 2]; a norm may be null. */
-void cp_rope_and_append(float *x, float *k, float *v, const float *cosine, const float *sine, const float *query_norm,
+INLINE void append_row(float *x, void *k, void *v, const float *cosine, const float *sine, const float *query_norm,
+                       const float *key_norm, long kv_row, long heads, long kv_heads, long dim, float eps, int half)
+{
+    long features = kv_heads * dim;
+    const float *key = x + heads * dim;
+    for (long h = 0; h < heads + kv_heads; h++, x += dim) {
+        const float *norm = h < heads ? query_norm : key_norm;
+        if (norm) norm_row(x, x, norm, dim, eps);
+        rotate_head(x, cosine, sine, dim / 2);
+    }
+    for (long i = 0; i < features; i += LANES) {
+        store_kv(k, kv_row * features + i, load(key + i), half);
+        store_kv(v, kv_row * features + i, load(key + features + i), half);
+    }
+}
+
+/* x[rows, heads + 2 * kv_heads, dim] is Q, K, V of each token. Q and K are normed and rotated in place; row r of K and V goes to row
+   kv_rows[r] of k and v. cosine and sine are [rows, dim / 2]; a norm may be null; dim is a multiple of LANES. */
+void cp_rope_and_append(float *x, void *k, void *v, const float *cosine, const float *sine, const float *query_norm,
                         const float *key_norm, const int64_t *kv_rows, long rows, long heads, long kv_heads, long dim, float eps,
-                        int threads)
+                        int half, int threads)
 {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (long r = 0; r < rows; r++) {
-        float *head = x + r * (heads + 2 * kv_heads) * dim;
+        float *row = x + r * (heads + 2 * kv_heads) * dim;
         const float *c = cosine + r * dim / 2, *s = sine + r * dim / 2;
-        float *key = k + kv_rows[r] * kv_heads * dim;
-        for (long h = 0; h < heads + kv_heads; h++, head += dim) {
-            const float *norm = h < heads ? query_norm : key_norm;
-            if (norm) norm_row(head, head, norm, dim, eps);
-            rotate_head(h < heads ? head : key + (h - heads) * dim, head, c, s, dim / 2);
-        }
-        memcpy(v + kv_rows[r] * kv_heads * dim, head, kv_heads * dim * sizeof(float));
+        if (half)
+            append_row(row, k, v, c, s, query_norm, key_norm, kv_rows[r], heads, kv_heads, dim, eps, 1);
+        else
+            append_row(row, k, v, c, s, query_norm, key_norm, kv_rows[r], heads, kv_heads, dim, eps, 0);
     }
 }
 
@@ -178,12 +232,12 @@ INLINE void transpose(vec *rows)
 }
 
 /* columns[dim][BLOCK]: the keys of a block, one per column; zeros beyond `count`. */
-INLINE void pack_keys(float *columns, const float *const *keys, long count, long dim)
+INLINE void pack_keys(float *columns, const void *k, const long *keys, long count, long dim, int half)
 {
     for (long first = 0; first < BLOCK; first += LANES)
         for (long a = 0; a < dim; a += LANES) {
             vec tile[LANES];
-            for (int i = 0; i < LANES; i++) tile[i] = first + i < count ? load(keys[first + i] + a) : splat(0);
+            for (int i = 0; i < LANES; i++) tile[i] = first + i < count ? load_kv(k, keys[first + i] + a, half) : splat(0);
             transpose(tile);
             for (int i = 0; i < LANES; i++) store(columns + (a + i) * BLOCK + first, tile[i]);
         }
@@ -267,21 +321,43 @@ INLINE float soften(float *scores, long seen, float *maximum, float *total)
 }
 
 typedef struct {
-    float *q, *out, *scores, *columns, *maximum, *shrink, *total;
+    float *q, *out, *scores, *columns, *values, *maximum, *shrink, *total;
 } scratch;
 
 static int make_scratch(scratch *s, long rows, long dim)
 {
     rows += ROWS;
-    s->q = malloc(sizeof(float) * (rows * (2 * dim + BLOCK + 2 + LANES) + dim * BLOCK));
+    s->q = malloc(sizeof(float) * (rows * (2 * dim + BLOCK + 2 + LANES) + 2 * dim * BLOCK));
     if (!s->q) return 0;
     s->out = s->q + rows * dim;
     s->scores = s->out + rows * dim;
     s->columns = s->scores + rows * BLOCK;
-    s->maximum = s->columns + dim * BLOCK;
+    s->values = s->columns + dim * BLOCK;
+    s->maximum = s->values + dim * BLOCK;
     s->shrink = s->maximum + rows;
     s->total = s->shrink + rows;
     return 1;
+}
+
+/* at[BLOCK]: where the keys of positions [first, first + BLOCK), as far as `length`, stand in a pool. */
+INLINE void locate(long *at, const int64_t *pages, long page_tokens, long kv_heads, long dim, long kv_head, long first, long length)
+{
+    long last = first + BLOCK < length ? first + BLOCK : length;
+    for (long t = first; t < last;) {
+        long offset = t % page_tokens, stop = t - offset + page_tokens;
+        long place = ((pages[t / page_tokens] * page_tokens + offset) * kv_heads + kv_head) * dim;
+        for (; t < stop && t < last; t++, place += kv_heads * dim) at[t - first] = place;
+    }
+}
+
+/* Pages are scattered, so that the CPU does not foresee the next one. */
+INLINE void fetch_ahead(const void *k, const void *v, long at, long dim, int half)
+{
+    long bytes = half ? 2 : 4;
+    for (long line = at * bytes; line < (at + dim) * bytes; line += 64) {
+        __builtin_prefetch((const char *)k + line);
+        __builtin_prefetch((const char *)v + line);
+    }
 }
 
 #define EACH_TILE(rows, r, call)                       \
@@ -295,12 +371,13 @@ static int make_scratch(scratch *s, long rows, long dim)
     }
 
 /* `tokens` consecutive tokens of one request, the first at `position`, against one KV head and its group of query heads. */
-static void attend(const scratch *s, float *out, const float *q, long q_stride, const float *k, const float *v, const int64_t *pages,
-                   long page_tokens, long kv_heads, long dim, long kv_head, long group, long tokens, long position)
+INLINE void attend(const scratch *s, float *out, const float *q, long q_stride, const void *k, const void *v, const int64_t *pages,
+                   long page_tokens, long kv_heads, long dim, long kv_head, long group, long tokens, long position, int half)
 {
     long rows = tokens * group, length = position + tokens, heads = kv_heads * group;
     float scale = 1.0f / sqrtf((float)dim);
-    const float *keys[BLOCK], *values[BLOCK];
+    long places[2][BLOCK], *at = places[0], *next = places[1];
+    const float *values[BLOCK];
     for (long r = 0; r < rows; r++) {
         const float *from = q + r / group * q_stride + (kv_head * group + r % group) * dim;
         for (long a = 0; a < dim; a++) s->q[r * dim + a] = from[a] * scale;
@@ -308,14 +385,19 @@ static void attend(const scratch *s, float *out, const float *q, long q_stride, 
     }
     memset(s->out, 0, sizeof(float) * rows * dim);
     memset(s->total, 0, sizeof(float) * rows * LANES);
+    locate(next, pages, page_tokens, kv_heads, dim, kv_head, 0, length);
     for (long first = 0; first < length; first += BLOCK) {
         long count = length - first < BLOCK ? length - first : BLOCK;
-        for (long t = 0; t < count; t++) {
-            long row = pages[(first + t) / page_tokens] * page_tokens + (first + t) % page_tokens;
-            keys[t] = k + (row * kv_heads + kv_head) * dim;
-            values[t] = v + (row * kv_heads + kv_head) * dim;
-        }
-        pack_keys(s->columns, keys, count, dim);
+        long *now = next;
+        next = at;
+        at = now;
+        locate(next, pages, page_tokens, kv_heads, dim, kv_head, first + BLOCK, length);
+        for (long t = 0; t < length - first - BLOCK && t < BLOCK; t++) fetch_ahead(k, v, next[t], dim, half);
+        for (long t = 0; t < count; t++) values[t] = half ? s->values + t * dim : (const float *)v + at[t];
+        pack_keys(s->columns, k, at, count, dim, half);
+        if (half)
+            for (long t = 0; t < count; t++)
+                for (long a = 0; a < dim; a += LANES) store(s->values + t * dim + a, load_kv(v, at[t] + a, 1));
 #define SCORE(n) score(n, s->scores + r * BLOCK, s->q + r * dim, s->columns, dim)
         EACH_TILE(rows, r, SCORE)
         for (long r = 0; r < rows; r++)
@@ -334,24 +416,34 @@ static void attend(const scratch *s, float *out, const float *q, long q_stride, 
 /* Causal attention of a pass cut into tiles. tiles[tile_count][4]: first row of q, tokens (at most max_tokens), position of the
    first token, row of the block table. q is [*, heads, dim] with q_stride between tokens, out the same without gaps. Returns 0, or
    1 if memory is short. */
-int cp_attention(float *out, const float *q, const float *k, const float *v, const int64_t *tiles, const int64_t *block_table,
+int cp_attention(float *out, const float *q, const void *k, const void *v, const int64_t *tiles, const int64_t *block_table,
                  long tile_count, long max_tokens, long q_stride, long table_stride, long page_tokens, long heads, long kv_heads,
-                 long dim, int threads)
+                 long dim, int half, int threads)
 {
     long group = heads / kv_heads;
+    long chunk = tile_count < 4 * threads ? 1 : kv_heads; /* one thread takes a page's heads together where there is enough to do */
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
-        scratch s;
+        scratch s = {0};
         if (!make_scratch(&s, max_tokens * group, dim)) failed = 1;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, chunk)
         for (long item = 0; item < tile_count * kv_heads; item++) {
             const int64_t *tile = tiles + item / kv_heads * 4;
-            if (!failed)
-                attend(&s, out + tile[0] * heads * dim, q + tile[0] * q_stride, q_stride, k, v,
-                       block_table + tile[3] * table_stride, page_tokens, kv_heads, dim, item % kv_heads, group, tile[1], tile[2]);
+            const int64_t *pages = block_table + tile[3] * table_stride;
+            float *to = out + tile[0] * heads * dim;
+            const float *from = q + tile[0] * q_stride;
+            long kv_head = item % kv_heads;
+            if (failed) continue;
+            if (half)
+                attend(&s, to, from, q_stride, k, v, pages, page_tokens, kv_heads, dim, kv_head, group, tile[1], tile[2], 1);
+            else
+                attend(&s, to, from, q_stride, k, v, pages, page_tokens, kv_heads, dim, kv_head, group, tile[1], tile[2], 0);
         }
         if (!failed) free(s.q);
     }
     return failed;
 }
+
+/* Whether the pool may be of 16-bit floats. */
+int cp_half(void) { return HALF; }

@@ -25,7 +25,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-w")
 HEAD_DIM_STEP = 16  # head sizes the kernels take are multiples of the widest vector
-TILE_ROWS = 64  # query rows (tokens times heads of a group) that share one packed block of keys
+TILE_TOKENS = 32  # consecutive tokens that share a packed block of keys
 SMALL = 1 << 14  # numbers below which one thread is faster than two
 
 P, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -41,18 +41,20 @@ class TilePlan(NamedTuple):
 
 
 class Kernels:
-    """The library's functions with the signatures of Ops. Tensors are float32, contiguous rows."""
+    """The library's functions with the signatures of Ops. Tensors are float32 with contiguous rows; the pool is of `kv_dtype` or
+    float32."""
 
-    __slots__ = ("lib",)
+    __slots__ = ("kv_dtype", "lib")
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library can't be loaded."""
         self.lib = ctypes.CDLL(str(path))
+        self.kv_dtype = torch.float16 if self.lib.cp_half() else torch.float32
         self.lib.cp_rms_norm.argtypes = (P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_add_rms_norm.argtypes = (P, P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_silu_mul.argtypes = (P, P, LONG, LONG, INT)
-        self.lib.cp_rope_and_append.argtypes = (P, P, P, P, P, P, P, P, LONG, LONG, LONG, LONG, FLOAT, INT)
-        self.lib.cp_attention.argtypes = (P, P, P, P, P, P, LONG, LONG, LONG, LONG, LONG, LONG, LONG, LONG, INT)
+        self.lib.cp_rope_and_append.argtypes = (P, P, P, P, P, P, P, P, LONG, LONG, LONG, LONG, FLOAT, INT, INT)
+        self.lib.cp_attention.argtypes = (P, P, P, P, P, P, LONG, LONG, LONG, LONG, LONG, LONG, LONG, LONG, INT, INT)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -104,6 +106,7 @@ class Kernels:
             kv_heads,
             dim,
             eps,
+            k_pages.dtype is torch.float16,
             threads_for(x_TE),
         )
         return x_TE[:, : heads * dim].unflatten(1, (heads, dim))
@@ -126,6 +129,7 @@ class Kernels:
             heads,
             k_pages.shape[2],
             dim,
+            k_pages.dtype is torch.float16,
             torch.get_num_threads(),
         )
         if failed:
@@ -137,7 +141,9 @@ def threads_for(x: Tensor) -> int:
     return 1 if x.numel() < SMALL else torch.get_num_threads()
 
 
-def plan_tiles(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int, tile_tokens: int = 16) -> TilePlan:
+def plan_tiles(
+    start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int, tile_tokens: int = TILE_TOKENS
+) -> TilePlan:
     """Segments cut into tiles of `tile_tokens` tokens; a decode segment is a tile of one."""
     tiles_S = (tokens_S + (tile_tokens - 1)) // tile_tokens
     segment_I = torch.repeat_interleave(tiles_S)

@@ -46,6 +46,8 @@ def cpu_ops(
     if isinstance(kernels, str) and cache is not None:
         log.warning("slower attention by torch, because the C kernels are not in use: %s", kernels)
     name = f"cpu {arithmetic}{'' if isinstance(kernels, str) else ' with C kernels'}"
+    if not isinstance(kernels, str) and arithmetic != "float32":
+        between = dataclasses.replace(between, kv_dtype=kernels.kv_dtype)
     if arithmetic == "float16":
         return dataclasses.replace(between, name=name, pack_linear=pack_fp16, linear=linear_fp16, pack_embedding=Tensor.half)
     if arithmetic == "bfloat16":
