@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -42,23 +43,22 @@ def show(console: Console, result: Result, title: str = "") -> None:
 
 def compare(console: Console, results: Mapping[str, Result], title: str = "") -> None:
     """Several results of one load, a row each."""
-    table = Table(
-        *("", "TTFT p50", "p99", "TPOT p50", "p99", "longest gap p50", "max", "tokens/s"), title=title or None, title_justify="left"
-    )
+    columns = ["TTFT\np50", "TTFT\np99", "TPOT\np50", "TPOT\np99", "gap\np50", "gap\nmax", "tokens\nper s"]
     targets = any(r["slo_attainment"] is not None for r in results.values())
-    for column in ("in target", "goodput/s") if targets else ():
-        table.add_column(column)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns += ["in\ntarget", "good\nper s"] if targets else []
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         cells = [("p50", "ttft"), ("p99", "ttft"), ("p50", "tpot"), ("p99", "tpot"), ("p50", "longest_gap"), ("max", "longest_gap")]
-        row = [number(result[f"{point}_{key}_ms"]) for point, key in cells]
-        row.append(number(result["output_throughput"]))
+        row = [short(result[f"{point}_{key}_ms"]) for point, key in cells]
+        row.append(short(result["output_throughput"]))
         if targets:
             row += [share(result["slo_attainment"]), number(result["request_goodput"], 2)]
         table.add_row(name, *row)
     console.print(table)
-    console.print("times in ms; tokens/s of output", style="dim", highlight=False)
+    console.print("times in ms; gap: the longest of each request; tokens of output", style="dim", highlight=False)
     for name, result in results.items():
         for line in doubts(result):
             console.print(f"{name}: {line}", style="yellow", highlight=False)
@@ -104,6 +104,11 @@ def doubts(result: Result) -> list[str]:
 
 def number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def short(value: float | None) -> str:
+    """Three figures or more: a decimal place below 100, none above."""
+    return number(value, 1 if value is not None and value < 100 else 0)
 
 
 def share(value: float | None) -> str:

@@ -11,6 +11,7 @@ from fake_server import Fake, running
 
 from counterpoint.bench.command import bench
 from counterpoint.bench.trace import read_trace
+from counterpoint.flags import settings
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def url(fake):
 def call(capsys):
     """Runs `bench` with command-line words: exit status, standard output, standard error."""
     app = cyclopts.App()
-    app.default(bench)
+    app.default(settings("model", "device", "scheduler")(bench))
 
     def run(*words: str) -> tuple[int, str, str]:
         status = app(words, exit_on_error=False, result_action="return_value")
@@ -106,6 +107,51 @@ def test_a_trace_against_a_server_and_the_load_saved(fake, url, call, data, tmp_
     assert [len(body["prompt"]) for body in fake.seen] == [48, 32, 48, 32, 1]
     assert json.loads(out)["workload"]["trace"].endswith("azure.csv")
     assert [(q.prompt_tokens, q.output_tokens) for q in read_trace(str(saved)).queries] == [(48, 1), (32, 1), (1, 1)]
+
+
+@pytest.fixture
+def tiny(tmp_path) -> tuple[str, ...]:
+    """The words for a tiny model of random weights."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 128,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return ("--model", str(tmp_path / "config.json"), "--load-format", "dummy", "--device", "cpu", "--kv-pages", "64")
+
+
+def test_policies_compared_on_one_load_in_this_process(call, tiny, tmp_path):
+    words = ("--compare", "serial,chunked", "--requests", "5", "--rate", "100", "--prompt-tokens", "40", "--output-tokens", "6")
+    path = tmp_path / "result.json"
+    status, out, _ = call(*words, *tiny, "--json", str(path), "--timeline", str(tmp_path / "lanes.json"), "--slo", "ttft=60")
+    runs = json.loads(path.read_text())["runs"]
+    assert status == 0
+    assert [run["policy"] for run in runs] == ["serial", "chunked"]
+    assert [(run["completed"], run["pages_leaked"], run["slo_attainment"]) for run in runs] == [(5, 0, 1.0)] * 2
+    assert runs[0]["total_output_tokens"] == runs[1]["total_output_tokens"] > 0
+    assert runs[0]["workload"] == runs[1]["workload"]
+    assert all(sum(split["share"] for split in run["split_share"]) == pytest.approx(1) for run in runs)
+    assert "serial" in out and "chunked" in out
+    for policy in ("serial", "chunked"):
+        assert json.loads((tmp_path / f"lanes-{policy}.json").read_text())["traceEvents"]
+
+
+def test_one_policy_in_this_process(call, tiny):
+    status, out, _ = call("--in-process", "--policy", "chunked", *SMALL[:-2], *tiny, "--json", "-")
+    result = json.loads(out)
+    assert status == 0
+    assert (result["policy"], result["completed"]) == ("chunked", 6)
+    assert result["config"]["scheduler"]["policy"] == "chunked"
 
 
 @pytest.mark.parametrize(
