@@ -15,7 +15,8 @@ from counterpoint.spec import ModelSpec
 
 
 class KVPool:
-    """`k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads, head_dim], contiguous. `bytes` is the size of all of them."""
+    """`k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads, head_dim], contiguous, or with `by_head` a view of memory in
+    which each head of a page is one piece. `bytes` is the size of all of them."""
 
     __slots__ = ("bytes", "k", "page_tokens", "pages", "v")
 
@@ -26,15 +27,18 @@ class KVPool:
         page_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        by_head: bool = False,
     ) -> None:
         """Raises ValueError if `pages` or `page_tokens` is not positive; torch's own error if memory is short."""
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}")
-        shape = (spec.layers, pages, page_tokens, spec.kv_heads, spec.head_dim)
+        inner = (spec.kv_heads, page_tokens) if by_head else (page_tokens, spec.kv_heads)
+        shape = (spec.layers, pages, *inner, spec.head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
-        self.k = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
-        self.v = torch.zeros(shape, dtype=dtype, device=device).unbind(0)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.k = (k.transpose(2, 3) if by_head else k).unbind(0)
+        self.v = (v.transpose(2, 3) if by_head else v).unbind(0)
         self.bytes = pages * page_bytes(spec, page_tokens, dtype)
 
 
