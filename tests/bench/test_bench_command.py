@@ -7,7 +7,7 @@ import re
 
 import cyclopts
 import pytest
-from fake_server import Fake, running
+from bench_server import Fake, running
 
 from counterpoint.bench.command import bench
 from counterpoint.bench.trace import read_trace

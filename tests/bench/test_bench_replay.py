@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from fake_server import Fake, running
+from bench_server import Fake, running
 
 from counterpoint.bench import replay
 from counterpoint.bench.client import SAMPLES, SPLIT_SAMPLE, Target
