@@ -195,7 +195,9 @@ class Dummy:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         offset = int(torch.randint(self.BLOCK, (), generator=self.generator))
         size = int(np.prod(shape))
-        stretch = self.block.roll(-offset).repeat(-(-size // self.BLOCK))[:size].view(shape)
+        head = self.block[offset : offset + size]
+        whole, rest = divmod(size - len(head), self.BLOCK)
+        stretch = torch.cat([head, *[self.block] * whole, self.block[:rest]]).view(shape)
         return stretch + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else stretch
 
     def finish(self) -> None:

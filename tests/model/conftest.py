@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from builders import CONFIGS, random_model, save
+from transformers import PreTrainedModel
+
+from counterpoint.spec.source import Source
+
+
+@pytest.fixture(scope="session", params=CONFIGS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Source]:
+    """Each kind of model in transformers, and saved to a folder."""
+    model = random_model(CONFIGS[request.param])
+    return model, save(model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for compiled kernels, so that a test compiles the source as it is."""
+    return tmp_path_factory.mktemp("kernels")
