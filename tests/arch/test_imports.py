@@ -20,7 +20,7 @@ FLOORS = [
     {"cluster"},
     {"device"},
     {"core", "perf", "model"},
-    {"ports"},
+    {"ports", "flags"},
     {"config"},
     {"types", "spec"},
 ]

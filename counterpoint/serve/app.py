@@ -1,0 +1,202 @@
+"""The HTTP application: routes, and what becomes of errors.
+
+Owns: paths, status codes, the OpenAPI document. Promises: whatever a client sends is answered below 500; every error has OpenAI's
+envelope; a server that is loading or has lost its engine says 503, at /health too.
+Must not: tokenise, schedule, or shape an answer itself.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+import fastapi
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import counterpoint
+from counterpoint.serve.client import EngineClient, EngineLost
+from counterpoint.serve.intake import Ask, Intake
+from counterpoint.serve.metrics import Metrics
+from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
+from counterpoint.serve.replies import ChatReply, CompletionReply, Json
+from counterpoint.serve.stream import ClientGone, Generation, read_body, respond
+
+LOADING_RETRY_S = 5
+REFERENCE = "#/components/schemas/{model}"
+CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Service:
+    """What the routes work with. `intake` is None until the model is ready."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics, name: str, max_body_bytes: int) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.name = name
+        self.max_body_bytes = max_body_bytes
+        self.intake: Intake | None = None
+        self.started_s = 0
+
+    def ready(self) -> Intake:
+        """Raises EngineLost if requests can't be taken now."""
+        self.engine.check()
+        if self.intake is None:
+            raise EngineLost("the model is still being loaded")
+        return self.intake
+
+    async def body(self, request: Request) -> bytes:
+        return await read_body(request, self.max_body_bytes)
+
+    def generation(self, ask: Ask, intake: Intake) -> Generation:
+        return Generation(self.engine, ask, intake.text, self.metrics.cut_short)
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(title="Counterpoint", version=counterpoint.__version__, description="The OpenAI API of one model.")
+    app.add_middleware(RequestIds)
+    add_error_handlers(app)
+
+    @app.post("/v1/chat/completions", **documented(ChatRequest, "A chat"))
+    async def chat_completions(request: Request) -> Response:
+        intake = service.ready()
+        asked = parse(ChatRequest, await service.body(request))
+        ask = await intake.chat(asked)
+        return await respond(request, service.generation(ask, intake), ChatReply(ask, intake.text))
+
+    @app.post("/v1/completions", **documented(CompletionRequest, "A completion"))
+    async def completions(request: Request) -> Response:
+        intake = service.ready()
+        asked = parse(CompletionRequest, await service.body(request))
+        ask = await intake.completion(asked)
+        return await respond(request, service.generation(ask, intake), CompletionReply(ask, intake.text, asked))
+
+    add_facts(app, service)
+    app.openapi = lambda: document(app)
+    return app
+
+
+def add_facts(app: FastAPI, service: Service) -> None:
+    """The routes that only tell."""
+
+    def model() -> Json:
+        hello = service.engine.hello
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": service.started_s,
+            "owned_by": "counterpoint",
+            "max_model_len": hello.max_context_tokens if hello else None,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}", responses={404: {"description": "Another model"}})
+    async def one_model(name: str) -> Json:
+        if name != service.name:
+            raise ApiError(404, f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+        return model()
+
+    @app.get("/health", responses={503: {"description": "Loading, or the engine is dead or frozen"}})
+    async def health() -> Response:
+        try:
+            service.ready()
+        except EngineLost as lost:
+            return JSONResponse({"status": service.engine.state, "reason": str(lost)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", response_class=fastapi.responses.PlainTextResponse)
+    async def metrics() -> Response:
+        service.metrics.stats, service.metrics.hello = service.engine.stats, service.engine.hello
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def version() -> Json:
+        return {"version": counterpoint.__version__}
+
+
+def documented(kind: type[GenerationRequest], what: str) -> dict[str, Any]:
+    """Bodies are read by hand (their size is watched, and parsing is strict), so the document is told what they are."""
+    return {
+        "summary": what,
+        "response_model": None,
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model=kind.__name__)}}},
+            }
+        },
+        "responses": {
+            200: {"description": "Whole, or with `stream` as server-sent events", "content": {"text/event-stream": {}}},
+            400: {"description": "The request is wrong, and the message says where"},
+            404: {"description": "Another model"},
+            413: {"description": "The body is too large"},
+            415: {"description": "The body is not JSON"},
+            503: {"description": "Loading, or the engine is lost"},
+        },
+    }
+
+
+def document(app: FastAPI) -> Json:
+    """The OpenAPI document, with the schemas of the bodies."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, bodies = models_json_schema([(kind, "validation") for kind in (ChatRequest, CompletionRequest)], ref_template=REFERENCE)
+        app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+    return app.openapi_schema
+
+
+# ---------------------------------------------------------------- errors
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status)
+
+    @app.exception_handler(EngineLost)
+    async def engine_lost(_: Request, error: EngineLost) -> Response:
+        lost = ApiError(503, str(error), code="engine_unavailable")
+        return JSONResponse(lost.body(), 503, {"retry-after": str(LOADING_RETRY_S)})
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads this
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        told = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+        return JSONResponse(told.body(), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+
+
+class RequestIds:
+    """Every response has an x-request-id: the client's, if it sent a decent one. It is told, never used as a key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        id = given if CLIENT_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)

@@ -1,0 +1,179 @@
+"""The engine's process: `python -m counterpoint.serve.engine_process`, started by EngineClient and by nothing else.
+
+Owns: the life of this process. Promises: it ends when its parent ends, however that happens; a failure to start is told in words;
+it says that it lives from a thread that waits for no step. Must not: speak HTTP, decide anything.
+
+Threads: the main one runs the engine's loop and alone touches the engine; `mail` takes in events and sends heartbeats; `parent`
+waits for the end of standard input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from counterpoint.config import Config, ConfigError
+from counterpoint.core.engine import Engine
+from counterpoint.core.loop import EventLog, run
+from counterpoint.device.wall import WallInbox
+from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
+from counterpoint.spec.model import ModelError
+from counterpoint.types import Output
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+STATS_S = 0.1
+
+
+def main() -> int:
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    context = zmq.Context()
+    out = Mailbox(context, start.from_engine)
+    try:
+        return serve(start, context, out)
+    finally:
+        out.close()
+        context.term()
+
+
+def die_with_parent() -> None:
+    """Linux: the kernel kills this process with its parent, even if it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Everywhere: standard input is a pipe whose other end the parent holds, and never writes to again."""
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+class Mailbox:
+    """One thread's way out. `post` never blocks."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.linger = 1000
+        self._socket.connect(endpoint)
+
+    def post(self, message: msgspec.Struct) -> None:
+        self._socket.send(encode(message))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def serve(start: Start, context: zmq.Context[Any], out: Mailbox) -> int:
+    """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
+    inbox = WallInbox()
+    try:
+        build = find(start.system)
+        system = build(start.config, inbox, lambda stage: out.post(Progress(stage)))
+    except (ConfigError, ModelError) as error:
+        out.post(Failed(str(error), blame="user"))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        out.post(Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    over = threading.Event()
+    mail = threading.Thread(target=take_mail, args=(start, context, inbox, over), name="mail", daemon=True)
+    log = EventLog(start.config.server.event_log) if start.config.server.event_log else None
+    try:
+        mail.start()
+        out.post(hello_of(start.config, system))
+        run(system.engine, inbox, system.executor, Deliver(out), log)
+        system.executor.close()
+        return 0
+    except Exception as error:  # the device is lost, or the engine is wrong: nothing can go on
+        traceback.print_exc()
+        out.post(Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        over.set()
+        mail.join()
+        if log is not None:
+            log.close()
+
+
+def find(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return vars(importlib.import_module(module))[function]
+
+
+def hello_of(config: Config, system: Any) -> Hello:
+    limits = system.limits
+    return Hello(
+        pid=os.getpid(),
+        policy=config.scheduler.policy,
+        lanes=system.lanes,
+        vocab=system.spec.vocab,
+        max_context_tokens=limits.max_context_tokens,
+        page_tokens=limits.page_tokens,
+        kv_tokens=limits.pages * limits.page_tokens,
+        eos_token_ids=limits.eos_token_ids,
+        notes=system.notes,
+    )
+
+
+def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, over: threading.Event) -> None:
+    """Events in, heartbeats out, until the engine's loop is over."""
+    beats = Mailbox(context, start.from_engine)
+    mail = context.socket(zmq.PULL)
+    mail.set_hwm(0)
+    mail.linger = 0
+    mail.bind(start.to_engine)
+    due_s = 0.0
+    try:
+        while not over.is_set():
+            if time.monotonic() >= due_s:
+                beats.post(Beat())
+                due_s = time.monotonic() + BEAT_S
+            if not mail.poll(max(0, round(1000 * (due_s - time.monotonic())))):
+                continue
+            for message in decode_to_engine(mail.recv()):
+                if isinstance(message, Quit):
+                    inbox.stop()
+                else:
+                    inbox.put(message)
+    finally:
+        mail.close()
+        beats.close()
+
+
+class Deliver:
+    """Sends each turn's outputs, and the engine's figures at most every STATS_S (and whenever it falls idle)."""
+
+    def __init__(self, out: Mailbox) -> None:
+        self.out = out
+        self._due_s = 0.0
+
+    def __call__(self, outputs: list[Output], engine: Engine) -> None:
+        now = time.monotonic()
+        stats = None
+        if now >= self._due_s or engine.idle:
+            stats = engine.stats()
+            self._due_s = now + STATS_S
+        if outputs or stats is not None:
+            self.out.post(Outputs(outputs, stats))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

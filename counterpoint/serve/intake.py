@@ -1,0 +1,238 @@
+"""Intake: from an API request to what the engine is asked.
+
+Owns: tokenising, every check that needs the model (vocabulary, context, KV pool), defaults, seeds and ids. Promises: what leaves
+here the engine will not refuse; long texts are tokenised off the event loop, hopeless ones not at all; ids are unique whatever
+clients send.
+Must not: talk to the engine, or shape an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from counterpoint.serve.answer import AnswerOptions
+from counterpoint.serve.openai import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from counterpoint.serve.text import Text, TextError
+from counterpoint.serve.wire import Hello
+from counterpoint.types import Arrive, Sampling, Slo
+
+COMPLETION_TOKENS = 16  # the default of /v1/completions, OpenAI's own
+QUICK_CHARACTERS = 4096  # texts up to this are tokenised where they are
+SEED_MASK = 2**63 - 1
+SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of n choices differ (the golden ratio's 64 bits)
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what the client gave, None if it gave token ids."""
+
+    tokens: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """One API request, ready for the engine. Choice i is `arrives[i]` and answers `prompts[i // n]`."""
+
+    id: str
+    model: str
+    created_s: int
+    prompts: tuple[Prompt, ...]
+    n: int
+    arrives: tuple[Arrive, ...]
+    options: AnswerOptions
+    request: GenerationRequest
+
+    def prompt_of(self, choice: int) -> Prompt:
+        return self.prompts[choice // self.n]
+
+
+class Intake:
+    """`name` is the model's name in the API; `slo` the targets of requests."""
+
+    def __init__(self, text: Text, hello: Hello, name: str, slo: Slo = Slo()) -> None:
+        self.text = text
+        self.name = name
+        self.vocab = hello.vocab
+        self.context_tokens = min(hello.max_context_tokens, hello.kv_tokens)
+        self.eos = hello.eos_token_ids
+        self.slo = slo
+
+    # ------------------------------------------------------------ the two endpoints
+
+    async def chat(self, request: ChatRequest) -> Ask:
+        self.check_model(request.model)
+        messages = [message.for_template() for message in request.messages]
+        options = dict(request.chat_template_kwargs or {})
+        if request.continue_final_message:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif request.add_generation_prompt is False:
+            options["add_generation_prompt"] = False
+        characters = sum(len(message["content"] or "") for message in messages)
+        prompt = await apart(self._render, characters, messages, options)
+        limit = request.max_completion_tokens or request.max_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._ask("chatcmpl", request, [prompt], limit, self.context_tokens, logprobs, "messages")
+
+    async def completion(self, request: CompletionRequest) -> Ask:
+        self.check_model(request.model)
+        prompts = await self._prompts(request.prompt)
+        ask = self._ask("cmpl", request, prompts, request.max_tokens, COMPLETION_TOKENS, request.logprobs, "prompt")
+        if request.echo and request.logprobs is not None:
+            arrives = [replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs)) for a in ask.arrives]
+            ask = dataclasses.replace(ask, arrives=tuple(arrives))
+        return ask
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"the model {name[:200]!r} does not exist: this is {self.name!r}", param="model", code="model_not_found"
+            )
+
+    # ------------------------------------------------------------ prompts
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> Prompt:
+        """Raises ApiError if the template can't, or if it is hopelessly long."""
+        try:
+            text = self.text.render(messages, **options)
+        except TextError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return self._encode([text], special=False, param="messages")[0]
+
+    async def _prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+        if not given:
+            raise ApiError(400, "prompt is empty", param="prompt")
+        if isinstance(given, str):
+            given = [given]
+        if isinstance(given[0], int):
+            return [Prompt(tuple(given))]  # type: ignore[arg-type]
+        if isinstance(given[0], str):
+            texts: list[str] = given  # type: ignore[assignment]
+            return await apart(self._encode, sum(map(len, texts)), texts, True, "prompt")
+        return [Prompt(tuple(tokens)) for tokens in given]  # type: ignore[arg-type]
+
+    def _encode(self, texts: Sequence[str], special: bool, param: str) -> list[Prompt]:
+        for text in texts:
+            least = self.text.least_tokens(text)
+            if least > self.context_tokens:
+                raise self._too_long(f"at least {least}", param)
+        return [Prompt(tuple(ids), text) for ids, text in zip(self.text.encode(texts, special), texts, strict=True)]
+
+    def _too_long(self, tokens: object, param: str) -> ApiError:
+        message = f"this model's context is {self.context_tokens} tokens, and the prompt has {tokens}"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    # ------------------------------------------------------------ what is asked
+
+    def _ask(
+        self,
+        prefix: str,
+        request: GenerationRequest,
+        prompts: list[Prompt],
+        limit: int | None,
+        default_limit: int,
+        logprobs: int | None,
+        param: str,
+    ) -> Ask:
+        n = request.n or 1
+        if len(prompts) * n > MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} prompts with n = {n} make more than {MAX_PROMPTS} choices", param="n")
+        id = f"{prefix}-{uuid.uuid4().hex}"
+        seed = (secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK
+        arrives: list[Arrive] = []
+        for prompt in prompts:
+            most = self._room(prompt, limit, default_limit, param)
+            sampling = self._sampling(request, max(1, most), logprobs)
+            for choice in range(n):
+                arrives.append(
+                    Arrive(
+                        id=f"{id}-{len(arrives)}",
+                        prompt=prompt.tokens,
+                        sampling=replace(sampling, seed=(seed + choice * SEED_STEP) & SEED_MASK),
+                        slo=self.slo,
+                        priority=request.priority or 0,
+                        salt=request.cache_salt or "",
+                    )
+                )
+        options = AnswerOptions(
+            stops=request.stops,
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special=request.skip_special_tokens is not False,
+            min_tokens=request.min_tokens or 0,
+            logprobs=logprobs is not None,
+            discard=limit == 0,
+        )
+        return Ask(id, self.name, int(time.time()), tuple(prompts), n, tuple(arrives), options, request)
+
+    def _room(self, prompt: Prompt, limit: int | None, default: int, param: str) -> int:
+        """How many tokens the answer may have. Raises ApiError if prompt and answer do not fit."""
+        size, context = len(prompt.tokens), self.context_tokens
+        if not size:
+            raise ApiError(400, "the prompt has no tokens", param=param)
+        if max(prompt.tokens) >= self.vocab:
+            raise ApiError(400, f"token id {max(prompt.tokens)} is not in the vocabulary of {self.vocab}", param=param)
+        if size >= context:
+            raise self._too_long(size, param)
+        if limit is None:
+            return min(default, context - size)
+        if size + limit > context:
+            message = (
+                f"this model's context is {context} tokens, and {size + limit} are asked for: "
+                f"{size} in the prompt and {limit} for the answer (max_tokens)"
+            )
+            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+        return limit
+
+    def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> Sampling:
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        min_tokens = given(request.min_tokens, 0)
+        if min_tokens > max_tokens:
+            raise ApiError(400, f"min_tokens ({min_tokens}) is more than the {max_tokens} tokens allowed", param="min_tokens")
+        top_p, top_k = given(request.top_p, 1.0), max(0, given(request.top_k, 0))
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=given(request.temperature, 1.0),
+            top_k=1 if top_p == 0 else 0 if top_k >= self.vocab else top_k,  # an empty nucleus still holds the likeliest token
+            top_p=top_p if top_p > 0 else 1.0,
+            min_p=given(request.min_p, 0.0),
+            presence_penalty=given(request.presence_penalty, 0.0),
+            frequency_penalty=given(request.frequency_penalty, 0.0),
+            repetition_penalty=given(request.repetition_penalty, 1.0),
+            logit_bias=self._biases(request.logit_bias or {}),
+            stop_token_ids=self._known(request.stop_token_ids or (), "stop_token_ids"),
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=logprobs,
+        )
+
+    def _biases(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        for key in biases:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise ApiError(400, f"logit_bias: {key[:50]!r} is not a token id", param="logit_bias")
+        self._known([int(key) for key in biases], "logit_bias")
+        return tuple({int(key): bias for key, bias in biases.items()}.items())
+
+    def _known(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
+        for token in tokens:
+            if token >= self.vocab:
+                raise ApiError(400, f"{param}: token id {token} is not in the vocabulary of {self.vocab}", param=param)
+        return tuple(tokens)
+
+
+async def apart(work: Callable[..., Result], characters: int, *args: Any) -> Result:
+    """`work(*args)`, in another thread if there is much of it."""
+    if characters <= QUICK_CHARACTERS:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)

@@ -1,0 +1,221 @@
+"""What clients of the OpenAI API send: the requests as types, and the errors.
+
+Owns: every field's type, range and default, and the error envelope. Promises: a request that passes is safe to act on, whatever a
+client put into it; one that does not is answered 400 with the field's name; unknown fields are ignored, as OpenAI does, but one
+that is known, would change the answer and is not supported is refused.
+Must not: know the model (its vocabulary and context are checked in intake.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 2048
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_TOKENS = 2**31 - 1
+ERRORS_TOLD = 3
+
+
+class ApiError(Exception):
+    """An answer other than success, in OpenAI's envelope."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kinds = {404: "not_found_error", 503: "service_unavailable_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take. Beside OpenAI's own fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
+    min_tokens, include_stop_str_in_output, skip_special_tokens, priority, cache_salt."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        # known fields that would change the answer, with the values under which they do not
+        "allowed_token_ids": (None, []),
+        "bad_words": (None, []),
+        "choice": (None, []),
+        "grammar": (None, ""),
+        "guided_choice": (None, []),
+        "guided_grammar": (None, ""),
+        "guided_json": (None,),
+        "guided_regex": (None, ""),
+        "json_schema": (None,),
+        "length_penalty": (None, 1, 1.0),
+        "prompt_logprobs": (None,),
+        "regex": (None, ""),
+        "response_format": (None, {"type": "text"}),
+        "structured_outputs": (None,),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": (None, False),
+    }
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def usage_at_end(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_always(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. `content` may be null beside tool calls; parts other than text are refused."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates want it: content one string, and no role that older ones do not know."""
+        content = self.content if isinstance(self.content, str | None) else "\n".join(part.text for part in self.content)
+        if content is None and self.tool_calls is None:
+            content = ""
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role, "content": content}
+
+
+class ChatRequest(GenerationRequest):
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+        "audio": (None,),
+        "documents": (None, []),
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "tool_choice": (None, "none", "auto"),
+        "tools": (None, []),
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _fields_fit(self) -> ChatRequest:
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens must be at least 1")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+        "best_of": (None, 1),
+        "prompt_embeds": (None,),
+        "suffix": (None, ""),
+    }
+
+    prompt: str | Prompts | TokenIds | TokenPrompts
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
+    try:
+        request = kind.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise refusal_of(error) from None
+    for name, value in (request.model_extra or {}).items():
+        if name in kind.refused and value not in kind.refused[name]:
+            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    return request
+
+
+def refusal_of(error: pydantic.ValidationError) -> ApiError:
+    """Names places, never values: a body is not sent back to where it came from."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    told = [f"{place(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"] for e in found[:ERRORS_TOLD]]
+    if len(found) > ERRORS_TOLD:
+        told.append(f"and {len(found) - ERRORS_TOLD} more")
+    param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
+    return ApiError(400, "; ".join(told)[:1000].replace("Value error, ", ""), param=param)
+
+
+def place(location: tuple[int | str, ...]) -> str:
+    """messages[2].role; the names that pydantic gives to the arms of a union are left out."""
+    words = [part for part in location if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in words).lstrip(".")[:200]

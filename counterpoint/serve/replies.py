@@ -1,0 +1,199 @@
+"""What goes back to clients of the OpenAI API: chunks of a stream and whole answers, for chat and for completions.
+
+Owns: the shape of an answer. Promises: a stream's parts, joined, are the whole answer; each choice has exactly one finish_reason
+and nothing after it; log-probabilities' bytes, joined, are the answer's bytes.
+Must not: wait for anything, or decide what is shown (answer.py does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from counterpoint.serve.answer import Answer, Entry, Piece
+from counterpoint.serve.intake import Ask
+from counterpoint.serve.openai import CompletionRequest
+from counterpoint.serve.text import Text
+from counterpoint.types import TokenLogprobs
+
+Json = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
+
+
+def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
+    """A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(prompt.tokens) for prompt in ask.prompts)
+    completion_tokens = 0 if ask.options.discard else sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[:: ask.n])},
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+class Spelling:
+    """How tokens are written beside their log-probabilities."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.text.piece(token).encode() if self.text.is_special(token) else self.text.bytes_of(token)
+
+    def shown(self, token: int) -> str:
+        return self.bytes_of(token).decode("utf-8", errors="replace")
+
+    def exact(self, token: int) -> str:
+        """As `shown`, but different for different bytes, as OpenAI's completions write what is not a character."""
+        data = self.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class ChatReply:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, ask: Ask, text: Text) -> None:
+        self.ask = ask
+        self.spelling = Spelling(text)
+        self.head: Json = {"id": ask.id, "object": "chat.completion", "created": ask.created_s, "model": ask.model}
+        self.chunk_head = self.head | {"object": "chat.completion.chunk"}
+
+    def opening(self, choice: int, answer: Answer) -> Json | None:
+        """What begins the stream of a choice, before its first token."""
+        return self._part(choice, {"role": "assistant", "content": ""})
+
+    def part(self, choice: int, piece: Piece) -> Json:
+        return self._part(choice, {"content": piece.text}, self._logprobs(piece.entries))
+
+    def closing(self, choice: int, piece: Piece) -> Json:
+        return self._part(choice, {}, None, piece.finish) | stop_reason(self.ask, piece)
+
+    def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json:
+        content = "".join(piece.text for piece in pieces)
+        entries = [entry for piece in pieces for entry in piece.entries]
+        return {
+            "index": choice,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": self._logprobs(entries),
+            "finish_reason": pieces[-1].finish,
+        } | stop_reason(self.ask, pieces[-1])
+
+    def _part(self, choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, entries: Sequence[Entry]) -> Json | None:
+        if not self.ask.options.logprobs:
+            return None
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: Entry) -> Json:
+        known = entry.logprobs or TokenLogprobs(LEAST_LOGPROB)
+        hidden = self.ask.options.skip_special and self.spelling.text.is_special(entry.token)
+        top = [self._token(token, logprob) for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True)]
+        written = self._token(entry.token, known.logprob)
+        return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        return {
+            "token": self.spelling.shown(token),
+            "logprob": finite(logprob),
+            "bytes": list(self.spelling.bytes_of(token)),
+        }
+
+
+class CompletionReply:
+    """Answers of /v1/completions."""
+
+    def __init__(self, ask: Ask, text: Text, request: CompletionRequest) -> None:
+        self.ask = ask
+        self.echo = bool(request.echo)
+        self.top = bool(request.logprobs)
+        self.spelling = Spelling(text)
+        self.head: Json = {"id": ask.id, "object": "text_completion", "created": ask.created_s, "model": ask.model}
+        self.chunk_head = self.head
+
+    def opening(self, choice: int, answer: Answer) -> Json | None:
+        if not self.echo:
+            return None
+        return self._part(choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer))
+
+    def part(self, choice: int, piece: Piece) -> Json:
+        return self._part(choice, piece.text, self._logprobs(choice, piece.entries))
+
+    def closing(self, choice: int, piece: Piece) -> Json:
+        return self._part(choice, "", None, piece.finish) | stop_reason(self.ask, piece)
+
+    def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs(choice, [entry for piece in pieces for entry in piece.entries])
+        if self.echo:
+            text = self._prompt_text(choice) + text
+            before = self._prompt_logprobs(choice, answer)
+            if logprobs is not None and before is not None:
+                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
+        return self._part(choice, text, logprobs, pieces[-1].finish) | stop_reason(self.ask, pieces[-1])
+
+    def _part(self, choice: int, text: str, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _prompt_text(self, choice: int) -> str:
+        prompt = self.ask.prompt_of(choice)
+        if prompt.text is not None:
+            return prompt.text
+        return self.spelling.text.decode(prompt.tokens, skip_special=self.ask.options.skip_special)
+
+    def _logprobs(self, choice: int, entries: Sequence[Entry]) -> Json | None:
+        if not self.ask.options.logprobs:
+            return None
+        shift = len(self._prompt_text(choice)) if self.echo else 0
+        return {
+            "tokens": [self.spelling.exact(entry.token) for entry in entries],
+            "token_logprobs": [finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries],
+            "top_logprobs": [self._top(entry.logprobs) for entry in entries],
+            "text_offset": [shift + entry.start for entry in entries],
+        }
+
+    def _prompt_logprobs(self, choice: int, answer: Answer) -> Json | None:
+        """Those of the prompt's tokens. The first has none, as nothing comes before it."""
+        if not self.ask.options.logprobs:
+            return None
+        tokens = self.ask.prompt_of(choice).tokens
+        known = [None] * (len(tokens) - len(answer.prompt_logprobs)) + answer.prompt_logprobs
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(at)
+            at += len(self.spelling.shown(token))
+        return {
+            "tokens": [self.spelling.exact(token) for token in tokens],
+            "token_logprobs": [finite(k.logprob) if k else None for k in known],
+            "top_logprobs": [self._top(k) for k in known],
+            "text_offset": offsets,
+        }
+
+    def _top(self, known: TokenLogprobs | None) -> dict[str, float] | None:
+        """By text; where two tokens read alike, the second is named by its id, so that there are as many as were asked for."""
+        if known is None or not self.top:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
+            name = self.spelling.exact(token)
+            top[name if name not in top else f"token_id:{token}"] = finite(logprob)
+        return top
+
+
+Reply = ChatReply | CompletionReply
+
+
+def stop_reason(ask: Ask, piece: Piece) -> Json:
+    """Beside OpenAI's fields: the stop string, or the id of `stop_token_ids`, that ended the choice."""
+    by = piece.stopped_by
+    return {"stop_reason": by if isinstance(by, str) or by in (ask.request.stop_token_ids or ()) else None}

@@ -1,0 +1,200 @@
+"""The server's life: port, engine, signals, drain.
+
+Owns: the order of starting and stopping. Promises: the port is taken before the model is loaded, or nothing is; SIGTERM and SIGINT
+let what runs finish for `drain_s` and then exit 0; a second signal stops at once; no process is left behind.
+Must not: know routes or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from counterpoint.config import Config, ConfigError
+from counterpoint.serve.app import Service, create_app
+from counterpoint.serve.client import EngineClient, EngineFailed
+from counterpoint.serve.intake import Intake
+from counterpoint.serve.metrics import Metrics
+from counterpoint.serve.text import Text, TextError
+from counterpoint.serve.tokenizer import load_text
+from counterpoint.serve.wire import Hello
+from counterpoint.spec.source import Source
+from counterpoint.types import Slo, Stats
+
+LOG_EVERY_S = 10.0
+LAST_WORDS_S = 2.0  # after the drain, for error events to reach their clients
+BACKLOG = 2048
+log = logging.getLogger("counterpoint")
+
+
+class StartError(Exception):
+    """The server cannot start; `status` is the exit status (2: a setting is wrong)."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def run(config: Config, source: Source, system: str = "counterpoint.build:system") -> int:
+    """Serve until told to stop; the exit status. Raises ConfigError if the port is taken, StartError if the engine can't start."""
+    with listening(config.server.host, config.server.port) as listener:
+        start_logging(config.server.log_level)
+        loops = uvicorn.Config("", log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=loops) as runner:
+            return runner.run(serve(config, source, system, listener))
+
+
+async def serve(config: Config, source: Source, system: str, listener: socket.socket) -> int:
+    return await Server(config, source, system, listener).run()
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"port {port} of {host} cannot be used: {error.strerror}; choose another with --port") from None
+    with listener:
+        yield listener
+
+
+def start_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    for noisy in ("uvicorn.error", "httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel("INFO" if level == "debug" else "WARNING")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, without its signal handlers: they would end the process by the signal, not with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    def __init__(self, config: Config, source: Source, system: str, listener: socket.socket) -> None:
+        self.config = config
+        self.source = source
+        self.listener = listener
+        self.name = config.model.served_name or source.name
+        self.metrics = Metrics(self.name)
+        self.engine = EngineClient(config, on_record=self.metrics.observe, system=system)
+        self.service = Service(self.engine, self.metrics, self.name, config.server.max_body_bytes)
+        self.http = HttpServer(
+            uvicorn.Config(
+                create_app(self.service),
+                log_config=None,
+                access_log=config.server.log_level == "debug",
+                lifespan="off",
+                timeout_graceful_shutdown=round(config.server.drain_s + LAST_WORDS_S),
+            )
+        )
+        self.signals = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+        begun_s = time.monotonic()
+        starting = asyncio.create_task(self.start(begun_s))
+        reporting = asyncio.create_task(self.report())
+        starting.add_done_callback(self.on_started)
+        try:
+            await self.http.serve(sockets=[self.listener])
+            if starting.done() and not starting.cancelled() and (failure := starting.exception()) is not None:
+                raise failure
+            return 1 if self.http.force_exit else 0
+        finally:
+            starting.cancel()
+            reporting.cancel()
+            await self.engine.close()
+            await asyncio.gather(starting, reporting, return_exceptions=True)
+
+    # ------------------------------------------------------------ start
+
+    async def start(self, begun_s: float) -> None:
+        log.info("loading %s", self.name)
+        try:
+            text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
+        except EngineFailed as failed:
+            raise StartError(str(failed), 2 if failed.blame == "user" else 1) from None
+        self.service.started_s = int(time.time())
+        self.service.intake = Intake(text, hello, self.name, default_slo(self.config))
+        for note in hello.notes:
+            log.warning("%s", note)
+        print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
+
+    def load_text(self) -> Text:
+        text = load_text(self.source)
+        with contextlib.suppress(TextError):  # so that the first request does not wait for the template's libraries
+            text.render([{"role": "user", "content": ""}])
+        return text
+
+    def ready_line(self, hello: Hello, seconds: float) -> str:
+        host, port = self.listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return (
+            f"ready: {self.name} at {url}/v1 after {seconds:.1f} s; {hello.policy}: {hello.lanes}; "
+            f"KV cache {hello.kv_tokens:,} tokens, context {hello.max_context_tokens:,}"
+        )
+
+    def on_started(self, starting: asyncio.Task[None]) -> None:
+        if not starting.cancelled() and starting.exception() is not None:
+            self.http.should_exit = True
+
+    # ------------------------------------------------------------ stop
+
+    def on_signal(self) -> None:
+        self.signals += 1
+        self.http.should_exit = True
+        if self.signals == 1:
+            log.info("stopping: what runs may finish for %g s; a second signal stops at once", self.config.server.drain_s)
+            asyncio.get_running_loop().call_later(self.config.server.drain_s, self.cut_off)
+        else:
+            self.cut_off()
+            self.http.force_exit = True
+
+    def cut_off(self) -> None:
+        self.engine.fail_streams("the server is shutting down")
+
+    # ------------------------------------------------------------ the line each 10 s
+
+    async def report(self) -> None:
+        last, last_s = self.engine.stats, time.monotonic()
+        while True:
+            await asyncio.sleep(LOG_EVERY_S)
+            stats, now_s = self.engine.stats, time.monotonic()
+            if stats.running or stats.waiting or stats.steps != last.steps:
+                log.info("%s", load_line(last, stats, now_s - last_s))
+            last, last_s = stats, now_s
+
+
+def load_line(last: Stats, stats: Stats, seconds: float) -> str:
+    """What the engine did between two Stats."""
+    prompt = (stats.prompt_tokens - last.prompt_tokens) / seconds
+    generated = (stats.generated_tokens - last.generated_tokens) / seconds
+    queried = stats.prefix_queries_tokens - last.prefix_queries_tokens
+    hits = (stats.prefix_hits_tokens - last.prefix_hits_tokens) / queried if queried else 0.0
+    used = 1 - (stats.pages_free + stats.pages_cached) / stats.pages_total if stats.pages_total else 0.0
+    before = {(prefill, decode): spent for prefill, decode, spent in last.split_s}
+    spent = {(p, d): s - before.get((p, d), 0.0) for p, d, s in stats.split_s}
+    most = sorted(((s, split) for split, s in spent.items() if s > 0), reverse=True)[:3]
+    splits = ", ".join(f"{p}+{d} {s / seconds:.0%}" for s, (p, d) in most)
+    return (
+        f"prompt {prompt:.0f} tok/s, generated {generated:.0f} tok/s; running {stats.running}, waiting {stats.waiting}; "
+        f"KV in use {used:.0%}, prefix hits {hits:.0%}; prefill+decode units: {splits or 'idle'}"
+    )
+
+
+def default_slo(config: Config) -> Slo:
+    scheduler = config.scheduler
+    return Slo(ttft_s=scheduler.ttft_s, tpot_s=scheduler.tpot_s, itl_s=scheduler.itl_s)

@@ -1,0 +1,185 @@
+"""From the engine's Deltas to an HTTP response, streamed or whole, for any API's shape.
+
+Owns: the order of what is sent, and what a client's leaving means. Promises: a client that leaves, streaming or not, ends its
+requests at once; a stream that cannot go on says so in an error event and then ends, with no finish_reason and no [DONE].
+Must not: know what a chunk looks like (replies.py), or what the engine is (client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from counterpoint.serve.answer import Answer, Piece
+from counterpoint.serve.client import EngineClient, EngineLost
+from counterpoint.serve.intake import Ask
+from counterpoint.serve.openai import ApiError
+from counterpoint.serve.replies import Json, Reply, usage_of
+from counterpoint.serve.text import Text
+
+Result = TypeVar("Result")
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Generation:
+    """One Ask on its way through the engine: an Answer for each choice, and the pieces as they come. The ids of requests that a
+    stop string ended go into `cut_short`: the engine will report them as aborted."""
+
+    def __init__(self, engine: EngineClient, ask: Ask, text: Text, cut_short: set[str]) -> None:
+        self.engine = engine
+        self.ask = ask
+        self.cut_short = cut_short
+        self.answers = [Answer(text, ask.options, arrive.prompt) for arrive in ask.arrives]
+        self._choice = {arrive.id: index for index, arrive in enumerate(ask.arrives)}
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece, bool], None]:
+        """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed."""
+        async with self.engine.open(self.ask.arrives) as deltas:
+            async for delta in deltas:
+                choice = self._choice[delta.id]
+                piece = self.answers[choice].feed(delta)
+                if piece.cancel and deltas.abort(delta.id, "stop"):
+                    self.cut_short.add(delta.id)
+                if piece.finish == "error":
+                    raise ApiError(500, piece.error or "the engine failed on this request")
+                yield choice, piece, not deltas.empty
+
+    async def whole(self, reply: Reply) -> Json:
+        pieces: list[list[Piece]] = [[] for _ in self.answers]
+        async with contextlib.aclosing(self.pieces()) as stream:
+            async for choice, piece, _ in stream:
+                pieces[choice].append(piece)
+        choices = [reply.whole(i, answer, pieces[i]) for i, answer in enumerate(self.answers)]
+        return reply.head | {"choices": choices, "usage": usage_of(self.ask, self.answers)}
+
+    async def events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. What is there at one time is sent at one time."""
+        request = self.ask.request
+        always, at_end = request.usage_always, request.usage_at_end
+        opened: set[int] = set()
+        ready: list[bytes] = []
+
+        def chunk(choice: Json) -> None:
+            usage = {"usage": usage_of(self.ask, self.answers)} if always else {"usage": None} if at_end else {}
+            ready.append(event(reply.chunk_head | {"choices": [choice]} | usage))
+
+        try:
+            async with contextlib.aclosing(self.pieces()) as stream:
+                async for choice, piece, more in stream:
+                    if choice not in opened:
+                        opened.add(choice)
+                        opening = reply.opening(choice, self.answers[choice])
+                        if opening is not None:
+                            chunk(opening)
+                    if piece.text or piece.entries or (always and piece.tokens and not piece.finish):
+                        chunk(reply.part(choice, piece))
+                    if piece.finish:
+                        chunk(reply.closing(choice, piece))
+                    if ready and not more:
+                        yield b"".join(ready)
+                        ready.clear()
+        except EngineLost as error:
+            yield b"".join([*ready, event(ApiError(503, str(error), code="engine_lost").body())])
+            return
+        except ApiError as error:
+            yield b"".join([*ready, event(error.body())])
+            return
+        if at_end or always:
+            ready.append(event(reply.chunk_head | {"choices": [], "usage": usage_of(self.ask, self.answers)}))
+        yield b"".join([*ready, DONE])
+
+
+def event(body: Json) -> bytes:
+    return b"data: " + encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of server-sent events. Closes `events` as soon as the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.events = events
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self.events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client leaves first: then ClientGone. The request's body must have
+    been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond(request: Request, generation: Generation, reply: Reply) -> Response:
+    if generation.ask.request.stream:
+        generation.engine.check()
+        return EventStream(generation.events(reply))
+    try:
+        body = await unless_gone(request.receive, generation.whole(reply))
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads this
+    return Response(encode(body), media_type="application/json")
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Raises ApiError if the body is not JSON by its own word, or too long; ClientGone if it never ends."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"content-type is {kind[:100]!r}: it must be application/json")
+    parts: list[bytes] = []
+    size = 0
+    async for part in chunks(request):
+        size += len(part)
+        if size > most_bytes:
+            raise ApiError(413, f"the request's body is larger than {most_bytes} bytes", code="request_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def chunks(request: Request) -> AsyncIterator[bytes]:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,150 @@
+"""An engine for the server's tests: the real core, and a device that says again what it was told.
+
+Tokens are bytes (the tokeniser of a model without files). The answer to a chat is its last user message; to a completion, its
+prompt; then comes the end of the turn, or the same again under ignore_eos. With a temperature, and a prompt in which "random"
+stands, each token is a letter drawn from (seed, position). Some words make the device fail: see `EchoExecutor`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from dataclasses import dataclass
+
+from counterpoint.build import System, make_limits
+from counterpoint.config import Config
+from counterpoint.core.engine import Engine
+from counterpoint.core.policy import make_policy
+from counterpoint.device.wall import WallInbox
+from counterpoint.spec.model import ModelSpec
+from counterpoint.spec.source import Source
+from counterpoint.types import Command, Open, Sampling, Segment, Step, StepDone, TokenLogprobs
+
+BYTES, TURN, END, VOCAB = 256, 256, 257, 260
+STEP_S = 0.001
+SPEC = ModelSpec(
+    name="echo",
+    family="llama",
+    layers=1,
+    hidden=64,
+    heads=1,
+    kv_heads=1,
+    head_dim=64,
+    ffn=64,
+    vocab=VOCAB,
+    max_context_tokens=4096,
+    eos_token_ids=(END,),
+)
+
+
+def system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    pages = config.device.kv_pages or 1024
+    limits = make_limits(config, SPEC, pages, units=1)
+    policy = make_policy(config.scheduler, 1, SPEC.layers)
+    return System(
+        engine=Engine(limits, policy),
+        executor=EchoExecutor(inbox),
+        spec=SPEC,
+        source=Source("spec", "", "echo"),
+        limits=limits,
+        lanes="one lane that echoes",
+    )
+
+
+@dataclass
+class Row:
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    sampling: Sampling
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.prompt_tokens]
+
+    def reply(self) -> list[int]:
+        """What is said again: the last whole turn's content, or the prompt."""
+        prompt = list(self.prompt)
+        if TURN not in prompt:
+            return prompt
+        end = len(prompt) - 1 - prompt[::-1].index(END)
+        begin = max(i for i in range(end) if prompt[i] == TURN)
+        return prompt[prompt.index(ord("\n"), begin) + 1 : end]
+
+    def says(self, word: str) -> bool:
+        return word.encode() in bytes(t for t in self.prompt if t < BYTES)
+
+    def token(self, position: int) -> int:
+        sampling, n = self.sampling, position - self.prompt_tokens
+        forced = [token for token, bias in sampling.logit_bias if bias >= 100]
+        if forced:
+            return forced[0]
+        if sampling.temperature and self.says("random"):
+            return ord("a") + hashlib.blake2b(f"{sampling.seed} {n}".encode()).digest()[0] % 26
+        said = [*self.reply(), END]
+        token = said[n % len(said)]
+        if token == END and (n < sampling.min_tokens or sampling.ignore_eos):
+            token = ord(".")
+        while dict(sampling.logit_bias).get(token, 0) <= -100:
+            token = (token + 1) % BYTES
+        return token
+
+    def logprobs(self, token: int, top: int) -> TokenLogprobs:
+        others = [token, *((token + i) % BYTES for i in range(1, top))][:top]
+        return TokenLogprobs(-0.25, tuple(others), tuple(-0.25 * (i + 1) for i in range(top)))
+
+
+class EchoExecutor:
+    def __init__(self, inbox: WallInbox) -> None:
+        self.inbox = inbox
+        self.rows: dict[int, Row] = {}
+        self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def submit(self, command: Command) -> None:
+        if isinstance(command, Open):
+            row = Row(command.tokens, command.prompt_tokens, command.sampling)
+            if row.says("LOSE THE DEVICE"):
+                raise RuntimeError("the device is lost, as asked")
+            self.rows[command.slot] = row
+        elif isinstance(command, Step):
+            self.steps.put(command)
+
+    def close(self) -> None:
+        self.over.set()
+        self.steps.put(None)
+        self.thread.join()
+
+    def work(self) -> None:
+        while (step := self.steps.get()) is not None:
+            started_s = self.inbox.clock()
+            self.over.wait(STEP_S)
+            self.inbox.put(self.done(step, started_s))
+
+    def done(self, step: Step, started_s: float) -> StepDone:
+        rows = [(segment, self.rows[segment.slot]) for segment in step.segments]
+        sampled = [(s, row) for s, row in rows if s.sample]
+        tokens = tuple(-1 if row.says("GIVE NAN") else row.token(s.start + s.tokens) for s, row in sampled)
+        return StepDone(
+            step=step.id,
+            lane=step.lane,
+            tokens=tokens,
+            logprobs=tuple(
+                None if row.sampling.logprobs is None else row.logprobs(token, row.sampling.logprobs)
+                for token, (_, row) in zip(tokens, sampled, strict=True)
+            ),
+            prompt_logprobs=tuple(self.about_prompt(s, row) for s, row in rows),
+            started_s=started_s,
+            ended_s=self.inbox.clock(),
+            units=1,
+            error="a failed step, as asked" if any(row.says("FAIL THE STEP") for _, row in rows) else "",
+        )
+
+    def about_prompt(self, segment: Segment, row: Row) -> tuple[TokenLogprobs, ...] | None:
+        top = row.sampling.prompt_logprobs
+        if top is None or segment.start >= row.prompt_tokens:
+            return None
+        last = min(segment.start + segment.tokens, row.prompt_tokens - 1)
+        return tuple(row.logprobs(token, top) for token in row.tokens[segment.start + 1 : last + 1])

@@ -1,0 +1,17 @@
+"""`python fake_server.py '{"port": 0, …}'`: the real server over the engine of fake_engine.py, with flat settings."""
+
+import json
+import sys
+
+from counterpoint.config import Config, ConfigError
+from counterpoint.serve.server import StartError, run
+from counterpoint.spec.source import Source
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    system = settings.pop("system", "fake_engine:system")
+    try:
+        sys.exit(run(Config().replace(**settings), Source("spec", "", "echo"), system))
+    except (ConfigError, StartError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(getattr(error, "status", 2))
