@@ -194,6 +194,22 @@ CPU_2 = DeviceSpec(
     kv_dtype="float32",
 )
 
+
+def cpu_device(cores: int) -> DeviceSpec:
+    """A CPU of `cores` such cores: a first guess for any CPU, to be corrected by what steps really take."""
+    times = cores / CPU_2.units
+    return replace(
+        CPU_2,
+        name=f"cpu-{cores}",
+        units=cores,
+        peak_flops=tuple((dtype, flops * times) for dtype, flops in CPU_2.peak_flops),
+        read_bandwidth=CPU_2.read_bandwidth.scaled(max(1.0, times), max(1.0, times)),
+        attention=replace(CPU_2.attention, read_bandwidth=CPU_2.attention.read_bandwidth.scaled(max(1.0, times), max(1.0, times))),
+        measured=cores == CPU_2.units,
+        source=CPU_2.source if cores == CPU_2.units else f"scaled from {CPU_2.source}",
+    )
+
+
 PRESETS: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
@@ -209,10 +225,13 @@ PRESETS: dict[str, DeviceSpec] = {
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """The preset called `name`. Raises ValueError listing the names."""
+    """The preset called `name`, or cpu-N for N cores. Raises ValueError listing the names."""
     key = name.lower()
+    cores = key.removeprefix("cpu-")
+    if cores != key and cores.isdigit() and int(cores) > 0:
+        return cpu_device(int(cores))
     if key not in PRESETS:
         near = difflib.get_close_matches(key, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}, or cpu-N of N cores")
     return PRESETS[key]

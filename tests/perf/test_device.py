@@ -45,6 +45,14 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     assert device_spec("H200") is H200
 
 
+def test_a_cpu_of_any_number_of_cores():
+    assert device_spec("cpu-2") == PRESETS["cpu-2"]
+    eight = device_spec("cpu-8")
+    assert eight.units == 8 and not eight.measured and eight.peak("float16") == 4 * PRESETS["cpu-2"].peak("float16")
+    with pytest.raises(ValueError, match="unknown device 'cpu-0'"):
+        device_spec("cpu-0")
+
+
 def test_a_dtype_the_device_lacks_is_named():
-    with pytest.raises(ValueError, match="a100 has no fp8 .* bfloat16, float16"):
+    with pytest.raises(ValueError, match=r"a100 has no fp8 .* bfloat16, float16"):
         device_spec("a100").peak("fp8")

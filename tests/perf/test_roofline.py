@@ -74,6 +74,19 @@ def test_a_neighbour_slows_and_never_speeds(work, other, units):
     assert alone <= together <= 2.5 * alone
 
 
+def test_steps_that_share_units_take_turns():
+    step, other = decode(64, 2048, 32, 32), prefill(2048, 32, 32)
+    apart, sharing = ROOFLINE.seconds(step, 66, (other, 66)), ROOFLINE.seconds(step, 66, (other, 132))
+    assert sharing > 1.4 * apart
+
+
+def test_two_readers_share_the_memory():
+    """Each wants nearly all of it, so together neither gets more than half."""
+    step = decode(1, 100_000, 32, 32)
+    together = ROOFLINE.seconds(step, 66, (step, 66))
+    assert 2 * ROOFLINE.alone(step, 66).bytes / together <= 1.001 * H200.read_bandwidth.at(132)
+
+
 def test_waves_leave_units_idle_in_the_last_one():
     assert busy_units(264, 132) == 132
     assert busy_units(133, 132) == 66.5
@@ -155,6 +168,8 @@ def test_perturbed_is_a_bounded_lasting_bias():
     assert max(factors) > 1.1 and min(factors) < 0.9
     assert factors == [again.seconds(*step) / ROOFLINE.seconds(*step) for step in steps]
     assert factors != [other.seconds(*step) / ROOFLINE.seconds(*step) for step in steps]
+    by_units = [wrong.seconds(steps[0][0], units) / ROOFLINE.seconds(steps[0][0], units) for units in (16, 24, 32, 48)]
+    assert len({round(factor, 6) for factor in by_units}) == 4, "another split, another error"
     near = decode(2, 1001, 32, 32), 16
     assert wrong.seconds(*near) / ROOFLINE.seconds(*near) == pytest.approx(factors[3]), "one cell, one factor"
 
