@@ -19,9 +19,9 @@ Result = Mapping[str, Any]
 
 LATENCIES = {
     "ttft": "first token (TTFT)",
-    "tpot": "per token after it (TPOT)",
-    "itl": "between deliveries (ITL)",
-    "longest_gap": "longest gap of a request",
+    "tpot": "per token (TPOT)",
+    "itl": "gaps (ITL)",
+    "longest_gap": "longest gap",
     "e2el": "whole answer (E2E)",
 }
 POINTS = ("mean", "p50", "p90", "p99", "max")
@@ -29,11 +29,12 @@ POINTS = ("mean", "p50", "p90", "p99", "max")
 
 def show(console: Console, result: Result, title: str = "") -> None:
     """One result: latencies, throughput, targets, the engine's side, and what has to be doubted."""
-    table = Table("ms", *POINTS, title=title or None, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("ms", no_wrap=True)
+    for point in POINTS:
+        table.add_column(point, justify="right", no_wrap=True)
     for key, name in LATENCIES.items():
-        table.add_row(name, *(number(result[f"{point}_{key}_ms"]) for point in POINTS))
+        table.add_row(name, *(short(result[f"{point}_{key}_ms"]) for point in POINTS))
     console.print(table)
     for line in facts(result):
         console.print(line, highlight=False)
@@ -80,6 +81,8 @@ def facts(result: Result) -> list[str]:
         found.append(f"prompt tokens from the prefix cache: {share(result['prefix_hit_share'])}")
     if result["preemptions"]:
         found.append(f"preemptions: {result['preemptions']}")
+    if result.get("pages_free_after") is not None:
+        found.append(f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after")
     for split in result.get("split_share", ()):
         units = f"prefill on {split['prefill_units']} units, decode on {split['decode_units']}"
         found.append(f"{units}: {share(split['share'])} of the busy time")

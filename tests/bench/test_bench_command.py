@@ -146,6 +146,14 @@ def test_policies_compared_on_one_load_in_this_process(call, tiny, tmp_path):
         assert json.loads((tmp_path / f"lanes-{policy}.json").read_text())["traceEvents"]
 
 
+def test_texts_in_this_process_are_said_to_be_made_tokens(call, tiny, data):
+    words = ("--trace", str(data / "sharegpt.json"), "--arrivals", "once", "--json", "-")
+    status, out, _ = call("--in-process", "--policy", "serial", *words, *tiny)
+    result = json.loads(out)
+    assert (status, result["completed"], result["total_output_tokens"]) == (0, 2, 20)
+    assert any("made tokens of their estimated length" in note for note in result["notes"])
+
+
 def test_one_policy_in_this_process(call, tiny):
     status, out, _ = call("--in-process", "--policy", "chunked", *SMALL[:-2], *tiny, "--json", "-")
     result = json.loads(out)

@@ -6,9 +6,22 @@ import dataclasses
 
 import pytest
 
-from counterpoint.bench.reshape import at_rate, clipped, first, prefix_groups, rearrived, scaled, stretched, thinned
+from counterpoint.bench.reshape import (
+    at_rate,
+    clipped,
+    first,
+    prefix_groups,
+    rearrived,
+    rehearsal,
+    scaled,
+    stretched,
+    thinned,
+    with_targets,
+    without_texts,
+)
 from counterpoint.bench.trace import read_trace
 from counterpoint.bench.workload import Query, offered_rate, prompt_ids, reusable_share
+from counterpoint.types import Slo
 
 
 def chats(groups: int, turns: int, system: tuple[int, ...] = (0,)) -> list[Query]:
@@ -81,6 +94,30 @@ def test_clipping():
     assert cut[1].prefix_ids == (1, 2)
     assert prompt_ids(cut[1]) == prompt_ids(load[1])[:40]
     assert clipped(load, max_prompt_tokens=2, max_output_tokens=None)[2].prompt == (1, 2)
+
+
+def test_texts_become_made_tokens_of_their_length():
+    text, ids, made = Query(0, 0.0, 9, 3, prompt="some text"), Query(1, 0.0, 2, 3, prompt=(4, 5)), Query(2, 0.0, 5, 3)
+    plain = without_texts([text, ids, made])
+    assert plain[1:] == [ids, made]
+    assert len(prompt_ids(plain[0])) == 9
+
+
+def test_a_querys_own_targets_come_first():
+    load = [Query(0, 0.0, 1, 1, slo=Slo(ttft_s=0.3)), Query(1, 0.0, 1, 1)]
+    assert [q.slo for q in with_targets(load, Slo(ttft_s=1.0, itl_s=0.2))] == [
+        Slo(ttft_s=0.3, itl_s=0.2),
+        Slo(ttft_s=1.0, itl_s=0.2),
+    ]
+
+
+def test_a_rehearsal_leaves_no_prefix_behind():
+    load = chats(3, 3)
+    warm = rehearsal(load, 2)
+    assert [(q.prompt_tokens, q.arrival_s) for q in warm] == [(load[0].prompt_tokens, 0.0), (load[1].prompt_tokens, 0.0)]
+    assert not {q.id for q in warm} & {q.id for q in load}
+    assert all(prompt_ids(w)[:8] != prompt_ids(q)[:8] for w in warm for q in load)
+    assert rehearsal(load, 0) == []
 
 
 # ---------------------------------------------------------------- thinning
