@@ -11,13 +11,19 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
-from counterpoint.ports import Executor
+from counterpoint.perf.roofline import Roofline
+from counterpoint.ports import Executor, Policy
 from counterpoint.spec import ModelSpec
+from counterpoint.spec.device import cpu_device
 from counterpoint.spec.source import Source, resolve
+
+if TYPE_CHECKING:
+    from counterpoint.device.wall import WallInbox
 
 Progress = Callable[[str], None]
 
@@ -73,3 +79,70 @@ def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap
         max_bypass_s=scheduler.max_bypass_s,
         prefix_cache=scheduler.prefix_cache,
     )
+
+
+def system(config: Config, inbox: WallInbox, progress: Progress = print) -> System:
+    """Load the configured model on the configured device and put an engine over it. `progress` is told each stage in words.
+    Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
+    source = find_model(config)
+    if chosen_device(config) == "cuda":
+        from counterpoint.device.cuda.executor import make_cuda
+
+        return make_cuda(config, source, inbox, progress)
+    return cpu_system(config, source, inbox, progress)
+
+
+def chosen_device(config: Config) -> str:
+    """cpu or cuda: what `device` says, or, for auto, cuda if torch sees a GPU. Raises ConfigError if cuda is asked for in vain."""
+    wanted = config.device.device
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError("device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu")
+    return "cpu"
+
+
+def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
+    from counterpoint.device.cores import binding_warning, lane_cores, usable_cores
+    from counterpoint.device.cpu import CpuExecutor
+    from counterpoint.device.memory import available_bytes, choose_pages
+    from counterpoint.device.tables import Tables
+    from counterpoint.model.kv import KVPool, page_bytes
+    from counterpoint.model.weights import load_decoder
+
+    if config.device.quantization != "none" or config.device.kv_cache_dtype != "auto":
+        raise ConfigError("quantization and kv_cache_dtype fp8 need device cuda: leave them out")
+    cores = usable_cores(config.device.cores)
+    if config.device.cores and config.device.cores > len(cores):
+        raise ConfigError(f"cores is {config.device.cores}: this process may use {len(cores)}")
+    progress(f"loading {source.name}")
+    decoder = load_decoder(source, config.model, "cpu", cache=cache_folder())
+    spec, size = decoder.spec, config.device.page_tokens
+    each = page_bytes(spec, size, decoder.kv_dtype)
+    context = config.model.max_context_tokens or spec.max_context_tokens
+    pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes())
+    limits = make_limits(config, spec, pages, len(cores))
+    policy, notes = cpu_policy(config, spec, len(cores))
+    kv = KVPool(spec, pages, size, decoder.kv_dtype)
+    tables = Tables(limits.max_running, limits.max_context_tokens, size, spec.vocab, spec.eos_token_ids)
+    executor = CpuExecutor(decoder, kv, tables, policy.lanes, cores, inbox)
+    warning = binding_warning(os.environ)
+    lanes = ", ".join(
+        f"{lane.role.value} on cores {'+'.join(map(str, lane_cores(lane.role, units, cores)))}"
+        for lane, units in zip(policy.lanes, policy.shares, strict=True)
+    )
+    progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
+    return System(Engine(limits, policy), executor, spec, source, limits, lanes, (*notes, *([warning] if warning else [])))
+
+
+def cpu_policy(config: Config, spec: ModelSpec, cores: int) -> tuple[Policy, list[str]]:
+    """The policy for `cores` cores, and what the user should know of it."""
+    notes = []
+    if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):
+        notes.append(f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead")
+    belief = Roofline(spec, cpu_device(cores), "float16", "float32")
+    return make_policy(config.scheduler, cores, spec.layers, levels=tuple(range(1, cores)), belief=belief, chunk=128), notes

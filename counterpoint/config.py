@@ -77,7 +77,7 @@ class SchedulerConfig:
     policy: Literal["serial", "chunked", "multiplex", "auto"] = setting(
         "auto", "serial: whole prompts first; chunked: mixed batches; multiplex: two lanes; auto: what is best for the load"
     )
-    chunk_tokens: int = setting(512, "token budget of a mixed batch (chunked)")
+    chunk_tokens: int | None = setting(None, "token budget of a mixed batch (chunked); unset: 512, on a CPU 128")
     split: int | None = setting(None, "units (SMs, cores) of the decode lane (multiplex); unset: half on a CPU")
     layer_group: int | None = setting(None, "layers of a prefill launched at a time (multiplex); unset: chosen by the policy")
     max_running: int = setting(256, "requests that hold pages at once")
@@ -85,14 +85,17 @@ class SchedulerConfig:
     max_preemptions: int = setting(3, "after so many, a request is given all its pages before it runs again")
     max_bypass_s: float = setting(5.0, "a request that does not fit is overtaken for so long, then pages are kept for it")
     prefix_cache: bool = setting(True, "reuse pages of equal prompt beginnings")
+    ttft_weight: float = setting(1.0, "auto: how much a late first token weighs when both targets can't be met")
+    tbt_weight: float = setting(10.0, "auto: how much a late next token weighs when both targets can't be met")
     ttft_s: float | None = setting(None, "default target: arrival to first token, seconds")
+    ttft_per_token_s: float | None = setting(None, "default target: the same per prompt token; the larger of both counts")
     tpot_s: float | None = setting(None, "default target: mean time per output token, seconds")
     itl_s: float | None = setting(None, "default target: longest gap between two tokens, seconds")
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens", "ttft_s", "tpot_s", "itl_s"):
+        for name in ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens", "ttft_s", "ttft_per_token_s", "tpot_s", "itl_s"):
             positive(name, getattr(self, name))
-        for name in ("max_preemptions", "max_bypass_s"):
+        for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
 
@@ -104,6 +107,7 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one, printed")
     drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on")
+    max_body_bytes: int = setting(64 * 2**20, "longest request body, in bytes")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
     event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
     timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")
@@ -111,6 +115,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be 0 to 65535")
+        positive("max_body_bytes", self.max_body_bytes)
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s is {self.drain_s}: it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

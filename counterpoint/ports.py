@@ -59,6 +59,7 @@ class Policy(Protocol):
     """Decides; never launches, allocates or sleeps. Asked at each edge: a lane has room, or a pass stands between layer groups."""
 
     lanes: tuple[Lane, ...]
+    shares: tuple[int, ...]  # units of each lane while all have work (where the split moves: at first)
 
     def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         """The order in which waiting requests are offered pages."""
@@ -72,6 +73,11 @@ class Policy(Protocol):
         """Units and layers of the next step of a pass cut into layer groups; None: not now."""
         ...
 
-    def observe(self, step: Step, done: StepDone) -> None:
-        """A step has come back: what it took, for policies that learn."""
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        """Whether `fill` shall start another pass on the lane first, while `open_pass` waits between two layer groups. One pass
+        at a time can be put aside like this."""
+        ...
+
+    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
+        """A step has come back, while `beside` ran on another lane: for policies that learn."""
         ...

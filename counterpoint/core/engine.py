@@ -164,7 +164,8 @@ class Engine:
         if step.id != done.step:
             raise AssertionError(f"lane {done.lane} finished step {done.step}, but step {step.id} is its oldest")
         whole.in_flight -= 1
-        self.policy.observe(step, done)
+        beside = next((other.in_flight[0][0] for other in self.state.lanes.values() if other.in_flight and other is not lane), None)
+        self.policy.observe(step, done, beside)
         self.tally.step(step, done)
         if done.error:
             for request in whole.requests:
@@ -363,13 +364,14 @@ class Engine:
         """Launch one step on a lane that has room; False if there is nothing for it now."""
         whole = lane.open
         if whole is not None and not whole.alive:
-            return False  # its steps in flight come back first
+            return False  # given up when its steps in flight have come back
+        if whole is not None and lane.aside is None and self.policy.preempts(lane.lane, whole, self.state, now):
+            lane.open, lane.aside, whole = None, whole, None
         if whole is None:
             fill = self.policy.fill(lane.lane, self.state, now)
-            if fill is None:
-                return False
-            whole = self._make_pass(lane, fill)
-            if whole is None:
+            whole = self._make_pass(lane, fill) if fill is not None else None
+            if fill is None or whole is None:
+                lane.open, lane.aside = lane.aside, None
                 return False
             self._launch(lane, whole, fill.units, fill.layers or self.limits.layers)
             return True
@@ -419,22 +421,28 @@ class Engine:
         step = Step(self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work)
         whole.cursor = last
         whole.in_flight += 1
-        lane.open = whole if last < self.limits.layers else None
+        if last < self.limits.layers:
+            lane.open = whole
+        else:
+            lane.open, lane.aside = lane.aside, None
         lane.in_flight.append((step, whole))
         self._commands.append(step)
         self.tally.note_split(self.state)
 
     def _drop_dead(self, lane: LaneState) -> None:
-        """Give up a pass that stands between two layer groups if all its requests have ended."""
-        whole = lane.open
-        if whole is None or whole.alive or whole.in_flight:
-            return
-        self._commands.append(Drop(whole.id))
-        lane.open = None
-        for request in whole.requests:
-            request.passes -= 1
-            if not request.passes:
-                self._leave(request)
+        """Give up passes that stand between two layer groups if all their requests have ended."""
+        for whole in (lane.open, lane.aside):
+            if whole is None or whole.alive or whole.in_flight:
+                continue
+            self._commands.append(Drop(whole.id))
+            if whole is lane.open:
+                lane.open, lane.aside = lane.aside, None
+            else:
+                lane.aside = None
+            for request in whole.requests:
+                request.passes -= 1
+                if not request.passes:
+                    self._leave(request)
 
     def _cover(self, request: Request, tokens: int) -> bool:
         """Make the block table long enough for `tokens`; may preempt requests that come after this one."""

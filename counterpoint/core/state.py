@@ -33,6 +33,7 @@ class LaneState:
     lane: Lane
     in_flight: list[tuple[Step, Pass]] = field(default_factory=list)  # in order of launch
     open: Pass | None = None  # a pass whose last layer has not been launched
+    aside: Pass | None = None  # an open pass that another one overtook
 
     @property
     def has_room(self) -> bool:

@@ -7,21 +7,38 @@ Must not: launch, allocate, sleep, or know what kind of device runs.
 from __future__ import annotations
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.chunked import Chunked
 from counterpoint.core.policy.multiplex import Multiplex
 from counterpoint.core.policy.serial import Serial
-from counterpoint.ports import Policy
+from counterpoint.ports import Estimator, Policy
 
-__all__ = ["Chunked", "Multiplex", "Serial", "make_policy"]
+__all__ = ["Auto", "Chunked", "Multiplex", "Serial", "make_policy"]
 
 
-def make_policy(scheduler: SchedulerConfig, units: int, layers: int, depth: int = 1) -> Policy:
+def make_policy(
+    scheduler: SchedulerConfig,
+    units: int,
+    layers: int,
+    depth: int = 1,
+    *,
+    levels: tuple[int, ...] = (),
+    belief: Estimator | None = None,
+    chunk: int = 512,
+) -> Policy:
     """The policy that `scheduler` names, for a device of `units` units and a model of `layers` layers. `depth`: steps that a lane
-    may have in flight."""
+    may have in flight. `levels`: decode units of the splits there are (auto). `belief`: prices steps; auto without one, or
+    without a split to choose, is chunked. `chunk`: the device's usual `chunk_tokens`."""
     name = scheduler.policy
     if name == "serial":
         return Serial(scheduler.max_pass_tokens, units, depth)
     if name == "multiplex" and units > 1:
-        split = scheduler.split or units // 2
+        split = scheduler.split or nearest(levels or range(1, units), units // 2)
         return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
-    return Chunked(scheduler.chunk_tokens, units, depth)
+    if name == "auto" and belief is not None and levels:
+        return Auto(scheduler, units, layers, levels, belief, depth)
+    return Chunked(scheduler.chunk_tokens or chunk, units, depth)
+
+
+def nearest(levels: tuple[int, ...] | range, wanted: int) -> int:
+    return min(levels, key=lambda level: abs(level - wanted))

@@ -22,6 +22,7 @@ class Chunked:
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.chunk_tokens = chunk_tokens
         self.units = units
+        self.shares = (units,)
 
     def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         return waiting
@@ -34,5 +35,8 @@ class Chunked:
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
         raise AssertionError("chunked passes are never cut")
 
-    def observe(self, step: Step, done: StepDone) -> None:
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        return False
+
+    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         pass

@@ -32,6 +32,7 @@ class Multiplex:
         self.max_pass_tokens = max_pass_tokens
         self.units = units
         self.split = split
+        self.shares = (split, units - split)
         self.layers = layers
         self.layer_group = layer_group
         self._decode_s = 0.0  # a decode step, moving average
@@ -55,7 +56,10 @@ class Multiplex:
         units = self._prefill_units(lane, state)
         return (units, self._group(open_pass.work.prefill_tokens, units)) if units else None
 
-    def observe(self, step: Step, done: StepDone) -> None:
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        return False
+
+    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         took = done.ended_s - done.started_s
         if took <= 0:
             return

@@ -19,6 +19,7 @@ class Serial:
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.max_pass_tokens = max_pass_tokens
         self.units = units
+        self.shares = (units,)
 
     def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         return waiting
@@ -30,5 +31,8 @@ class Serial:
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
         raise AssertionError("serial passes are never cut")
 
-    def observe(self, step: Step, done: StepDone) -> None:
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        return False
+
+    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         pass
