@@ -33,6 +33,7 @@ from counterpoint.bench.trace import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe, offered_rate
 from counterpoint.config import Config
 from counterpoint.device.wall import WallInbox
+from counterpoint.flags import settings
 from counterpoint.types import Slo
 
 TARGET = Group("Target", sort_key=0)
@@ -78,6 +79,7 @@ class Out:
     label: Annotated[str | None, flag("a name for this run, kept in the result", OUTPUT)] = None
 
 
+@settings("model", "device", "scheduler")
 def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), config: Config) -> int:
     """Measure a server, or an engine in this process, under a load played open loop.
 

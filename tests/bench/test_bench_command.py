@@ -11,7 +11,6 @@ from bench_server import Fake, running
 
 from counterpoint.bench.command import bench
 from counterpoint.bench.trace import read_trace
-from counterpoint.flags import settings
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def url(fake):
 def call(capsys):
     """Runs `bench` with command-line words: exit status, standard output, standard error."""
     app = cyclopts.App()
-    app.default(settings("model", "device", "scheduler")(bench))
+    app.default(bench)
 
     def run(*words: str) -> tuple[int, str, str]:
         status = app(words, exit_on_error=False, result_action="return_value")
