@@ -13,38 +13,53 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Group, Parameter
+from rich.console import Console
 
-from counterpoint.bench.load import Load, parse_slo
+from counterpoint import __version__
+from counterpoint.bench import reshape, tables
+from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.report import summarise
 from counterpoint.bench.timeline import Timeline
-from counterpoint.bench.workload import Query, TokenRange, prompt_ids
+from counterpoint.bench.trace import Trace
+from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
 from counterpoint.build import find_model, make_limits
-from counterpoint.config import Config, ConfigError, SchedulerConfig
+from counterpoint.config import Config, ConfigError, ModelConfig
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
 from counterpoint.core.policy import make_policy
 from counterpoint.device.sim import SimExecutor, VirtualInbox
 from counterpoint.device.watch import Watch
+from counterpoint.flags import settings
+from counterpoint.perf.perturbed import Perturbed
 from counterpoint.perf.roofline import ELEMENT_BYTES, Roofline
-from counterpoint.ports import Estimator, Executor, Inbox, Policy
+from counterpoint.ports import Estimator, Executor, Inbox
 from counterpoint.spec.device import DeviceSpec, device_spec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.spec.source import load_spec
 from counterpoint.types import Arrive, Delta, Output, Record, Sampling, Slo, Stats
 
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
+SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
+MODEL = "llama-3.1-8b"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What is simulated. `host_s`: from submitting a step to the device being able to start it. `depth`: steps in flight per lane.
-    `physics`: None is the roofline of model and device."""
+    """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it. `depth`: steps
+    in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. `physics`: what
+    steps take; None is the roofline of model and device."""
 
     model: ModelSpec
     device: DeviceSpec
     host_s: float = 0.0003
     depth: int = 2
+    belief_error: float = 0.0
     physics: Estimator | None = None
+
+    def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
+        """Physics, for the device, and belief, for the policy."""
+        physics = self.physics or Roofline(self.model, self.device, *dtypes(config, self.device))
+        return physics, Perturbed(physics, self.belief_error) if self.belief_error else physics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +72,23 @@ class Simulated:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Files:
+    """What is written on the way, if a path is given: the Chrome trace of the lanes, and the events that entered the engine."""
+
+    timeline: str | None = None
+    event_log: str | None = None
+
+
+# ---------------------------------------------------------------- the machine
+
+
 def dtypes(config: Config, device: DeviceSpec) -> tuple[str, str]:
     """Element types of weights and of the KV cache that `config` means on `device`."""
-    weights = device.dtype if config.model.dtype == "auto" else config.model.dtype
-    if config.device.quantization == "fp8":
-        weights = "fp8"
-    if config.device.kv_cache_dtype == "fp8":
-        return weights, "fp8"
-    return weights, device.kv_dtype if config.model.dtype == "auto" else config.model.dtype
+    asked = None if config.model.dtype == "auto" else config.model.dtype
+    weights = "fp8" if config.device.quantization == "fp8" else asked or device.dtype
+    kv = "fp8" if config.device.kv_cache_dtype == "fp8" else asked or device.kv_dtype
+    return weights, kv
 
 
 def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
@@ -84,176 +108,225 @@ def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
     return pages
 
 
+def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
+    """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
+    model, device = machine.model, machine.device
+    limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
+    levels = device.partitions()
+    levels = levels[:: -(-len(levels) // SPLITS)]
+    try:
+        policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=levels, belief=belief)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Engine(limits, policy)
+
+
+# ---------------------------------------------------------------- the run
+
+
 def simulate(
     machine: Machine,
     queries: Sequence[Query],
     config: Config = Config(),
     *,
     seed: int = 0,
-    timeline: str | None = None,
-    log: str | None = None,
+    files: Files = Files(),
     watched: bool = False,
 ) -> Simulated:
-    """Play `queries` in virtual time; what came of each, and the engine's counters. `seed`: of the made prompts. `timeline`: file
-    for the Chrome trace. `log`: file for the events. `watched`: hold every command against the executor's contract.
-    Raises ConfigError or ValueError if the machine can't be as it is asked."""
-    model, device = machine.model, machine.device
-    weights, kv = dtypes(config, device)
-    physics = machine.physics or Roofline(model, device, weights, kv)
-    limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
-    policy = make_policy(config.scheduler, device.units, model.layers, machine.depth)
-    engine = Engine(limits, policy)
+    """Play `queries` in virtual time; what came of each, and the engine's counters. `seed`: of the made prompts. `watched`: hold
+    every command against the executor's contract. Raises ConfigError or ValueError if the machine can't be as it is asked."""
+    physics, belief = machine.estimators(config)
+    engine = make_engine(machine, config, belief)
     inbox = VirtualInbox()
-    for query in queries:
-        inbox.call(query.arrival_s, arrival(query, TokenRange.within(model.vocab), seed, config))
-    executor: Executor = SimExecutor(physics, inbox, model.layers, machine.host_s)
+    tokens = TokenRange.within(machine.model.vocab)
+    for query in reshape.without_texts(queries):
+        inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
+    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host_s)
     source: Inbox = inbox
     if watched:
-        executor = source = Watch(
-            executor,
-            source,
-            units=limits.units,
-            layers=limits.layers,
-            pages=limits.pages,
-            page_tokens=limits.page_tokens,
-            overlap=limits.overlap,
-            lanes=policy.lanes,
-        )
-    records: dict[str, Record] = {}
-    errors: dict[str, str] = {}
+        executor = source = watch(engine, executor, source)
+    collected = Collected()
+    deliver = collected.deliver
+    timeline = None
+    if files.timeline:
+        timeline = Timeline(executor, source, {lane.id: str(lane.role) for lane in engine.policy.lanes})
+        executor = source = timeline
+        deliver = timeline.deliver_to(deliver)
+    log = EventLog(files.event_log) if files.event_log else None
+    run(engine, source, executor, deliver, log)
+    if log:
+        log.close()
+    if timeline and files.timeline:
+        timeline.write(files.timeline)
+    records = tuple(collected.records[q.id] for q in queries)
+    return Simulated(records, collected.errors, engine.stats(), notes(machine, config, engine))
 
-    def deliver(outputs: list[Output], _: Engine) -> None:
+
+class Collected:
+    """What the engine delivers, as far as a simulation wants it."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.errors: dict[str, str] = {}
+
+    def deliver(self, outputs: list[Output], _: Engine) -> None:
         for output in outputs:
             if isinstance(output, Record):
-                records[output.id] = output
+                self.records[output.id] = output
             elif isinstance(output, Delta) and output.error:
-                errors[output.id] = output.error
+                self.errors[output.id] = output.error
 
-    recorder = Timeline(executor, source, {lane.id: str(lane.role) for lane in policy.lanes}) if timeline else None
-    if recorder:
-        executor = source = recorder
-    events = EventLog(log) if log else None
-    run(engine, source, executor, recorder.deliver_to(deliver) if recorder else deliver, events)
-    if events:
-        events.close()
-    if recorder and timeline:
-        recorder.write(timeline)
-    return Simulated(tuple(records[q.id] for q in queries), errors, engine.stats(), notes(machine, config, policy))
+
+def watch(engine: Engine, executor: Executor, inbox: Inbox) -> Watch:
+    limits = engine.limits
+    return Watch(
+        executor,
+        inbox,
+        units=limits.units,
+        layers=limits.layers,
+        pages=limits.pages,
+        page_tokens=limits.page_tokens,
+        overlap=limits.overlap,
+        lanes=engine.policy.lanes,
+    )
 
 
 def arrival(query: Query, tokens: TokenRange, seed: int, config: Config) -> Callable[[], Arrive]:
-    """An alarm that makes the query's Arrive when its time has come: prompts of requests to come take no memory. Of a prompt that
-    is a text, only the length is known here."""
-    scheduler = config.scheduler
-    slo = Slo(
-        query.slo.ttft_s if query.slo.ttft_s is not None else scheduler.ttft_s,
-        query.slo.tpot_s if query.slo.tpot_s is not None else scheduler.tpot_s,
-        query.slo.itl_s if query.slo.itl_s is not None else scheduler.itl_s,
-    )
+    """An alarm that makes the query's Arrive when its time has come: prompts of requests to come take no memory."""
     sampling = Sampling(max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True)
-    known = query if query.ids is not None else dataclasses.replace(query, prompt=None)
-    return lambda: Arrive(id=query.id, prompt=prompt_ids(known, tokens, seed), sampling=sampling, slo=slo)
+    slo = targets(query, config)
+    return lambda: Arrive(id=query.id, prompt=prompt_ids(query, tokens, seed), sampling=sampling, slo=slo)
 
 
-def notes(machine: Machine, config: Config, policy: Policy) -> tuple[str, ...]:
+def targets(query: Query, config: Config) -> Slo:
+    """The query's own targets, and the configured ones where it has none."""
+    scheduler, own = config.scheduler, query.slo
+    ttft_s = scheduler.ttft_s
+    if scheduler.ttft_per_token_s is not None:
+        ttft_s = max(ttft_s or 0.0, scheduler.ttft_per_token_s * query.prompt_tokens)
+    return Slo(
+        ttft_s if own.ttft_s is None else own.ttft_s,
+        scheduler.tpot_s if own.tpot_s is None else own.tpot_s,
+        scheduler.itl_s if own.itl_s is None else own.itl_s,
+    )
+
+
+def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
     """What a reader of the result has to know."""
-    device, asked, runs = machine.device, config.scheduler.policy, type(policy).__name__.lower()
-    origin = "measured" if device.measured else "not measured"
-    found = [f"simulated {device.name} ({origin}: {device.source})"]
+    device, asked, runs = machine.device, config.scheduler.policy, type(engine.policy).__name__.lower()
+    origin = "as measured on" if device.measured else "not measured:"
+    found = [f"simulated {device.name}, {origin} {device.source}"]
     if runs != asked:
         found.append(f"policy {asked} runs as {runs} here")
+    if machine.belief_error:
+        found.append(f"the policy's prices are off by up to {machine.belief_error:.0%}")
     return tuple(found)
 
 
 # ---------------------------------------------------------------- the command
 
 MACHINE = Group("Simulated machine", sort_key=0)
-OUTPUT = Group("Output", sort_key=9)
+OUTPUT = Group("Output", sort_key=4)
+JSON = Parameter(
+    help="write the result to this file; - : standard output, which then has JSON alone", group=OUTPUT, allow_leading_hyphen=True
+)
 
 
-def flag(help: str, group: Group) -> Parameter:
-    return Parameter(help=help, group=group)
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class What:
+    """Which machine."""
+
+    model: Annotated[
+        str | None, flag(f"a known shape, a config.json, a Hugging Face folder or a GGUF file [default: {MODEL}]", MACHINE)
+    ] = None
+    gpu: Annotated[str, flag("h200 (measured); h100, a100, a800, h20, b200 (by datasheet); cpu-N, of N cores", MACHINE)] = "h200"
+    dtype: Annotated[str | None, flag("of weights and maths: bfloat16, float16, float32; unset: the device's", MACHINE)] = None
+    quantization: Annotated[str | None, flag("of the weights: none, fp8", MACHINE)] = None
+    kv_cache_dtype: Annotated[str | None, flag("of the KV cache: auto, fp8", MACHINE)] = None
+    kv_pages: Annotated[int | None, flag("pages of the KV cache; unset: what the memory holds beside the weights", MACHINE)] = None
+    max_context_tokens: Annotated[int | None, flag("prompt and answer together; unset: what the model allows", MACHINE)] = None
+    host_overhead: Annotated[float, flag("seconds from launching a step to its earliest start", MACHINE)] = 0.0003
+    depth: Annotated[int, flag("steps in flight per lane: 2 hides the host's overhead", MACHINE)] = 2
+    belief_error: Annotated[float, flag("how far the policy's prices are off, as a share: 0.2 is up to 20 %", MACHINE)] = 0.0
+
+    def configured(self, config: Config) -> Config:
+        """`config` with what is said here."""
+        names = ("dtype", "quantization", "kv_cache_dtype", "kv_pages", "max_context_tokens")
+        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        named = config.model.model if config.model.model != ModelConfig().model else MODEL
+        return config.replace(model=self.model or named, **said)
+
+    def machine(self, config: Config) -> Machine:
+        if self.depth < 1 or self.host_overhead < 0:
+            raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
+        spec = load_spec(find_model(config), config.model.max_context_tokens)
+        return Machine(spec, device_spec(self.gpu), self.host_overhead, self.depth, self.belief_error)
 
 
-def command(
-    *,
-    model: Annotated[str, flag("a known shape, a config.json, a Hugging Face folder or a GGUF file", MACHINE)] = "llama-3.1-8b",
-    gpu: Annotated[str, flag("h200 (measured), h100, a100, a800, h20, b200 (by datasheet), or cpu-2", MACHINE)] = "h200",
-    dtype: Annotated[str, flag("weights and maths: bfloat16, float16, fp8; auto: the device's", MACHINE)] = "auto",
-    kv_pages: Annotated[int | None, flag("pages of the KV cache; unset: what the memory holds beside the weights", MACHINE)] = None,
-    host_overhead: Annotated[float, flag("seconds from launching a step to its earliest start", MACHINE)] = 0.0003,
-    depth: Annotated[int, flag("steps in flight per lane: 2 hides the host's overhead", MACHINE)] = 2,
-    scheduler: Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")] = SchedulerConfig(),
-    load: Load = Load(),
-    slo: Annotated[str | None, flag("targets, e.g. ttft=1,tpot=50ms,itl=200ms: for goodput and for the policy", OUTPUT)] = None,
-    json: Annotated[
-        str | None,
-        Parameter(help="write the result as JSON to this file; -: standard output, alone", group=OUTPUT, allow_leading_hyphen=True),
-    ] = None,
-    timeline: Annotated[str | None, flag("write a Chrome/Perfetto trace of the lanes to this file", OUTPUT)] = None,
-    event_log: Annotated[str | None, flag("record every event that enters the engine to this file", OUTPUT)] = None,
-    watch: Annotated[bool, flag("hold every command against the executor's contract (slower)", OUTPUT)] = False,
-) -> None:
-    """Play a load against a simulated device: the serving engine itself, on a virtual clock.
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Out:
+    """How it is judged, and where it goes."""
+
+    slo: Annotated[str | None, flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for the policy, goodput and attainment", OUTPUT)] = (
+        None
+    )
+    json: Annotated[str | None, JSON] = None
+    save_detailed: Annotated[bool, flag("with lists of every request's figures", OUTPUT)] = False
+    timeline: Annotated[str | None, flag("write a Chrome/Perfetto trace of the lanes to this file", OUTPUT)] = None
+    event_log: Annotated[str | None, flag("record every event that enters the engine to this file", OUTPUT)] = None
+    watch: Annotated[bool, flag("hold every command against the executor's contract (slower)", OUTPUT)] = False
+
+
+@settings("scheduler")
+def command(*, what: What = What(), load: Load = Load(), out: Out = Out(), config: Config) -> int:
+    """Play a load against a simulated device: the engine that serves, on a virtual clock.
 
     counterpoint simulate --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 1000 --policy chunked --chunk-tokens 512
     """
-    targets = parse_slo(slo) if slo else Slo(scheduler.ttft_s, scheduler.tpot_s, scheduler.itl_s)
-    scheduler = dataclasses.replace(scheduler, ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
-    config = dataclasses.replace(Config(), scheduler=scheduler).replace(model=model, dtype=dtype, kv_pages=kv_pages)
-    spec = load_spec(find_model(config))
+    if out.slo:
+        config = config.replace(**msgspec.structs.asdict(parse_slo(out.slo)))
+    config = what.configured(config)
+    machine = what.machine(config)
     trace = load.make()
-    machine = Machine(spec, device_spec(gpu), host_overhead, depth)
-    came = simulate(machine, trace.queries, config, seed=load.seed, timeline=timeline, log=event_log, watched=watch)
-    result = {
+    files = Files(out.timeline, out.event_log)
+    came = simulate(machine, trace.queries, config, seed=load.seed, files=files, watched=out.watch)
+    result = report(machine, config, trace, came, load, out.save_detailed)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    if out.json == "-":
+        print(text.decode())
+    elif out.json:
+        Path(out.json).write_bytes(text + b"\n")
+    if out.json != "-":
+        tables.show(Console(), result, f"{machine.model.name} on {machine.device.name}, {config.scheduler.policy}")
+    return 0 if result["completed"] else 1
+
+
+def report(machine: Machine, config: Config, trace: Trace, came: Simulated, load: Load, detailed: bool) -> dict[str, Any]:
+    """What is written: the keys of `bench`, with the device in place of the server. No date: equal flags write equal bytes."""
+    rate = offered_rate(trace.queries)
+    return {
+        "counterpoint_version": __version__,
         "backend": "counterpoint-simulate",
-        "model_id": spec.name,
+        "model_id": machine.model.name,
         "device": machine.device.name,
         "device_measured": machine.device.measured,
-        "policy": scheduler.policy,
-        "chunk_tokens": scheduler.chunk_tokens,
-        "split": scheduler.split,
-        **summarise(came.records, slo=targets, stats=came.stats, errors=came.errors),
+        "policy": config.scheduler.policy,
+        "config": dataclasses.asdict(config),
+        "host_overhead": machine.host_s,
+        "depth": machine.depth,
+        "belief_error": machine.belief_error,
+        "request_rate": rate if rate != float("inf") else "inf",
+        "seed": load.seed,
+        "workload": describe(trace.queries) | {"trace": load.trace},
+        **summarise(
+            came.records,
+            slo={q.id: targets(q, config) for q in trace.queries},
+            stats=came.stats,
+            errors=came.errors,
+            detailed=detailed,
+        ),
+        "pages_leaked": came.stats.pages_total - came.stats.pages_free - came.stats.pages_cached,
         "notes": [*trace.notes, *came.notes],
     }
-    if json == "-":
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
-        return
-    if json is not None:
-        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(result)))
-    show(result)
-
-
-def show(result: dict[str, Any]) -> None:
-    """The result as a table on standard output, and its notes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    def number(key: str, digits: int = 1) -> str:
-        value = result.get(key)
-        return "–" if value is None else f"{value:,.{digits}f}"
-
-    console = Console(highlight=False)
-    title = f"{result['model_id']} on {result['device']}, {result['policy']}"
-    table = Table("", "mean", "p50", "p90", "p99", "max", title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    names = {"ttft": "first token, ms", "tpot": "per token after, ms", "itl": "gap, ms", "longest_gap": "longest gap, ms"}
-    for key, name in names.items():
-        table.add_row(name, *(number(f"{which}_{key}_ms") for which in ("mean", "p50", "p90", "p99", "max")))
-    console.print(table)
-    console.print(
-        f"{result['completed']} of {result['num_prompts']} requests completed in {number('duration')} s; "
-        f"{number('request_throughput', 2)} requests/s, {number('output_throughput', 0)} output tokens/s, "
-        f"{number('total_token_throughput', 0)} tokens/s; {result['preemptions']} preemptions"
-    )
-    if result["slo_attainment"] is not None:
-        low, high = result["slo_attainment_ci95"]
-        share = f"{result['slo_attainment']:.1%} ({low:.1%} to {high:.1%})"
-        console.print(f"within all targets: {share}; goodput {number('request_goodput', 2)} requests/s")
-    for split in result["split_share"]:
-        console.print(
-            f"prefill on {split['prefill_units']}, decode on {split['decode_units']} units: {split['share']:.1%} of busy time"
-        )
-    for note in result["notes"]:
-        console.print(f"* {note}", style="dim")

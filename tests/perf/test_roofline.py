@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from counterpoint.perf.check import decode, prefill, rows
 from counterpoint.perf.perturbed import Perturbed
-from counterpoint.perf.roofline import Product, Roofline, busy_units
+from counterpoint.perf.roofline import Product, Roofline, busy_units, on_grid
 from counterpoint.spec.device import H200, Curve, device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Work
@@ -95,6 +95,12 @@ def test_waves_leave_units_idle_in_the_last_one():
     roofline, product = Roofline(LLAMA, plain), Product(128 * 132, 4096)
     full, spilled = roofline.product(product, 8 * 128, 132), roofline.product(product, 8 * 128 + 1, 132)
     assert spilled.seconds == pytest.approx(full.seconds * 9 / 8, rel=0.03), "one row more costs a whole wave"
+
+
+def test_the_grid_of_row_counts_is_fine_and_ascending():
+    grid = [on_grid(rows) for rows in range(1, 5000)]
+    assert grid == sorted(grid) and grid[:63] == list(range(1, 64))
+    assert all(rows <= point < rows * 1.032 for rows, point in enumerate(grid, 1))
 
 
 def test_flops_are_those_of_the_model():

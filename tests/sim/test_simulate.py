@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -14,15 +15,11 @@ import pytest
 from sim_builders import Constant
 
 from counterpoint.bench.trace import read_trace
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, TokenRange, synthetic
-from counterpoint.build import make_limits
+from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic
 from counterpoint.config import Config, ConfigError
-from counterpoint.core.engine import Engine
-from counterpoint.core.loop import EventLog, read_log, replay, run
-from counterpoint.core.policy import make_policy
-from counterpoint.device.sim import SimExecutor, VirtualInbox
-from counterpoint.perf.roofline import Roofline
-from counterpoint.simulate import Machine, arrival, command, kv_pages, simulate
+from counterpoint.core.loop import read_log, replay
+from counterpoint.device.sim import SimExecutor
+from counterpoint.simulate import Files, Machine, command, kv_pages, make_engine, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Finish, Step
@@ -100,25 +97,18 @@ def test_the_same_load_gives_the_same_records(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path):
-    queries = load(60, rate=40, prompt=300)
-    config = Config().replace(policy=policy, kv_pages=400)
-    limits = make_limits(config, LLAMA, 400, 132, overlap=True)
-
-    class Recorder(SimExecutor):
-        def submit(self, command):
-            commands.append(command)
-            super().submit(command)
-
+def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypatch):
     commands: list = []
-    inbox = VirtualInbox()
-    for query in queries:
-        inbox.call(query.arrival_s, arrival(query, TokenRange(), 0, config))
-    log = EventLog(tmp_path / "events")
-    executor = Recorder(Roofline(LLAMA, H200.device), inbox, LLAMA.layers, host_s=0.0003)
-    run(Engine(limits, make_policy(config.scheduler, 132, 32, 2)), inbox, executor, lambda outputs, engine: None, log)
-    log.close()
-    fresh = Engine(limits, make_policy(config.scheduler, 132, 32, 2))
+    submit = SimExecutor.submit
+
+    def record(self, command):
+        commands.append(command)
+        submit(self, command)
+
+    monkeypatch.setattr(SimExecutor, "submit", record)
+    queries, config = load(60, rate=40, prompt=300), Config().replace(policy=policy, kv_pages=400)
+    simulate(H200, queries, config, files=Files(event_log=str(tmp_path / "events")))
+    fresh = make_engine(H200, config, H200.estimators(config)[1])
     again = list(itertools.chain.from_iterable(replay(fresh, read_log(tmp_path / "events"))))
     assert sum(isinstance(c, Step) for c in commands) > 100
     assert again == commands
@@ -158,6 +148,16 @@ def test_a_faster_device_answers_sooner():
     assert ends == sorted(ends) and ends[0] < ends[-1]
 
 
+def test_a_policy_that_prices_wrongly_still_serves_and_decides_otherwise():
+    queries = load(200, rate=25, prompt=1500, output=80)
+    config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
+    right = simulate(H200, queries, config, watched=True)
+    wrong = simulate(dataclasses.replace(H200, belief_error=0.3), queries, config, watched=True)
+    check_whole(queries, wrong)
+    assert wrong.records != right.records
+    assert any("off by up to 30%" in note for note in wrong.notes)
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -188,7 +188,7 @@ def test_a_request_beyond_the_context_fails_alone():
 def invoke(*words: str) -> None:
     app = cyclopts.App(result_action="return_value")
     app.command(command, name="simulate")
-    app(["simulate", *words], exit_on_error=False, print_error=False)
+    assert app(["simulate", *words], exit_on_error=False, print_error=False) == 0
 
 
 SMALL = ("--requests", "20", "--prompt-tokens", "300", "--output-tokens", "20", "--rate", "10")
@@ -205,7 +205,7 @@ def test_json_on_standard_output_is_json_alone(capsys):
 def test_the_table_says_what_was_simulated(capsys):
     invoke(*SMALL, "--gpu", "a100", "--policy", "chunked")
     text = capsys.readouterr().out
-    assert "llama-3.1-8b on a100, chunked" in text and "20 of 20 requests completed" in text and "not measured" in text
+    assert "llama-3.1-8b on a100, chunked" in text and "20 of 20 requests answered" in text and "not measured" in text
 
 
 def test_a_config_json_is_a_model(tmp_path, capsys):
@@ -226,10 +226,25 @@ def test_a_config_json_is_a_model(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text())["model_id"] == "tiny"
 
 
+def test_the_same_flags_write_the_same_bytes(tmp_path):
+    for name in ("one", "two"):
+        invoke(*SMALL, "--policy", "multiplex", "--save-detailed", "--json", str(tmp_path / name))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_settings_file_is_heard_and_flags_beat_it(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model: {model: qwen3-8b}\nscheduler: {policy: serial, max_running: 7}\n")
+    invoke(*SMALL, "--config", str(tmp_path / "run.yaml"), "--max-running", "5", "--json", "-")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["model_id"], result["policy"], result["config"]["scheduler"]["max_running"]) == ("qwen3-8b", "serial", 5)
+
+
 def test_wrong_flags_are_named():
     with pytest.raises(ValueError, match="unknown device 'h300'"):
         invoke(*SMALL, "--gpu", "h300")
-    with pytest.raises(ValueError, match="llama-3.1-8c"):
+    with pytest.raises(ConfigError, match="split is 200"):
+        invoke(*SMALL, "--policy", "multiplex", "--split", "200")
+    with pytest.raises(ValueError, match=r"llama-3\.1-8c"):
         invoke(*SMALL, "--model", "llama-3.1-8c")
 
 

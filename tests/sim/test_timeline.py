@@ -12,7 +12,7 @@ from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.device.sim import SimExecutor, VirtualInbox
-from counterpoint.simulate import Machine, simulate
+from counterpoint.simulate import Files, Machine, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Segment
@@ -24,7 +24,7 @@ QUERIES = [Query(i, 0.05 * i, 3000, 40) for i in range(12)]
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("timeline") / "trace.json"
-    simulate(MACHINE, QUERIES, Config().replace(policy="multiplex", split=48), timeline=str(path))
+    simulate(MACHINE, QUERIES, Config().replace(policy="multiplex", split=48), files=Files(timeline=str(path)))
     return json.loads(path.read_text())
 
 
@@ -72,4 +72,4 @@ def test_times_begin_at_zero_and_are_those_of_the_device():
 def test_recording_changes_nothing(tmp_path):
     config = Config().replace(policy="multiplex", split=48)
     plain = simulate(MACHINE, QUERIES, config)
-    assert simulate(MACHINE, QUERIES, config, timeline=str(tmp_path / "t.json")) == plain
+    assert simulate(MACHINE, QUERIES, config, files=Files(timeline=str(tmp_path / "t.json"))) == plain

@@ -114,6 +114,18 @@ WRONG: dict[str, tuple[str, Callable[[], Script]]] = {
             step(2, Segment(2, 0, 8, True, (0, 3))),
         ],
     ),
+    "share what is being overwritten": (
+        "slot 2 shares page 0, which does not hold",
+        lambda: [
+            opened(0),
+            PREFILL,
+            DONE,
+            Close(0),
+            opened(1, first=50),
+            step(2, Segment(1, 0, 8, True, (0, 1))),
+            opened(2, tokens=9, pages=(0,)),
+        ],
+    ),
     "close in flight": ("slot 0 is closed while passes", lambda: [opened(0), PREFILL, Close(0)]),
     "close between layer groups": (
         "slot 0 is closed while passes",
