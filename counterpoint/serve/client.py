@@ -31,7 +31,7 @@ State = Literal["loading", "ready", "frozen", "dead", "stopped"]
 log = logging.getLogger("counterpoint")
 
 
-class EngineLost(Exception):
+class EngineLost(ConnectionError):
     """The engine is not there (any more), and the message says why."""
 
 

@@ -22,8 +22,8 @@ MAX_TOKENS = 2**31 - 1
 ERRORS_TOLD = 3
 
 
-class ApiError(Exception):
-    """An answer other than success, in OpenAI's envelope."""
+class ApiError(ValueError):
+    """An answer other than success, in OpenAI's envelope. Mostly, the request is wrong."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -193,10 +193,10 @@ class CompletionRequest(GenerationRequest):
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
+def parse(kind: type[Request], body: bytes | dict[str, Any]) -> Request:
+    """The request in `body`, as JSON or its fields. Raises ApiError (400) naming the first fields that are wrong."""
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except pydantic.ValidationError as error:
         raise refusal_of(error) from None
     for name, value in (request.model_extra or {}).items():

