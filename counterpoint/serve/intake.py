@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from counterpoint.config import SchedulerConfig
 from counterpoint.serve.answer import AnswerOptions
 from counterpoint.serve.openai import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from counterpoint.serve.text import Text, TextError
@@ -58,15 +59,14 @@ class Ask:
 
 
 class Intake:
-    """`name` is the model's name in the API; `slo` the targets of requests."""
+    """`name` is the model's name in the API; `scheduler` has the targets of requests."""
 
-    def __init__(self, text: Text, hello: Hello, name: str, slo: Slo = Slo()) -> None:
+    def __init__(self, text: Text, hello: Hello, name: str, scheduler: SchedulerConfig = SchedulerConfig()) -> None:
         self.text = text
         self.name = name
         self.vocab = hello.vocab
         self.context_tokens = min(hello.max_context_tokens, hello.kv_tokens)
-        self.eos = hello.eos_token_ids
-        self.slo = slo
+        self.scheduler = scheduler
 
     # ------------------------------------------------------------ the two endpoints
 
@@ -159,7 +159,7 @@ class Intake:
                         id=f"{id}-{len(arrives)}",
                         prompt=prompt.tokens,
                         sampling=replace(sampling, seed=(seed + choice * SEED_STEP) & SEED_MASK),
-                        slo=self.slo,
+                        slo=self._slo(len(prompt.tokens)),
                         priority=request.priority or 0,
                         salt=request.cache_salt or "",
                     )
@@ -192,6 +192,13 @@ class Intake:
             )
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return limit
+
+    def _slo(self, prompt_tokens: int) -> Slo:
+        defaults = self.scheduler
+        ttft_s = defaults.ttft_s
+        if defaults.ttft_per_token_s is not None:
+            ttft_s = max(ttft_s or 0.0, defaults.ttft_per_token_s * prompt_tokens)
+        return Slo(ttft_s=ttft_s, tpot_s=defaults.tpot_s, itl_s=defaults.itl_s)
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> Sampling:
         def given(value: Any, default: Any) -> Any:

@@ -26,7 +26,7 @@ from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import Hello
 from counterpoint.spec.source import Source
-from counterpoint.types import Slo, Stats
+from counterpoint.types import Stats
 
 LOG_EVERY_S = 10.0
 LAST_WORDS_S = 2.0  # after the drain, for error events to reach their clients
@@ -123,7 +123,7 @@ class Server:
         log.info("loading %s", self.name)
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
-        self.service.intake = Intake(text, hello, self.name, default_slo(self.config))
+        self.service.intake = Intake(text, hello, self.name, self.config.scheduler)
         for note in hello.notes:
             log.warning("%s", note)
         print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
@@ -188,8 +188,3 @@ def load_line(last: Stats, stats: Stats, seconds: float) -> str:
         f"prompt {prompt:.0f} tok/s, generated {generated:.0f} tok/s; running {stats.running}, waiting {stats.waiting}; "
         f"KV in use {used:.0%}, prefix hits {hits:.0%}; prefill+decode units: {splits or 'idle'}"
     )
-
-
-def default_slo(config: Config) -> Slo:
-    scheduler = config.scheduler
-    return Slo(ttft_s=scheduler.ttft_s, tpot_s=scheduler.tpot_s, itl_s=scheduler.itl_s)

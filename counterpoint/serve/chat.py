@@ -1,0 +1,99 @@
+"""A chat in the terminal, with a model in this process or behind a URL.
+
+Owns: the conversation and how it is shown. Promises: Ctrl-C stops an answer, not the chat; what was said of a stopped answer
+stays in the conversation. Must not: know how answers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from counterpoint.serve.offline import Offline
+
+Messages = list[dict[str, Any]]
+Speaker = Callable[[Messages], Iterator[str]]  # a conversation in, its answer out, piece by piece
+HELP = "/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def local_speaker(engine: Offline, options: dict[str, Any]) -> Speaker:
+    def speak(messages: Messages) -> Iterator[str]:
+        return (piece.text for piece in engine.chat(messages, **options))
+
+    return speak
+
+
+def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Speaker:
+    """`url`: any server of the OpenAI API, with or without /v1; its first model answers. Raises ConnectionError."""
+    root = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    http = httpx.Client(base_url=f"{root}/v1", headers=headers, timeout=httpx.Timeout(600, connect=10))
+    try:
+        listed = http.get("/models").raise_for_status().json()
+        model = listed["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConnectionError(f"{url}: no model of the OpenAI API found there: {error}") from None
+
+    def speak(messages: Messages) -> Iterator[str]:
+        body = {"model": model, "messages": messages, "stream": True} | options
+        with http.stream("POST", "/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise ConnectionError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
+            for line in response.iter_lines():
+                yield from content_of(line)
+
+    return speak
+
+
+def content_of(line: str) -> Iterator[str]:
+    """The text in one line of a stream. Raises ConnectionError for an error event."""
+    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+        return
+    chunk = msgspec.json.decode(line[5:])
+    if "error" in chunk:
+        raise ConnectionError(str(chunk["error"]))
+    for choice in chunk["choices"]:
+        yield choice["delta"].get("content") or ""
+
+
+def converse(speak: Speaker, console: Console, system: str | None = None) -> None:
+    """Until the user has had enough."""
+    console.print(f"[dim]{HELP}[/dim]")
+    messages = opening(system)
+    while True:
+        try:
+            said = console.input("[bold cyan]> [/bold cyan]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if said in ("/exit", "/quit"):
+            return
+        if said == "/clear":
+            messages = opening(system)
+        elif said == "/help":
+            console.print(f"[dim]{HELP}[/dim]")
+        elif said:
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": show(speak(messages), console)})
+
+
+def opening(system: str | None) -> Messages:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def show(answer: Iterator[str], console: Console) -> str:
+    """Print an answer as it comes; what was printed."""
+    said: list[str] = []
+    try:
+        for text in answer:
+            said.append(text)
+            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/dim]", end="")
+    finally:
+        console.print()
+    return "".join(said)

@@ -1,0 +1,128 @@
+"""Offline: the engine on a thread of this process, without a server.
+
+Owns: that thread, and what is asked of it. Promises: the same tokenising, checks, stops and text as the server's; an engine that
+fails raises EngineLost in whoever waits, never hangs them. Must not: speak HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from counterpoint import build
+from counterpoint.config import Config
+from counterpoint.core.engine import Engine
+from counterpoint.core.loop import EventLog, run
+from counterpoint.device.wall import WallInbox
+from counterpoint.serve.answer import Answer, Piece
+from counterpoint.serve.client import EngineLost
+from counterpoint.serve.engine_process import hello_of
+from counterpoint.serve.intake import Ask, Intake
+from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
+from counterpoint.serve.tokenizer import load_text
+from counterpoint.types import Abort, Delta, Output
+
+Mail = queue.SimpleQueue[Delta | EngineLost]
+
+
+class Offline:
+    """`with Offline(config) as engine: ...`. Raises ConfigError or ModelError if the model can't be had."""
+
+    def __init__(self, config: Config, progress: build.Progress = lambda stage: None) -> None:
+        self.text = load_text(build.find_model(config))
+        self._inbox = WallInbox()
+        self._system = build.system(config, self._inbox, progress)
+        self.hello = hello_of(config, self._system)
+        self.intake = Intake(self.text, self.hello, self._system.source.name, config.scheduler)
+        self._mail: dict[str, Mail] = {}
+        self._lock = threading.Lock()  # of `_mail` and `_lost`
+        self._lost: EngineLost | None = None
+        self._log = EventLog(config.server.event_log) if config.server.event_log else None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Offline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._inbox.stop()
+        self._thread.join()
+        self._system.executor.close()
+        if self._log is not None:
+            self._log.close()
+
+    # ------------------------------------------------------------ asking
+
+    def complete(self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[int, Piece]]:
+        """(choice, piece) as they come, for texts or token ids; `options` are the fields of a completion request.
+        Raises ApiError if they are wrong."""
+        request = parse(CompletionRequest, {"prompt": list(prompts), **options})
+        return self.pieces(asyncio.run(self.intake.completion(request)))
+
+    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Iterator[Piece]:
+        """The pieces of the answer to a conversation; `options` are the fields of a chat request. Raises ApiError."""
+        request = parse(ChatRequest, {"messages": list(messages), **options})
+        return (piece for _, piece in self.pieces(asyncio.run(self.intake.chat(request))))
+
+    def pieces(self, ask: Ask) -> Iterator[tuple[int, Piece]]:
+        """Ends when each choice has had its finish; left early, it aborts them. Raises EngineLost."""
+        mail: Mail = queue.SimpleQueue()
+        answers = {arrive.id: (i, Answer(self.text, ask.options, arrive.prompt)) for i, arrive in enumerate(ask.arrives)}
+        self._enter(ask, mail)
+        try:
+            while not all(answer.finished for _, answer in answers.values()):
+                delta = mail.get()
+                if isinstance(delta, EngineLost):
+                    raise delta
+                choice, answer = answers[delta.id]
+                piece = answer.feed(delta)
+                if piece.finish == "error":
+                    raise EngineLost(piece.error)
+                if piece.cancel:
+                    self._inbox.put(Abort(delta.id, "stop"))
+                yield choice, piece
+        finally:
+            self._leave([id for id, (_, answer) in answers.items() if not answer.finished])
+
+    def _enter(self, ask: Ask, mail: Mail) -> None:
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._mail |= {arrive.id: mail for arrive in ask.arrives}
+        for arrive in ask.arrives:
+            self._inbox.put(arrive)
+
+    def _leave(self, ids: Sequence[str]) -> None:
+        with self._lock:
+            for id in ids:
+                self._mail.pop(id, None)
+        for id in ids:
+            self._inbox.put(Abort(id))
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        reason = "the engine has been closed"
+        try:
+            run(self._system.engine, self._inbox, self._system.executor, self._deliver, self._log)
+        except Exception as error:  # the device is lost, or the engine is wrong: nothing can go on
+            reason = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._lost = EngineLost(reason)
+            waiting = set(self._mail.values())
+            self._mail.clear()
+        for mail in waiting:
+            mail.put(self._lost)
+
+    def _deliver(self, outputs: list[Output], engine: Engine) -> None:
+        with self._lock:
+            for output in outputs:
+                if isinstance(output, Delta) and output.id in self._mail:
+                    mail = self._mail[output.id] if output.finish is None else self._mail.pop(output.id)
+                    mail.put(output)
