@@ -1,0 +1,231 @@
+"""Attention of a pass: which kernel takes which rows.
+
+Owns: the plan of a pass, and the kernels' workspaces. Promises: the first rows of a pass, one token each, go to a decode kernel
+that reads pages where they lie; the rest is prefill, over its context gathered into one piece (a copy of the context costs far less
+than attention over it, and the kernels for contiguous keys are the faster ones). A plan is made once per pass and never waits.
+Must not: know a request.
+
+Which prefill kernel: FlashInfer's where it is installed and has the shape (FlashAttention-3 on Hopper: Shah et al.,
+arXiv:2407.08608), else torch's own, one segment after another. Which decode kernel: the one for few SMs (kernels/attention.py)
+where it has the shape, else the Triton one (fused.py).
+
+Shapes: T rows of a pass, B of them decodes, L context tokens of the prefill segments, H query heads, K KV heads, A head size,
+P pages of a block-table row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from counterpoint.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k pages, v pages, block table, lengths -> [B, H * A]
+
+
+class Prefill(Protocol):
+    """A planned prefill attention."""
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
+        """[T, H, A]: causal, the queries of a segment being the last positions of its context."""
+        ...
+
+    def close(self) -> None:
+        """The pass is over on the device: what the plan holds may serve another."""
+        ...
+
+
+class Planner(Protocol):
+    name: str
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> Prefill:
+        """For segments of so many new tokens and so much context (the new tokens included)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Attention of one pass. The first `len(length_B)` rows are decodes; the others belong to `prefill`, whose context lies in rows
+    `context_L` of the pool (None: there are none)."""
+
+    table_BP: Tensor  # int32
+    length_B: Tensor  # int32
+    decode: DecodeKernel
+    prefill: Prefill | None = None
+    context_L: Tensor | None = None  # int32
+
+    def close(self) -> None:
+        if self.prefill is not None:
+            self.prefill.close()
+
+
+Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, gather: Gather) -> Tensor:
+    """[T, H * A]. `gather` copies rows of the pool into one piece."""
+    decodes = plan.length_B.shape[0]
+    if plan.prefill is None:
+        return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
+    assert plan.context_L is not None
+    k_LKA, v_LKA = gather(k_pages, v_pages, plan.context_L)
+    prefilled = plan.prefill.run(q_THA[decodes:], k_LKA, v_LKA).flatten(1)
+    if not decodes:
+        return prefilled
+    return torch.cat([plan.decode(q_THA[:decodes], k_pages, v_pages, plan.table_BP, plan.length_B), prefilled])
+
+
+# ---------------------------------------------------------------- prefill by torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPrefill:
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
+        out_THA = torch.empty_like(q_THA)
+        group = q_THA.shape[1] // k_LKA.shape[1]
+        row = begin = 0
+        for queries, context in zip(self.queries, self.contexts, strict=True):
+            q, k, v = q_THA[row : row + queries], k_LKA[begin : begin + context], v_LKA[begin : begin + context]
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+            if queries == context:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(queries, context))
+            out_THA[row : row + queries] = out[0].transpose(0, 1)
+            row, begin = row + queries, begin + context
+        return out_THA
+
+    def close(self) -> None:
+        pass
+
+
+class TorchPlanner:
+    name = "torch"
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> Prefill:
+        return TorchPrefill(tuple(queries), tuple(contexts))
+
+
+# ---------------------------------------------------------------- prefill by FlashInfer
+
+
+class FlashInferPlanner:
+    """Plans are kept and used again: a plan's host buffer is read by a copy that runs when the stream comes to it, so it may not
+    serve a second pass before the first is over."""
+
+    WORKSPACE_BYTES = 128 << 20
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises whatever FlashInfer raises where it is not installed or has no kernel for the shape."""
+        import flashinfer  # pyright: ignore[reportMissingImports]
+
+        self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        self._shape = (spec.heads, spec.kv_heads, spec.head_dim)
+        self._dtype = dtype
+        self._backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "auto"
+        self.name = f"FlashInfer {flashinfer.__version__} {self._backend}"
+        self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._idle: list[Any] = []
+        self._try(spec, device)
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> FlashInferPrefill:
+        wrapper = self._idle.pop() if self._idle else self._wrapper(self._workspace, "NHD", backend=self._backend)
+        ends = [pinned_ends(lengths) for lengths in (queries, contexts)]
+        wrapper.plan(*ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype)
+        return FlashInferPrefill(wrapper, self._idle)
+
+    def _try(self, spec: ModelSpec, device: torch.device) -> None:
+        q, k, v = (torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device) for n in (spec.heads, *[spec.kv_heads] * 2))
+        planned = self.plan([2, 2], [2, 2])
+        planned.run(q, k, v)
+        torch.cuda.synchronize(device)
+        planned.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPrefill:
+    wrapper: Any
+    idle: list[Any]
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
+        return self.wrapper.run(q_THA, k_LKA, v_LKA)
+
+    def close(self) -> None:
+        self.idle.append(self.wrapper)
+
+
+def pinned_ends(lengths: Sequence[int]) -> Tensor:
+    """[0, a, a + b, …], int32, where the device can read it."""
+    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32, pin_memory=True)
+    torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, dtype=torch.int32, out=ends[1:])
+    return ends
+
+
+def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Planner:
+    """FlashInfer's if it is there and has the shape, else torch's."""
+    try:
+        return FlashInferPlanner(spec, dtype, device)
+    except Exception as error:
+        # Whatever it is that FlashInfer lacks here, the pass can be computed without it.
+        log.warning("prefill attention by torch, not by FlashInfer: %s: %s", type(error).__name__, str(error).split("\n")[0])
+        return TorchPlanner()
+
+
+# ---------------------------------------------------------------- decode
+
+
+def best_decode(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, max_rows: int) -> tuple[str, DecodeKernel]:
+    """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream."""
+    from counterpoint.device.cuda import fused
+    from counterpoint.device.cuda.kernels.attention import DecodeAttention
+    from counterpoint.device.cuda.kernels.library import KernelError
+
+    def by_triton(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
+        return fused.decode_attention(q, k, v, table_BP, length_B, units)
+
+    try:
+        kernel = DecodeAttention(
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            sms=units,
+            max_seqs=max_rows,
+            dtype=dtype,
+            layout="NHD",
+            device=device.index or 0,
+        )
+    except (ValueError, KernelError) as error:
+        log.warning("decode attention by Triton: %s", error)
+        return "Triton", by_triton
+
+    def frugal(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
+        return kernel(q, k, v, table_BP, length_B).flatten(1)
+
+    return "frugal", frugal
+
+
+def decode_by_torch(q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
+    """The reference of every decode kernel, in float32, one sequence after another; reads lengths on the host."""
+    page_tokens = k_pages.shape[1]
+    group = q_BHA.shape[1] // k_pages.shape[2]
+    out_BHA = torch.empty_like(q_BHA)
+    for row, length in enumerate(length_B.tolist()):
+        pages = table_BP[row, : -(-length // page_tokens)].long()
+        k_HLA, v_HLA = (
+            x[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1).transpose(0, 1) for x in (k_pages, v_pages)
+        )
+        scores_H1L = q_BHA[row].float()[:, None] @ k_HLA.transpose(1, 2) / q_BHA.shape[2] ** 0.5
+        out_BHA[row] = (scores_H1L.softmax(-1) @ v_HLA)[:, 0].to(q_BHA.dtype)
+    return out_BHA.flatten(1)

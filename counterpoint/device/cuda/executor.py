@@ -1,0 +1,287 @@
+"""CudaExecutor: lanes as streams on SM partitions of one GPU.
+
+Owns: the order of a lane's steps, the hidden states of unfinished passes, the threads that wait for the device. Promises: `submit`
+launches and returns, it never waits for the device; the steps of a lane run in order, also when their streams differ; no lane waits
+for another; what goes wrong in launching a step is its StepDone.error, and the executor lives on. One weight copy, one KV pool.
+Must not: decide anything, free pages, keep a request's text.
+
+One thread launches everything (the caller of `submit`); one thread per lane waits for its events and reports. Orders across streams
+are these and no others:
+    a lane's step after the lane's previous one, where their streams differ;
+    a request's decode after its prefill, because the engine makes it only when the prefill was reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from counterpoint.device.cuda.driver import Driver
+from counterpoint.device.cuda.graphs import DecodeGraphs
+from counterpoint.device.cuda.places import Place, Places
+from counterpoint.device.cuda.sampling import (
+    Download,
+    Tail,
+    download_chosen,
+    download_prompts,
+    sample_any,
+    tail_for,
+    told_chosen,
+    told_prompts,
+)
+from counterpoint.device.cuda.tables import DeviceTables, Sampled
+from counterpoint.device.tables import PassRows, pass_rows
+from counterpoint.model.batch import Batch
+from counterpoint.model.decoder import Decoder
+from counterpoint.model.kv import KVPool
+from counterpoint.types import Close, Command, Drop, Event, Lane, Open, Step, StepDone
+
+log = logging.getLogger(__name__)
+
+
+class Reports(Protocol):
+    """What the executor asks of the inbox (device/wall.py)."""
+
+    def put(self, event: Event) -> None: ...
+
+    def clock(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPass:
+    rows: PassRows
+    batch: Batch
+    sampled: Sampled
+    x_TD: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step on the device. `ids` are on their way to the host; `held` is what must live until the step is over."""
+
+    step: Step
+    units: int
+    started: Any = None
+    ended: Any = None
+    ids: Tensor | None = None
+    rows: int = 0
+    logprobs: Download | None = None
+    prompt_logprobs: list[Download] = field(default_factory=list)
+    held: Any = None
+    over: Callable[[], None] | None = None
+    error: str = ""
+
+
+class CudaExecutor:
+    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVPool,
+        tables: DeviceTables,
+        graphs: DecodeGraphs,
+        places: Places,
+        lanes: Sequence[Lane],
+        driver: Driver,
+        inbox: Reports,
+    ) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.tables = tables
+        self.graphs = graphs
+        self.places = places
+        self.driver = driver
+        self._passes: dict[int, OpenPass] = {}
+        clock = DeviceClock(driver, inbox.clock)
+        self._lanes = {lane.id: LaneFlights(lane, driver, clock, inbox) for lane in lanes}
+
+    def submit(self, command: Command) -> None:
+        """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
+        match command:
+            case Step():
+                with torch.inference_mode():
+                    self._launch(command)
+            case Open():
+                self.tables.open(command)
+            case Close():
+                self.tables.close(command.slot)
+            case Drop():
+                dropped = self._passes.pop(command.batch, None)
+                if dropped is not None:
+                    dropped.batch.attention.close()
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._passes.clear()
+
+    # ------------------------------------------------------------ launching
+
+    def _launch(self, step: Step) -> None:
+        lane = self._lanes[step.lane]
+        place = self.places.choose(lane.role, step.units)
+        flight = Flight(step, place.units)
+        with self.driver.on(place.stream):
+            lane.follow(place)
+            flight.started = self.driver.mark(place.stream)
+            try:
+                self._fill(flight, place)
+            except Exception as error:
+                log.exception("step %d of lane %d failed", step.id, step.lane)
+                self._passes.pop(step.batch, None)
+                flight.error = f"{type(error).__name__}: {error}"
+            flight.ended = self.driver.mark(place.stream)
+        lane.took_off(flight, place)
+
+    def _fill(self, flight: Flight, place: Place) -> None:
+        step = flight.step
+        whole = step.first_layer == 0 and step.last_layer == self.decoder.spec.layers
+        if whole and step.work.decode_batch == len(step.segments):
+            self._decode(flight, place)
+        else:
+            self._layers(flight, place)
+
+    def _decode(self, flight: Flight, place: Place) -> None:
+        """A pass of decodes alone: a graph."""
+        segments, tables = flight.step.segments, self.tables
+        if tables.needs_send(segments):
+            tables.send(segments)
+            segments = tuple(type(s)(s.slot, s.start, s.tokens, s.sample) for s in segments)
+        inputs = tables.decode_inputs(segments, self.graphs.bucket(len(segments)))
+        tail = tail_for(tables.settings.stages(torch.from_numpy(inputs[0, : len(segments)])))
+        graph = self.graphs.launch(place, inputs, tail)
+        if tail is not Tail.ANY:
+            flight.ids, flight.rows = self.driver.download(graph.ids_B), len(segments)
+            return
+        assert graph.logits_BV is not None
+        rows = pass_rows(segments)
+        sampled = Sampled(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
+        self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
+
+    def _layers(self, flight: Flight, place: Place) -> None:
+        """Some layers of any pass, launched one operation after another."""
+        step, decoder = flight.step, self.decoder
+        if step.first_layer == 0:
+            rows = pass_rows(step.segments)
+            self.tables.send(step.segments)
+            batch, sampled = self.tables.batch(rows, place.planner, place.decode)
+            x_TD = decoder.embed(batch)
+        else:
+            held = self._passes.pop(step.batch, None)
+            if held is None:
+                raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
+            rows, batch, sampled, x_TD = held.rows, held.batch, held.sampled, held.x_TD
+        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer)
+        if step.last_layer < decoder.spec.layers:
+            self._passes[step.batch] = OpenPass(rows, batch, sampled, x_TD)
+            return
+        flight.held, flight.over = batch, batch.attention.close
+        flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, batch, x_TD)
+        if len(rows.slot_B):
+            self._sample(flight, decoder.logits(x_TD, batch), rows, sampled)
+
+    def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:
+        ids_B = sample_any(logits_BV, rows, self.tables)
+        self.tables.put_sampled(sampled, ids_B)
+        flight.ids, flight.rows = self.driver.download(ids_B), len(rows.slot_B)
+        flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.settings, self.driver)
+
+
+class LaneFlights:
+    """The steps of one lane on the device, and the thread that waits for them."""
+
+    def __init__(self, lane: Lane, driver: Driver, clock: DeviceClock, inbox: Reports) -> None:
+        self.role = lane.role
+        self._driver = driver
+        self._clock = clock
+        self._inbox = inbox
+        self._last: tuple[Place, Any] | None = None  # where the previous step runs, and its end
+        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name=f"lane{lane.id}", daemon=True)
+        self._thread.start()
+
+    def follow(self, place: Place) -> None:
+        """Let the place's stream wait for the lane's previous step, if that runs elsewhere."""
+        if self._last is not None and self._last[0] is not place:
+            self._driver.follow(place.stream, self._last[1])
+
+    def took_off(self, flight: Flight, place: Place) -> None:
+        self._last = (place, flight.ended)
+        self._flights.put(flight)
+
+    def close(self) -> None:
+        self._flights.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while (flight := self._flights.get()) is not None:
+            self._inbox.put(self._report(flight))
+
+    def _report(self, flight: Flight) -> StepDone:
+        step = flight.step
+        started_s = ended_s = self._clock.now()
+        tokens, chosen, prompts = (), (), ()
+        try:
+            self._driver.wait(flight.ended)
+            started_s, ended_s = self._clock.read(flight.started, flight.ended)
+            if flight.ids is not None and not flight.error:
+                ids_B = flight.ids[: flight.rows].numpy()
+                tokens = tuple(ids_B.tolist())
+                chosen = told_chosen(flight.logprobs, ids_B)
+            if not flight.error:
+                prompts = told_prompts(flight.prompt_logprobs, len(step.segments))
+        except Exception as error:  # the device's own errors come up here
+            log.exception("step %d of lane %d failed on the device", step.id, step.lane)
+            flight.error = flight.error or f"{type(error).__name__}: {error}"
+            tokens, chosen, prompts = (), (), ()
+        if flight.over is not None:
+            flight.over()
+        return StepDone(
+            step.id,
+            step.lane,
+            tokens=tokens,
+            logprobs=chosen,
+            prompt_logprobs=prompts,
+            started_s=started_s,
+            ended_s=ended_s,
+            units=flight.units,
+            error=flight.error,
+        )
+
+
+class DeviceClock:
+    """The device's events on the host's clock.
+
+    Times are counted from the latest known event, and held against the host's clock each time: never in its future, and at most
+    SLACK_S behind. So they keep the device's own precision from event to event, and do not drift.
+    """
+
+    SLACK_S = 1e-3
+
+    def __init__(self, driver: Driver, host_s: Callable[[], float]) -> None:
+        self._driver = driver
+        self._host_s = host_s
+        self._lock = threading.Lock()
+        self._known: tuple[Any, float] | None = None
+
+    def now(self) -> float:
+        return self._host_s()
+
+    def read(self, started: Any, ended: Any) -> tuple[float, float]:
+        """When two events were, in seconds. Both have just happened."""
+        now_s, took_s = self._host_s(), self._driver.seconds(started, ended)
+        with self._lock:
+            ended_s = now_s
+            if self._known is not None:
+                event, at_s = self._known
+                ended_s = min(now_s, max(now_s - self.SLACK_S, at_s + self._driver.seconds(event, ended)))
+            self._known = (ended, ended_s)
+        return ended_s - took_s, ended_s

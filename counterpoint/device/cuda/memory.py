@@ -1,0 +1,75 @@
+"""How a GPU's memory is divided: weights, activations, graphs, and the rest to the KV cache.
+
+Owns: the sum. Promises: what is refused is refused with all of the numbers, and with the flag that would make it fit.
+Must not: allocate, or touch a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from counterpoint.config import ConfigError, DeviceConfig
+
+MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
+GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes. `total` and `taken` of the whole device, `taken` by other processes and by libraries of this one; `activations` of
+    all streams that may run passes; `graphs` and `tables` of this executor."""
+
+    total: int
+    taken: int
+    weights: int
+    activations: int
+    graphs: int
+    tables: int
+
+    @property
+    def free(self) -> int:
+        """What is left for the KV cache."""
+        return self.total - self.taken - self.weights - self.activations - self.graphs - self.tables - MARGIN_BYTES
+
+    def __str__(self) -> str:
+        return (
+            f"of {gib(self.total)}, {gib(self.taken)} were taken, weights need {gib(self.weights)}, activations "
+            f"{gib(self.activations)}, graphs {gib(self.graphs)}, tables {gib(self.tables)}, margin {gib(MARGIN_BYTES)}; "
+            f"{gib(max(0, self.free))} are free for KV"
+        )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def refuse_weights(weights: int, total: int, free: int) -> None:
+    """Raise ConfigError if `weights` bytes cannot be loaded into `free` of `total` bytes."""
+    if weights + MARGIN_BYTES > free:
+        raise ConfigError(
+            f"the weights need {gib(weights)}, but {gib(free)} of the GPU's {gib(total)} are free: choose a smaller model, "
+            "dtype bfloat16 if it is float32, or end what else runs on the GPU"
+        )
+
+
+def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_pages: int) -> int:
+    """Pages of the KV pool: `kv_pages`, else what `kv_memory_bytes` holds, else all that is free, but no more than `useful_pages`.
+    Raises ConfigError with the budget if they do not fit or there is none."""
+    room = budget.free // page_bytes
+    if device.kv_pages is not None:
+        flag, pages = "kv_pages", device.kv_pages
+    elif device.kv_memory_bytes is not None:
+        flag, pages = "kv_memory_bytes", device.kv_memory_bytes // page_bytes
+    else:
+        flag, pages = "max_pass_tokens", min(room, useful_pages)
+    if pages < 1 and flag != "max_pass_tokens":
+        raise ConfigError(f"{flag} leaves no room for a page of {page_bytes} bytes: set it to more")
+    if pages < 1 or pages > room:
+        wanted = f"{gib(pages * page_bytes)} of KV were asked for" if pages else "no page of KV fits"
+        fix = {
+            "kv_pages": f"set kv_pages to at most {max(0, room)}",
+            "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",
+            "max_pass_tokens": "lower max_pass_tokens or max_running, or choose a smaller model",
+        }[flag]
+        raise ConfigError(f"{wanted}: {budget}. To fit, {fix}")
+    return pages

@@ -1,0 +1,89 @@
+"""Ops of a CUDA GPU.
+
+Owns: the choice of arithmetic between the attention kernels. Promises: results equal the reference up to the rounding of `dtype`;
+no operation waits for the device, so that all can be captured in a graph; importable without a GPU.
+Must not: hold state between calls.
+
+Matrix products are cuBLAS's, through torch; what stands between them is in fused.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from counterpoint.config import ConfigError
+from counterpoint.device.cuda.attend import Plan, Planner, attention, best_planner, decode_by_torch
+from counterpoint.model.ops import Ops, reference_ops
+from counterpoint.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def cuda_dtype(dtype: str) -> torch.dtype:
+    """What `config.ModelConfig.dtype` means on a GPU."""
+    return DTYPES["bfloat16" if dtype == "auto" else dtype]
+
+
+def cuda_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Ops, Planner]:
+    """The record for `spec`, and the planner of its prefill attention. Raises ConfigError if Triton is missing."""
+    try:
+        from counterpoint.device.cuda import fused
+    except ImportError as error:
+        raise ConfigError(f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}") from None
+    planner = best_planner(spec, dtype, device)
+
+    def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
+        return attention(q_THA, k_pages, v_pages, plan, fused.gather_context)
+
+    def plan_attention(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> Plan:
+        """For callers outside the executor: every segment is a prefill. Tensors are on the CPU."""
+        ends_S = start_S + tokens_S
+        rows = [
+            pages[torch.arange(end) // page_tokens] * page_tokens + torch.arange(end) % page_tokens
+            for end, pages in zip(ends_S.tolist(), block_table_SP, strict=True)
+        ]
+        none = torch.zeros(0, 1, dtype=torch.int32, device=device)
+        prefill = planner.plan(tokens_S.tolist(), ends_S.tolist())
+        context_L = torch.cat(rows).to(device, torch.int32)
+        return Plan(none, none[:, 0], decode_by_torch, prefill, context_L)
+
+    record = dataclasses.replace(
+        reference_ops(),
+        name=f"cuda {str(dtype).removeprefix('torch.')}, prefill attention by {planner.name}",
+        weight_dtype=dtype,
+        kv_dtype=dtype,
+        linear=linear,
+        embed=embed,
+        rms_norm=fused.rms_norm,
+        add_rms_norm=fused.add_rms_norm,
+        add=add,
+        silu_mul=fused.silu_mul,
+        rope_angles=rope_angles,
+        rope_and_append=fused.rope_and_append,
+        plan_attention=plan_attention,
+        attention=attend,
+    )
+    return record, planner
+
+
+def linear(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
+    return F.linear(x, *packed)
+
+
+def embed(tokens_T: Tensor, table_VD: Tensor) -> Tensor:
+    return F.embedding(tokens_T, table_VD)
+
+
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    return x.add_(delta)
+
+
+def rope_angles(positions_T: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, A / 2], times `scale`, float32."""
+    angles = positions_T.to(torch.float32)[:, None] * inverse_frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)

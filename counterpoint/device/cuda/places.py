@@ -1,0 +1,71 @@
+"""Places: where on the device a step may run.
+
+Owns: the choice of a stream for a lane's role and units. Promises: a stream serves one role only, so that all work on it belongs to
+one lane and follows in order (which is what makes memory that torch frees on a stream safe to use again); what a step is given is
+never more units than it was granted, if there is such a split.
+Must not: create a partition (green.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from counterpoint.device.cuda.attend import DecodeKernel, Planner
+from counterpoint.types import Role
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A stream on `units` SMs, with its own decode attention kernel (whose workspace no other stream may touch) and the prefill
+    planner of its role (whose workspace belongs to the role's lane)."""
+
+    name: str
+    stream: Any
+    units: int
+    decode: DecodeKernel
+    planner: Planner
+
+
+class Places:
+    """`decode` and `prefill`: places by units, the whole device among them."""
+
+    def __init__(self, decode: Mapping[int, Place], prefill: Mapping[int, Place]) -> None:
+        if not decode or not prefill:
+            raise ValueError("there must be a decode place and a prefill place: the whole device, at least")
+        self._decode = dict(sorted(decode.items()))
+        self._prefill = dict(sorted(prefill.items()))
+
+    def choose(self, role: Role, units: int) -> Place:
+        """The largest place of the role with at most `units` units; the smallest there is if none is so small."""
+        places = self._decode if role is Role.DECODE else self._prefill
+        fitting = [size for size in places if size <= units]
+        return places[fitting[-1] if fitting else min(places)]
+
+    def of(self, role: Role) -> list[Place]:
+        """All places of a role, the whole device first."""
+        places = self._decode if role is Role.DECODE else self._prefill
+        return [places[units] for units in reversed(places)]
+
+
+def make_places(
+    full: tuple[Any, Any],
+    total_units: int,
+    partitions: Any,
+    make_decode: Callable[[int], DecodeKernel],
+    planners: tuple[Planner, Planner],
+) -> Places:
+    """`full`: streams over the whole device; `partitions`: a Partitions (green.py), or None where the device is not split;
+    `make_decode` makes a decode kernel for so many units. Pairs are (prefill, decode)."""
+    prefill = {total_units: Place("prefill", full[0], total_units, make_decode(total_units), planners[0])}
+    decode = {total_units: Place("decode", full[1], total_units, make_decode(total_units), planners[1])}
+    if partitions is not None and partitions.isolated:
+        for level in partitions.levels:
+            pair = partitions.pair(level)
+            for name, part, places, planner in (
+                ("prefill", pair.prefill, prefill, planners[0]),
+                ("decode", pair.decode, decode, planners[1]),
+            ):
+                places[part.sms] = Place(f"{name} {part.sms}", part.stream, part.sms, make_decode(part.sms), planner)
+    return Places(decode, prefill)

@@ -1,0 +1,170 @@
+"""Sampling of a pass on the device, without a look at it.
+
+Owns: the way from the host's sampling settings to the sampler's tensors on the device, and from log-probabilities on the device to
+TokenLogprobs. Promises: launching never waits; what must be read on the host is a `Download`, read when the step's event has come.
+Must not: launch the model (but for the LM head over a prompt whose log-probabilities are asked for).
+
+Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.device.cuda.driver import Driver
+from counterpoint.device.cuda.tables import DeviceTables
+from counterpoint.device.settings import Settings, Stage, column
+from counterpoint.device.tables import PassRows
+from counterpoint.model.batch import Batch
+from counterpoint.model.decoder import Decoder
+from counterpoint.model.sample import Choice, Draw, Filters, logprobs, sample
+from counterpoint.types import TokenLogprobs
+
+BLOCK = 512  # rows of a prompt's logits at a time
+
+
+class Tail(enum.Enum):
+    """How the rows of a decode step are sampled: the cheapest way that does for all of them. ANY is outside the graph."""
+
+    GREEDY = "greedy"
+    DRAWN = "drawn"
+    FILTERED = "filtered"
+    ANY = "any"
+
+
+def tail_for(stages: Stage) -> Tail:
+    if stages & ~(Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P):
+        return Tail.ANY
+    if not stages & Stage.DRAW:
+        return Tail.GREEDY
+    return Tail.FILTERED if stages & (Stage.TOP_K | Stage.TOP_P) else Tail.DRAWN
+
+
+def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: Tail) -> Tensor:
+    """Ids by the settings that the device has of each slot; capturable. Not for Tail.ANY."""
+    vocab = tables.settings.vocab
+    if tail is Tail.GREEDY:
+        return sample(logits_BV, Choice(), vocab)
+    temperature_B, top_p_B, min_p_B = tables.floats[slot_B].unbind(1)
+    top_k_B, seed_B, prompt_tokens_B = tables.integers[slot_B].unbind(1)
+    filters = None
+    if tail is Tail.FILTERED:
+        every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
+        filters = Filters(every_B, top_k_B, top_p_B)
+    drawn_B = temperature_B > 0
+    draw = Draw(None, seed_B, end_B - prompt_tokens_B, torch.where(drawn_B, temperature_B, 1.0), min_p_B, filters)
+    ids_B = sample(logits_BV, Choice(draw=draw), vocab)
+    return torch.where(drawn_B | (ids_B < 0), ids_B, logits_BV[:, :vocab].argmax(1))
+
+
+def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
+    """Ids by all that the host knows of each slot."""
+    settings = tables.settings
+    if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(Stage.LOGPROBS | Stage.PROMPT_LOGPROBS):
+        return sample(logits_BV, Choice(), settings.vocab)
+    # The settings index the token table on the host; the device's is put in its place.
+    placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(settings.rows.shape[0], int(rows.end_B.max()))
+    choice = settings.choice(rows.slot_B, rows.end_B, placeholder)
+    penalties, draw = choice.penalties, choice.draw
+    if penalties is not None:
+        slot_R = rows.slot_B if penalties.rows_R is None else rows.slot_B[penalties.rows_R]
+        length = penalties.tokens_RL.shape[1]
+        penalties = dataclasses.replace(penalties, tokens_RL=penalties.tokens_RL[:, :0])
+        penalties = on_device(penalties, tables.driver)
+        tokens_RL = tables.tokens[:, :length][tables.driver.upload(slot_R.numpy())].long()
+        penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
+    if draw is not None and draw.filters is not None:
+        draw = dataclasses.replace(draw, filters=dataclasses.replace(draw.filters, width=0))
+    added, draw = (on_device(part, tables.driver) for part in (choice.added, draw))
+    return sample(logits_BV, Choice(penalties, added, draw), settings.vocab)
+
+
+def on_device(value: Any, driver: Driver) -> Any:
+    """The same record, its tensors on the device."""
+    if isinstance(value, Tensor):
+        return driver.upload(value.numpy())
+    if isinstance(value, tuple):
+        return tuple(on_device(each, driver) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: on_device(getattr(value, f.name), driver) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
+    they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them."""
+
+    own_R: Tensor
+    ids_RN: Tensor
+    values_RN: Tensor
+    top_R: tuple[int, ...]
+    row: tuple[int, ...]
+
+    def told(self) -> list[TokenLogprobs]:
+        lists = (self.own_R.tolist(), self.ids_RN.tolist(), self.values_RN.tolist(), self.top_R)
+        return [TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top])) for own, ids, values, top in zip(*lists, strict=True)]
+
+
+def download_chosen(logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: Settings, driver: Driver) -> Download | None:
+    """Log-probabilities of the sampled ids of the rows that ask."""
+    if not settings.stages(rows.slot_B) & Stage.LOGPROBS:
+        return None
+    rows_R = settings.having(rows.slot_B, Stage.LOGPROBS)
+    top_R = settings.rows["logprobs"][rows.slot_B[rows_R].numpy()].tolist()
+    at_R = driver.upload(rows_R.numpy())
+    own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab))
+    return Download(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
+
+
+def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, batch: Batch, x_TD: Tensor) -> list[Download]:
+    """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
+    goes. `x_TD` are the hidden states behind the last layer."""
+    settings, driver = tables.settings, tables.driver
+    if not settings.stages(rows.slot_S) & Stage.PROMPT_LOGPROBS:
+        return []
+    downloads = []
+    first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
+    asking_R = settings.having(rows.slot_S, Stage.PROMPT_LOGPROBS)
+    settings_R = settings.rows[rows.slot_S[asking_R].numpy()]
+    last_R = torch.minimum(rows.start_S[asking_R] + rows.tokens_S[asking_R], column(settings_R, "prompt_tokens") - 1)
+    for segment, last, top in zip(asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True):
+        slot, start, first = int(rows.slot_S[segment]), int(rows.start_S[segment]), int(first_S[segment])
+        for at in range(start, last, BLOCK):
+            end = min(at + BLOCK, last)
+            hidden = torch.arange(first + at - start, first + end - start, device=x_TD.device)
+            logits_RV, ids_R = decoder.logits(x_TD, batch, hidden), tables.tokens[slot, at + 1 : end + 1].long()
+            own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_RV, ids_R, top, settings.vocab))
+            downloads.append(Download(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,)))
+    return downloads
+
+
+def told_chosen(download: Download | None, ids_B: np.ndarray) -> tuple[TokenLogprobs | None, ...]:
+    """One entry per sampled row, as StepDone has them."""
+    if download is None:
+        return ()
+    result: list[TokenLogprobs | None] = [None] * len(ids_B)
+    for row, one in zip(download.row, download.told(), strict=True):
+        result[row] = one if ids_B[row] >= 0 else None
+    return tuple(result)
+
+
+def told_prompts(downloads: list[Download], segments: int) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+    """One entry per segment, as StepDone has them."""
+    if not downloads:
+        return ()
+    result: list[tuple[TokenLogprobs, ...] | None] = [None] * segments
+    for download in downloads:
+        result[download.row[0]] = (result[download.row[0]] or ()) + tuple(download.told())
+    return tuple(result)

@@ -1,0 +1,238 @@
+"""From a Config to an executor on a GPU.
+
+Owns: what happens at start: the weights, the split of the device, the division of its memory, the graphs that are captured at once.
+Promises: what this device can't do is refused before weights are read; the realised SM sets are checked and told; each stage is
+told in words, with its seconds and bytes.
+Must not: decide how requests are scheduled.
+
+In two steps, because the policy must know the device before the executor can know the policy's lanes:
+
+    device = open_cuda(config, source, progress);  policy = …(device.units, device.levels);  device.executor(policy.lanes, inbox)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from counterpoint.config import Config, ConfigError
+from counterpoint.device.cuda import memory
+from counterpoint.device.cuda.attend import best_decode, best_planner
+from counterpoint.device.cuda.driver import CudaDriver
+from counterpoint.device.cuda.executor import CudaExecutor, Reports
+from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
+from counterpoint.device.cuda.green import Partitions, granularity
+from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops
+from counterpoint.device.cuda.places import Places, make_places
+from counterpoint.device.cuda.sampling import Tail
+from counterpoint.device.cuda.tables import DeviceTables
+from counterpoint.device.tables import pass_rows
+from counterpoint.model.decoder import Decoder
+from counterpoint.model.kv import KVPool, page_bytes
+from counterpoint.model.weights import build_decoder, load_decoder
+from counterpoint.spec import ModelSpec
+from counterpoint.spec.source import Source, load_spec
+from counterpoint.types import Lane, Open, Role, Sampling, Segment
+
+Progress = Callable[[str], None]
+LEVELS = (16, 24, 32, 48, 64, 80)  # decode SMs of the splits, where none is named
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaDevice:
+    """A GPU with a model on it. `levels`: decode units of the splits there are. `isolated`: whether the two sides of a split have
+    SMs of their own. `notes`: what the user should know."""
+
+    decoder: Decoder
+    kv: KVPool
+    tables: DeviceTables
+    graphs: DecodeGraphs
+    places: Places
+    driver: CudaDriver
+    partitions: Partitions
+    pages: int
+    units: int
+    levels: tuple[int, ...]
+    isolated: bool
+    max_context_tokens: int
+    notes: tuple[str, ...]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    def executor(self, lanes: Sequence[Lane], inbox: Reports) -> CudaExecutor:
+        return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.places, lanes, self.driver, inbox)
+
+
+def open_cuda(config: Config, source: Source, progress: Progress = print) -> CudaDevice:
+    """Load the model and make everything ready on the first GPU. Raises ConfigError naming the setting, ModelError for files."""
+    refuse(config)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    free, total = torch.cuda.mem_get_info(device)
+    spec, dtype = load_spec(source, config.model.max_context_tokens), cuda_dtype(config.model.dtype)
+    memory.refuse_weights(spec.weight_bytes(dtype.itemsize), total, free)
+    partitions, notes = split_device(config)
+    ops, planner = cuda_ops(spec, dtype, device)
+    began_s = time.perf_counter()
+    if config.model.load_format == "dummy":
+        decoder = build_decoder(spec, DrawnWeights(config.model.weights_seed, dtype, device), ops, device)
+    else:
+        decoder = load_decoder(source, config.model, device, ops)
+    torch.cuda.synchronize(device)
+    weights = torch.cuda.memory_allocated(device)
+    progress(f"{spec.name}: {memory.gib(weights)} of weights in {time.perf_counter() - began_s:.1f} s; {ops.name}")
+
+    planners = (planner, best_planner(spec, dtype, device))
+    names: set[str] = set()
+
+    def make_decode(units: int):
+        name, kernel = best_decode(spec, dtype, device, units, buckets_for(config.scheduler.max_running)[-1])
+        names.add(name)
+        return kernel
+
+    full = (partitions.full.stream, partitions.full_urgent.stream)
+    places = make_places(full, partitions.total_sms, partitions if partitions.isolated else None, make_decode, planners)
+    progress(f"decode attention: {', '.join(sorted(names))}")
+    driver = CudaDriver()
+    budget = divide(config, decoder, places, driver, total)
+    size, slots = config.device.page_tokens, config.scheduler.max_running
+    each = page_bytes(spec, size, decoder.kv_dtype)
+    wanted = config.model.max_context_tokens or spec.max_context_tokens
+    pages = memory.choose_pages(config.device, each, budget, useful_pages=1 << 24)
+    context = min(wanted, pages * size)
+    kv = KVPool(spec, pages + 1, size, decoder.kv_dtype, device)
+    tables = DeviceTables(slots, context, size, spec.vocab, spec.eos_token_ids, pages, driver)
+    graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
+    graphs.capture(captured_places(config, places), (Tail.GREEDY,))
+    torch.cuda.synchronize(device)
+    progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
+    progress(f"KV cache of {pages} pages ({memory.gib(pages * each)}): {budget}")
+    return CudaDevice(
+        decoder, kv, tables, graphs, places, driver, partitions, pages, partitions.total_sms,
+        partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
+    )  # fmt: skip
+
+
+def refuse(config: Config) -> None:
+    """Raise ConfigError for what this device does not do."""
+    for name in ("quantization", "kv_cache_dtype"):
+        if getattr(config.device, name) == "fp8":
+            raise ConfigError(f"{name} is fp8: not supported on cuda yet; leave it out")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu")
+    if torch.cuda.get_device_capability(0)[0] < 8:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(0)} is older than what device cuda supports (Ampere, compute capability 8.0)"
+        )
+
+
+def split_device(config: Config) -> tuple[Partitions, tuple[str, ...]]:
+    """The splits that the policy may use, checked against the hardware; and notes for the user."""
+    properties = torch.cuda.get_device_properties(0)
+    least, step = granularity(torch.cuda.get_device_capability(0))
+    total, scheduler = properties.multi_processor_count, config.scheduler
+    if scheduler.policy in ("serial", "chunked"):
+        levels = ()
+    elif scheduler.split is not None:
+        levels = (scheduler.split,)
+    else:
+        levels = tuple(level for level in LEVELS if level >= least and not level % step and level <= total - 2 * least)
+    try:
+        partitions = Partitions(levels)
+        realised = partitions.check()
+    except ValueError as error:
+        raise ConfigError(f"split is {scheduler.split}: {error}") from None
+    if levels and not partitions.isolated:
+        return partitions, ("no SM partitions here: prefill and decode share all SMs through plain streams",)
+    return partitions, tuple(
+        f"split {level}: decode on SMs {intervals(sets.decode)}, prefill on {intervals(sets.prefill)}"
+        for level, sets in realised.items()
+    )
+
+
+def intervals(numbers: Sequence[int]) -> str:
+    """0-3, 8: ascending numbers, told shortly."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+
+
+def captured_places(config: Config, places: Places) -> list:
+    """Where decode graphs are wanted from the first request on; elsewhere they are captured when first needed."""
+    if config.scheduler.policy in ("serial", "chunked"):
+        return places.of(Role.BOTH)[:1]
+    return places.of(Role.DECODE)
+
+
+def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int) -> memory.Budget:
+    """Measure what a pass takes, and add up. Every stream keeps what its passes took."""
+    device, spec, scheduler = driver.device, decoder.spec, config.scheduler
+    weights = torch.cuda.memory_allocated(device)
+    activations = activation_bytes(config, decoder, places, driver)
+    torch.cuda.empty_cache()
+    taken = total - torch.cuda.mem_get_info(device)[0] - weights
+    passes = len(places.of(Role.PREFILL)) + 1
+    steps = len(places.of(Role.DECODE)) * len(buckets_for(scheduler.max_running))
+    wanted = config.model.max_context_tokens or spec.max_context_tokens
+    return memory.Budget(
+        total=total,
+        taken=taken,
+        weights=weights,
+        activations=passes * activations,
+        graphs=steps * memory.GRAPH_BYTES + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
+        tables=(scheduler.max_running + 1) * wanted * 5,
+    )
+
+
+def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: CudaDriver) -> int:
+    """Peak memory of a pass of `max_pass_tokens`, measured on one layer and the LM head."""
+    spec, size = decoder.spec, config.device.page_tokens
+    tokens = min(config.scheduler.max_pass_tokens, spec.max_context_tokens)
+    one_layer = dataclasses.replace(spec, layers=1)
+    pages = -(-tokens // size)
+    kv = KVPool(one_layer, pages + 1, size, decoder.kv_dtype, driver.device)
+    tables = DeviceTables(1, tokens, size, spec.vocab, (), pages, driver)
+    place = places.of(Role.PREFILL)[0]
+    tables.open(Open(0, (0,) * tokens, tokens, (), Sampling(max_tokens=1, temperature=0.0)))
+    segments = (Segment(0, 0, tokens, True, tuple(range(pages))),)
+    before = torch.cuda.memory_allocated(driver.device)
+    torch.cuda.reset_peak_memory_stats(driver.device)
+    with driver.on(place.stream), torch.inference_mode():
+        tables.send(segments)
+        batch, _ = tables.batch(pass_rows(segments), place.planner, place.decode)
+        x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
+        decoder.logits(x_TD, batch)
+    torch.cuda.synchronize(driver.device)
+    batch.attention.close()
+    return torch.cuda.max_memory_allocated(driver.device) - before
+
+
+class DrawnWeights:
+    """Random weights of any shape, drawn on the GPU: for measuring speed (model/checkpoint.py's Dummy is for the same on a CPU)."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, deviation: float = 0.02) -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.dtype = dtype
+        self.device = device
+        self.deviation = deviation
+
+    def has(self, name: str) -> bool:
+        return name != "rope_freqs.weight"
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        drawn = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, self.deviation, generator=self.generator)
+        return drawn.add_(1.0) if len(shape) == 1 and name.endswith("norm.weight") else drawn
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,186 @@
+"""The executor's tables, on the device.
+
+Owns: token ids, block tables and sampling numbers of the open slots, as tensors of the device, and the way there. Promises: a
+decode step needs its slots, positions and new pages from the host, nothing else; a sampled token never leaves the device to come
+back; nothing here waits for the device.
+Must not: run a model.
+
+What `open` is told stays on the host until a step names the slot: it is sent on that step's stream, so no stream has to wait for
+another. One slot and one page more than asked for stand for the rows that fill up a batch: written by all of them, read by none.
+
+Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens.
+
+Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled segments or rows of a decode step,
+P pages of a block-table row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.device.cuda.attend import DecodeKernel, Plan, Planner
+from counterpoint.device.cuda.driver import Driver
+from counterpoint.device.settings import Settings
+from counterpoint.device.tables import PassRows
+from counterpoint.model.batch import Batch
+from counterpoint.types import Open, Segment
+
+FLOATS = ("temperature", "top_p", "min_p")
+INTEGERS = ("top_k", "seed", "prompt_tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Where the sampled tokens of a pass go: to position `end_B` of slot `slot_B`."""
+
+    slot_B: Tensor
+    end_B: Tensor
+
+
+class DeviceTables:
+    """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers` [slots + 1, 3]:
+    the columns FLOATS and INTEGERS of the sampling settings. `settings` is the host's copy, with all of them."""
+
+    def __init__(
+        self,
+        slots: int,
+        max_context_tokens: int,
+        page_tokens: int,
+        vocab: int,
+        eos_token_ids: Sequence[int],
+        spare_page: int,
+        driver: Driver,
+    ) -> None:
+        """`spare_page`: the page of the pool that no request has. `vocab`: ids from there on are never sampled."""
+        device = driver.device
+        self.driver = driver
+        self.page_tokens = page_tokens
+        self.spare_slot = slots
+        self.tokens = torch.zeros(slots + 1, max_context_tokens + 1, dtype=torch.int32, device=device)
+        width = -(-max_context_tokens // page_tokens)
+        self.pages = torch.full((slots + 1, width), spare_page, dtype=torch.int32, device=device)
+        self.floats = torch.zeros(slots + 1, len(FLOATS), dtype=torch.float32, device=device)
+        self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
+        self.settings = Settings(slots + 1, vocab, eos_token_ids)
+        self._unsent: dict[int, Open] = {}
+        self._pages_used = [0] * slots
+
+    def open(self, command: Open) -> None:
+        """Raises ValueError if the row does not hold that many tokens."""
+        slot = command.slot
+        if len(command.tokens) >= self.tokens.shape[1]:
+            raise ValueError(f"slot {slot}: {len(command.tokens)} tokens do not fit a context of {self.tokens.shape[1] - 1}")
+        self._pages_used[slot] = 0
+        self.settings.put(slot, command.sampling, command.prompt_tokens)
+        self._unsent[slot] = command
+
+    def close(self, slot: int) -> None:
+        self._unsent.pop(slot, None)
+
+    def send(self, segments: Sequence[Segment]) -> None:
+        """Bring what the segments' slots were opened with, and the segments' new pages, to the device: once per pass, before its
+        first step, on that step's stream."""
+        opened = [self._unsent.pop(s.slot) for s in segments if s.slot in self._unsent] if self._unsent else []
+        entries: list[tuple[int, int, int]] = []  # slot, place in the block table, page
+        for command in opened:
+            tokens = self.driver.upload(np.array(command.tokens, np.int32))
+            self.tokens[command.slot, : len(command.tokens)] = tokens
+            entries += self._placed(command.slot, command.pages)
+        for segment in segments:
+            if segment.pages:
+                entries += self._placed(segment.slot, segment.pages)
+        if entries:
+            slot_N, place_N, page_N = self.driver.upload(np.array(entries, np.int64).T.copy())
+            self.pages[slot_N, place_N] = page_N.to(torch.int32)
+        if opened:
+            slots = np.array([command.slot for command in opened], np.int64)
+            rows = self.settings.rows[slots]
+            at = self.driver.upload(slots)
+            self.floats[at] = self.driver.upload(np.stack([rows[name] for name in FLOATS], 1))
+            self.integers[at] = self.driver.upload(np.stack([rows[name] for name in INTEGERS], 1))
+
+    def decode_inputs(self, segments: Sequence[Segment], size: int) -> np.ndarray:
+        """Slot, position and new page (-1: none) of each row of a decode step, int32 [3, size]; the rows beyond the segments are
+        the spare slot's. On the way the new pages are booked: the step itself writes them."""
+        inputs = np.empty((3, size), np.int32)
+        count = len(segments)
+        inputs[0, :count] = [s.slot for s in segments]
+        inputs[1, :count] = [s.start for s in segments]
+        inputs[0, count:], inputs[1, count:], inputs[2] = self.spare_slot, 0, -1
+        for row, segment in enumerate(segments):
+            if segment.pages:
+                inputs[2, row] = segment.pages[0]
+                self._pages_used[segment.slot] += 1
+        return inputs
+
+    def needs_send(self, segments: Sequence[Segment]) -> bool:
+        """Whether a decode step of these segments takes more than `decode_inputs` says."""
+        if self._unsent and any(s.slot in self._unsent for s in segments):
+            return True
+        size, used = self.page_tokens, self._pages_used
+        return any(s.pages and (len(s.pages) > 1 or used[s.slot] != s.start // size) for s in segments)
+
+    def batch(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> tuple[Batch, Sampled]:
+        """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""
+        slot_S, start_S, tokens_S = rows.slot_S.numpy(), rows.start_S.numpy(), rows.tokens_S.numpy()
+        total = int(tokens_S.sum())
+        longer = np.flatnonzero(tokens_S != 1)
+        decodes = int(longer[0]) if len(longer) else len(tokens_S)
+        first_S = np.cumsum(tokens_S) - tokens_S
+        integers = self.driver.upload(np.stack([slot_S, start_S - first_S, tokens_S]))
+        slot, shift, count = integers
+        segment_T = torch.repeat_interleave(self._range(len(tokens_S)), count, output_size=total)
+        slot_T = slot[segment_T]
+        position_T = self._range(total) + shift[segment_T]
+        sampled = self.driver.upload(
+            np.stack([(first_S + tokens_S - 1)[rows.sampled_B.numpy()], rows.slot_B.numpy(), rows.end_B.numpy()])
+        )
+        plan = self._plan(slot_S, start_S + tokens_S, tokens_S, decodes, slot, planner, decode)
+        batch = Batch(self.tokens[slot_T, position_T], position_T, self._kv_rows(slot_T, position_T), sampled[0], plan)
+        return batch, Sampled(sampled[1], sampled[2])
+
+    def put_sampled(self, sampled: Sampled, ids_B: Tensor) -> None:
+        """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still
+        run over it."""
+        self.tokens[sampled.slot_B, sampled.end_B] = ids_B.clamp(min=0).to(torch.int32)
+
+    def _plan(
+        self,
+        slot_S: np.ndarray,
+        end_S: np.ndarray,
+        tokens_S: np.ndarray,
+        decodes: int,
+        slot: Tensor,
+        planner: Planner,
+        decode: DecodeKernel,
+    ) -> Plan:
+        width = -(-int(end_S[:decodes].max(initial=0)) // self.page_tokens)
+        table_BP = self.pages[:, :width][slot[:decodes]]
+        length_B = self.driver.upload(end_S[:decodes].astype(np.int32))
+        if decodes == len(slot_S):
+            return Plan(table_BP, length_B, decode)
+        context_S = end_S[decodes:]
+        total = int(context_S.sum())
+        integers = self.driver.upload(np.stack([slot_S[decodes:], np.cumsum(context_S) - context_S, context_S]))
+        segment_L = torch.repeat_interleave(self._range(len(context_S)), integers[2], output_size=total)
+        position_L = self._range(total) - integers[1][segment_L]
+        context_L = self._kv_rows(integers[0][segment_L], position_L).to(torch.int32)
+        prefill = planner.plan(tokens_S[decodes:].tolist(), context_S.tolist())
+        return Plan(table_BP, length_B, decode, prefill, context_L)
+
+    def _kv_rows(self, slot_T: Tensor, position_T: Tensor) -> Tensor:
+        size = self.page_tokens
+        return self.pages[slot_T, position_T // size].long() * size + position_T % size
+
+    def _range(self, size: int) -> Tensor:
+        return torch.arange(size, device=self.driver.device)
+
+    def _placed(self, slot: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        used = self._pages_used[slot]
+        self._pages_used[slot] = used + len(pages)
+        return [(slot, used + i, page) for i, page in enumerate(pages)]
