@@ -1,0 +1,39 @@
+"""Servers for the tests: real processes, reached over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_process import Running
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server for every test that leaves it as it was."""
+    running = Running(tmp_path_factory.mktemp("server") / "log")
+    try:
+        yield running.wait_ready()
+        assert running.metric("counterpoint_requests_running") == 0
+        assert running.stop() == 0
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts servers which the test may harm."""
+    started: list[Running] = []
+
+    def start(**settings: Any) -> Running:
+        started.append(Running(tmp_path / f"log{len(started)}", **settings))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait()

@@ -1,0 +1,448 @@
+"""The OpenAI API as a client meets it: the openai package and raw requests, over a socket, against a real server process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from typing import Any
+
+import openai
+import pytest
+from serve_process import Running, poll
+
+HELLO = [{"role": "user", "content": "hello there"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODEL = "echo"
+
+
+def chat(server: Running, said: str = "hello there", **options: Any):
+    return server.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": said}], **options)
+
+
+def complete(server: Running, prompt: Any = "hello", **options: Any):
+    return server.client.completions.create(model=MODEL, prompt=prompt, **options)
+
+
+def streamed(server: Running, said: str, **options: Any) -> tuple[str, list[Any]]:
+    chunks = list(chat(server, said, stream=True, **options))
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
+
+
+def refused(response, status: int = 400) -> dict[str, Any]:
+    """The error of a refused request, which has OpenAI's envelope and says something."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert len(response.content) < 3000
+    return error
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_a_whole_chat(server: Running):
+    answer = chat(server)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == MODEL
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == "hello there"
+    assert choice.finish_reason == "stop" and choice.logprobs is None
+    assert answer.usage.completion_tokens == len("hello there") + 1, "the token that ended it was sampled too"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_streamed_chat(server: Running):
+    text, chunks = streamed(server, "hello there", stream_options={"include_usage": True})
+    assert text == "hello there"
+    assert chunks[0].choices[0].delta.role == "assistant" and not chunks[0].choices[0].delta.content
+    assert all(c.choices[0].delta.role is None for c in chunks[1:-1])
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-2].choices[0].finish_reason == "stop" and not chunks[-2].choices[0].delta.content
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len("hello there") + 1
+    assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks[:-1])
+
+
+def test_a_stream_ends_with_done_and_has_no_usage_unasked(server: Running):
+    events = server.events({"prompt": "abc", "max_tokens": 3})
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    assert not any(event.get("usage") for event in events[:-1])
+
+
+def test_usage_in_every_chunk(server: Running):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.events({"prompt": "é漢", "max_tokens": 5, "stream_options": options})[:-1]
+    counts = [e["usage"]["completion_tokens"] for e in events if e["choices"]]
+    assert counts == sorted(counts) and set(counts) == {1, 2, 3, 4, 5}, "a chunk for each token, even inside a character"
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_one_token_is_one_content_chunk(server: Running):
+    events = server.events({"prompt": "x" * 1000, "max_tokens": 1, "stream_options": {"include_usage": True}})[:-1]
+    assert [c["text"] for e in events for c in e["choices"]] == ["x", ""]
+    assert events[-1]["usage"]["completion_tokens"] == 1 and events[-1]["usage"]["prompt_tokens"] == 1000
+
+
+@pytest.mark.parametrize("said", ["héllo 漢字 😀", "�� real replacement", "👩‍👩‍👧‍👦"])
+def test_streams_keep_characters_whole(server: Running, said: str):
+    text, chunks = streamed(server, said)
+    assert text == said == chat(server, said).choices[0].message.content
+    if "�" not in said:
+        assert not any("�" in (c.choices[0].delta.content or "") for c in chunks)
+
+
+def test_length_ends_an_answer(server: Running):
+    answer = chat(server, max_tokens=4)
+    assert answer.choices[0].message.content == "hell" and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 4
+    assert chat(server, max_completion_tokens=2).choices[0].message.content == "he"
+
+
+def test_completions_have_sixteen_tokens_unless_told(server: Running):
+    assert complete(server, "x" * 30).choices[0].text == "x" * 16
+    for body in ({"prompt": "x" * 30, "max_tokens": None}, {"prompt": "x" * 30, "max_tokens": None, "stream": True}):
+        assert server.post(COMPLETIONS, body).status_code == 200
+
+
+def test_every_shape_of_prompt(server: Running):
+    assert complete(server, [104, 105], max_tokens=2).choices[0].text == "hi"
+    both = complete(server, ["ab", "cd"], max_tokens=2)
+    assert [(c.index, c.text) for c in both.choices] == [(0, "ab"), (1, "cd")]
+    both = complete(server, [[104, 105], [106]], max_tokens=2, n=2)
+    assert [(c.index, c.text[:1]) for c in both.choices] == [(0, "h"), (1, "h"), (2, "j"), (3, "j")]
+    assert both.usage.prompt_tokens == 3, "a prompt counts once, however many answers it has"
+    assert both.usage.completion_tokens == sum(len(c.text) + (c.finish_reason == "stop") for c in both.choices)
+
+
+def test_echo(server: Running):
+    assert complete(server, "hello", echo=True, max_tokens=2).choices[0].text == "hellohe"
+    assert complete(server, [104, 105], echo=True, max_tokens=0).choices[0].text == "hi"
+    events = server.events({"prompt": "hello", "echo": True, "max_tokens": 2})[:-1]
+    assert "".join(c["text"] for e in events for c in e["choices"]) == "hellohe"
+
+
+def test_no_tokens_asked_for(server: Running):
+    answer = complete(server, "hello", max_tokens=0)
+    assert answer.choices[0].text == "" and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "left", "by"),
+    [("lo th", "hel", "lo th"), (["zzz", "lo th"], "hel", "lo th"), (["hello there", "lo th", "ello t"], "h", "ello t")],
+)
+def test_stop_strings(server: Running, stop, left: str, by: str):
+    whole = chat(server, stop=stop)
+    text, chunks = streamed(server, "hello there", stop=stop)
+    assert whole.choices[0].message.content == text == left
+    assert whole.choices[0].finish_reason == "stop" and chunks[-1].choices[0].finish_reason == "stop"
+    assert whole.choices[0].model_extra["stop_reason"] == by
+
+
+def test_a_stop_that_never_comes_is_let_out(server: Running):
+    text, _ = streamed(server, "alpha beta", stop=["beta gamma"])
+    assert text == "alpha beta"
+
+
+def test_stop_token_ids_and_ignore_eos(server: Running):
+    answer = chat(server, extra_body={"stop_token_ids": [ord("o")]})
+    assert answer.choices[0].message.content == "hell" and answer.choices[0].model_extra["stop_reason"] == ord("o")
+    answer = complete(server, "ab", max_tokens=7, extra_body={"ignore_eos": True})
+    assert answer.choices[0].text == "ab.ab.a" and answer.choices[0].finish_reason == "length"
+
+
+def test_a_stopped_request_leaves_the_engine(server: Running):
+    before = server.metric("counterpoint_requests_finished_total", finished_reason="stop")
+    chat(server, "stop HERE and not at the end" * 20, stop="HERE")
+    poll(lambda: server.metric("counterpoint_requests_running") == 0)
+    poll(lambda: server.metric("counterpoint_requests_finished_total", finished_reason="stop") == before + 1)
+
+
+def test_n_choices(server: Running):
+    answer = chat(server, "random", n=4, temperature=1.0, max_tokens=8)
+    texts = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(texts)) == 4
+    assert answer.usage.completion_tokens == 32
+
+    chunks = list(chat(server, "random", n=3, temperature=1.0, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    assert sorted(c.choices[0].index for c in chunks[:-1] if c.choices[0].finish_reason) == [0, 1, 2]
+    assert chunks[-1].usage.completion_tokens == 24 and chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_seeds(server: Running):
+    def said(**options: Any) -> str:
+        return chat(server, "random", temperature=1.0, max_tokens=12, **options).choices[0].message.content
+
+    assert said(seed=7) == said(seed=7) != said(seed=8)
+    assert said(seed=-3) == said(seed=-3)
+    assert said() != said(), "without a seed, answers differ"
+    several = chat(server, "random", temperature=1.0, max_tokens=12, seed=7, n=3).choices
+    assert several[0].message.content == said(seed=7)
+    assert len({choice.message.content for choice in several}) == 3
+
+
+def test_logit_bias(server: Running):
+    assert complete(server, "aaa", max_tokens=2, logit_bias={str(ord("a")): -100}).choices[0].text == "bb"
+    assert complete(server, "aaa", max_tokens=2, logit_bias={str(ord("z")): 100}).choices[0].text == "zz"
+    assert complete(server, "aaa", max_tokens=2, logit_bias={}).choices[0].text == "aa"
+
+
+def test_the_prefix_cache_is_told(server: Running):
+    said = "a prefix that is longer than one page of the cache " * 3
+    assert chat(server, said).usage.prompt_tokens_details.cached_tokens == 0
+    assert chat(server, said).usage.prompt_tokens_details.cached_tokens > 100
+    assert chat(server, said, extra_body={"cache_salt": "mine"}).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_continue_the_final_message(server: Running):
+    messages = [*HELLO, {"role": "assistant", "content": "and so"}]
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 3}
+    plain = server.post(CHAT, {"messages": messages, "max_tokens": 3}).json()
+    continued = server.post(CHAT, body).json()
+    assert continued["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
+
+
+def test_content_parts_and_roles(server: Running):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
+    answer = server.client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "one\ntwo"
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def test_chat_logprobs(server: Running):
+    answer = chat(server, "né 漢", logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in content).decode() == "né 漢"
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+    assert all(entry.top_logprobs[0].bytes == entry.bytes and entry.logprob < 0 for entry in content)
+    assert chat(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+    chunks = list(chat(server, "né 漢", logprobs=True, top_logprobs=3, stream=True))
+    entries = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
+    assert [entry.bytes for entry in entries] == [entry.bytes for entry in content]
+
+
+def test_completion_logprobs(server: Running):
+    answer = complete(server, "né!", max_tokens=4, logprobs=5)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["n", r"bytes:\xc3", r"bytes:\xa9", "!"]
+    assert logprobs.text_offset == [0, 1, 1, 2]
+    assert all(len(top) == 5 for top in logprobs.top_logprobs)
+
+
+def test_echoed_logprobs(server: Running):
+    """What lm-eval asks for: the log-probabilities of a prompt of token ids, and no tokens."""
+    answer = complete(server, list(b"hello"), max_tokens=0, echo=True, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text == "hello"
+    assert logprobs.token_logprobs[0] is None and logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert len(logprobs.token_logprobs) == 5
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("top_p", 1.5),
+        ("top_p", True),
+        ("min_p", -1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("n", 0),
+        ("n", 129),
+        ("n", 10**30),
+        ("max_tokens", -1),
+        ("max_tokens", 2**40),
+        ("max_tokens", "10"),
+        ("min_tokens", 100_000),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", 5),
+        ("stop", ["x"] * 65),
+        ("stop", "x" * 2000),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [10**6]),
+        ("logit_bias", {"AI": -100}),
+        ("logit_bias", {"999999999": 5}),
+        ("logit_bias", {"-1": 5}),
+        ("logit_bias", {"0": 1e9}),
+        ("logit_bias", {"1" * 5000: 1}),
+        ("logit_bias", []),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("priority", 2**31),
+        ("cache_salt", "x" * 1000),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "not-a-type"}}}),
+        ("regex", "a+"),
+    ],
+)
+def test_wrong_fields_are_named(server: Running, field: str, value: Any):
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hi"})):
+        error = refused(server.post(path, {"model": MODEL, **body, field: value}))
+        assert field in error["message"] or error["param"] == field
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_are_finite(server: Running, field: str, number: str):
+    assert refused(server.post(COMPLETIONS, f'{{"prompt": "hi", "{field}": {number}}}'.encode()))["param"] == field
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [[], [1]], [260], [2**40], [-1], [1.5], [[1], "a"], {"a": 1}, None, 7, [None]]
+)
+def test_wrong_prompts(server: Running, prompt: Any):
+    refused(server.post(COMPLETIONS, {"prompt": prompt}))
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        {},
+        "hi",
+        [{}],
+        [{"role": "wizard", "content": "hi"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+    ],
+)
+def test_wrong_messages(server: Running, messages: Any):
+    assert refused(server.post(CHAT, {"messages": messages}))["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b'{"prompt": "\\ud83d"}',
+        b'{"prompt": "hi", "user": "\\udc00"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "hi", "n": ' + b"9" * 10_000 + b"}",
+    ],
+)
+def test_bodies_that_are_not_json(server: Running, body: bytes):
+    refused(server.post(COMPLETIONS, body))
+
+
+def test_a_body_is_not_sent_back(server: Running):
+    response = server.post(CHAT, {"messages": [{"role": "user", "content": i} for i in range(1000)]})
+    assert "messages[0].content" in refused(response)["message"]
+    secret = "swordfish" * 10
+    assert "swordfish" not in server.post(COMPLETIONS, {"prompt": "hi", "temperature": secret}).text
+
+
+def test_fields_that_are_not_there_yet(server: Running):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert refused(server.post(CHAT, {"messages": HELLO, "tools": tools}))["param"] == "tools"
+    harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "user": "me"}
+    assert server.post(CHAT, {"messages": HELLO, "some_field_of_tomorrow": {"a": 1}, **harmless}).status_code == 200
+
+
+def test_another_model(server: Running):
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hi"})):
+        error = refused(server.post(path, {"model": "gpt-9", **body}), 404)
+        assert error["code"] == "model_not_found" and "gpt-9" in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("gpt-9")
+
+
+def test_the_context_is_told_with_both_numbers(server: Running):
+    error = refused(server.post(COMPLETIONS, {"prompt": [65] * 5000}))
+    assert "4096" in error["message"] and "5000" in error["message"] and error["code"] == "context_length_exceeded"
+    error = refused(server.post(COMPLETIONS, {"prompt": [65] * 4000, "max_tokens": 500}))
+    assert all(number in error["message"] for number in ("4096", "4500", "4000", "500"))
+    error = refused(server.post(CHAT, {"messages": [{"role": "user", "content": "x" * 2_000_000}]}))
+    assert "4096" in error["message"] and error["code"] == "context_length_exceeded"
+    assert complete(server, [65] * 4095).choices[0].text == "A", "the last token that fits is there"
+
+
+def test_the_body_must_be_json_by_its_own_word(server: Running):
+    refused(server.post(COMPLETIONS, b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"}), 415)
+    assert server.post(COMPLETIONS, {"prompt": "hi"}, headers={"content-type": "application/json; charset=utf-8"}).is_success
+
+
+def test_paths_and_methods(server: Running):
+    refused(server.get("/v1/nothing"), 404)
+    refused(server.get(CHAT), 405)
+    assert server.get("/version").json().keys() == {"version"}
+    models = server.client.models.list()
+    assert [m.id for m in models] == [MODEL] and models.data[0].model_extra["max_model_len"] == 4096
+    assert server.client.models.retrieve(MODEL).id == MODEL
+
+
+def test_request_ids(server: Running):
+    assert server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    given = server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "a b"}).headers["x-request-id"]
+    assert given and given != "a b"
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        same = [
+            pool.submit(server.post, COMPLETIONS, {"prompt": f"prompt {i}"}, headers={"x-request-id": "one"}) for i in range(16)
+        ]
+    answers = [future.result().json() for future in same]
+    assert [a["choices"][0]["text"] for a in answers] == [f"prompt {i}" for i in range(16)]
+    assert len({a["id"] for a in answers}) == 16
+
+
+def test_the_openapi_document_says_what_bodies_are(server: Running):
+    document = server.get("/openapi.json").json()
+    for path, name in ((CHAT, "ChatRequest"), (COMPLETIONS, "CompletionRequest")):
+        post = document["paths"][path]["post"]
+        assert post["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert "text/event-stream" in post["responses"]["200"]["content"]
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert references <= document["components"]["schemas"].keys()
+
+
+# ---------------------------------------------------------------- failures of one request
+
+
+def test_a_failed_step_fails_its_request_alone(server: Running):
+    assert "as asked" in refused(server.post(COMPLETIONS, {"prompt": "FAIL THE STEP"}), 500)["message"]
+    events = server.events({"prompt": "GIVE NAN"})
+    assert "error" in events[-1] and "[DONE]" not in events
+    assert not any(c["finish_reason"] for e in events for c in e.get("choices", []))
+    assert chat(server).choices[0].message.content == "hello there"
+
+
+def test_many_streams_at_once(server: Running):
+    def one(i: int) -> bool:
+        said = f"stream number {i} says this and no more"
+        return streamed(server, said)[0] == said
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(one, range(100)))
+
+
+def test_metrics(server: Running):
+    before = server.metric("counterpoint_generated_tokens_total")
+    finished = server.metric("counterpoint_time_to_first_token_seconds_count")
+    complete(server, "abcdef", max_tokens=6)
+    poll(lambda: server.metric("counterpoint_time_to_first_token_seconds_count") == finished + 1)
+    poll(lambda: server.metric("counterpoint_generated_tokens_total") == before + 6)
+    pages = {state: server.metric(f"counterpoint_kv_pages_{state}") for state in ("total", "free", "cached")}
+    assert pages["free"] + pages["cached"] == pages["total"] == 1024
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_count", "kv_cache_usage_perc", "num_requests_running"):
+        ours = {"generation_tokens_total": "generated_tokens_total", "kv_cache_usage_perc": "kv_usage_ratio"}.get(name, name)
+        ours = ours.removeprefix("num_")
+        assert server.metric(f"vllm:{name}") == server.metric(f"counterpoint_{ours}"), name
+    assert server.metric("counterpoint_split_seconds_total") > 0
