@@ -115,12 +115,14 @@ class CpuExecutor:
         return [worker.realised for worker in self._workers.values()]
 
     def close(self) -> None:
+        """Ends the threads and gives the pool's memory back, also if someone still holds this object."""
         for worker in self._workers.values():
             worker.jobs.put(None)
         for worker in self._workers.values():
             worker.thread.join()
         self._workers.clear()
         self._passes.clear()
+        self.kv.k = self.kv.v = ()
 
     # ------------------------------------------------------------ the submitting thread
 

@@ -285,13 +285,14 @@ def test_logits_that_are_not_finite_fail_their_row_alone(decoder: Decoder):
     rig.executor.close()
 
 
-def test_close_leaves_no_thread(decoder: Decoder):
+def test_close_leaves_no_thread_and_no_memory(decoder: Decoder):
     before = set(threading.enumerate())
     rig = make_rig(decoder, CORES[:1])
     generate(rig, 0, PROMPT, 2)
     assert set(threading.enumerate()) - before
     rig.executor.close()
     assert set(threading.enumerate()) == before
+    assert not rig.executor.kv.k and not rig.executor.kv.v
 
 
 def test_one_lane_of_both_roles(decoder: Decoder, rig: Rig):
