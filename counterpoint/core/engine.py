@@ -176,7 +176,7 @@ class Engine:
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
         sampled = 0
-        for segment, request in zip(whole.segments, whole.requests, strict=True):
+        for index, (segment, request) in enumerate(zip(whole.segments, whole.requests, strict=True)):
             request.passes -= 1
             row = sampled
             sampled += segment.sample
@@ -186,10 +186,19 @@ class Engine:
                 continue
             request.computed = segment.start + segment.tokens
             self._publish(request)
+            if done.prompt_logprobs:
+                self._tell_prompt(request, segment, done.prompt_logprobs[index])
             if segment.sample:
                 self._token(request, now, done.tokens[row], done.logprobs[row] if done.logprobs else None)
             if request.yielding and not request.passes and request.phase is not Phase.DONE:
                 self._preempt(request)
+
+    def _tell_prompt(self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...] | None) -> None:
+        """Pass on the log-probabilities of the prompt tokens behind `segment.start`, those told before a preemption left out."""
+        fresh = (logprobs or ())[request.prompt_told - segment.start :]
+        if fresh:
+            request.prompt_told += len(fresh)
+            self._outputs.append(Delta(request.id, prompt_logprobs=fresh))
 
     def _token(self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None) -> None:
         if token < 0:
@@ -295,6 +304,8 @@ class Engine:
         if limits.prefix_cache:
             self._name_pages(request, len(tokens) // size)
             usable = request.names[: (len(tokens) - 1) // size]  # at least one token is computed
+            if request.arrive.sampling.prompt_logprobs is not None:
+                usable = usable[: request.prompt_told // size]  # what is to be told of must be computed
             hits = self.pages.find(usable)
             if len(hits) < len(usable) and usable[len(hits)] in self._computing:
                 return None

@@ -40,6 +40,7 @@ class Request:
     names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
     published: int = 0  # pages offered to the prefix index
     cached_tokens: int = 0  # of the prompt, at first admission
+    prompt_told: int = 0  # prompt tokens whose log-probabilities the client has, from the second on
     admitted_s: float | None = None
     blocked_s: float | None = None  # since when it is first in line and does not fit
     preemptions: int = 0

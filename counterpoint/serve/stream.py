@@ -78,7 +78,7 @@ class Generation:
         try:
             async with contextlib.aclosing(self.pieces()) as stream:
                 async for choice, piece, more in stream:
-                    if choice not in opened:
+                    if choice not in opened and (piece.tokens or piece.finish):  # all is known of the prompt
                         opened.add(choice)
                         opening = reply.opening(choice, self.answers[choice])
                         if opening is not None:

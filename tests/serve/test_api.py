@@ -236,8 +236,21 @@ def test_echoed_logprobs(server: Running):
     answer = complete(server, list(b"hello"), max_tokens=0, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert "".join(logprobs.tokens) == answer.choices[0].text == "hello"
-    assert logprobs.token_logprobs[0] is None and logprobs.text_offset == [0, 1, 2, 3, 4]
-    assert len(logprobs.token_logprobs) == 5
+    assert logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert logprobs.token_logprobs == [None, -0.25, -0.25, -0.25, -0.25]
+    assert logprobs.top_logprobs == [None, *({letter: -0.25} for letter in "ello")]
+
+
+def test_echoed_logprobs_are_all_there_for_long_and_known_prompts(server: Running):
+    prompt = list(b"a prompt of several chunks " * 60)
+    complete(server, prompt, max_tokens=1)
+    for options in ({"max_tokens": 0}, {"max_tokens": 3}):
+        logprobs = complete(server, prompt, echo=True, logprobs=2, **options).choices[0].logprobs
+        assert logprobs.token_logprobs == [None] + [-0.25] * (len(prompt) - 1 + options["max_tokens"])
+        assert logprobs.text_offset == list(range(len(prompt) + options["max_tokens"]))
+    events = server.events({"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2})[:-1]
+    told = [value for e in events for c in e["choices"] if c["logprobs"] for value in c["logprobs"]["token_logprobs"]]
+    assert told == [None] + [-0.25] * (len(prompt) + 1)
 
 
 # ---------------------------------------------------------------- refusals
