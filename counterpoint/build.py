@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
+from counterpoint.device.choose import gpu_found
 from counterpoint.perf.roofline import Roofline
 from counterpoint.ports import Executor, Policy
 from counterpoint.spec import ModelSpec
@@ -97,9 +98,7 @@ def chosen_device(config: Config) -> str:
     wanted = config.device.device
     if wanted == "cpu":
         return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
+    if gpu_found():
         return "cuda"
     if wanted == "cuda":
         raise ConfigError("device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu")

@@ -93,7 +93,8 @@ class SchedulerConfig:
     itl_s: float | None = setting(None, "default target: longest gap between two tokens, seconds")
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens", "ttft_s", "ttft_per_token_s", "tpot_s", "itl_s"):
+        counts = ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens")
+        for name in (*counts, "ttft_s", "ttft_per_token_s", "tpot_s", "itl_s"):
             positive(name, getattr(self, name))
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if getattr(self, name) < 0:

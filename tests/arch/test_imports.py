@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "counterpoint"
 
 # From the street door down to the foundations. Rooms on one line never import each other.
 FLOORS = [
+    {"__main__"},
     {"cli"},
     {"plan", "simulate"},
     {"serve", "bench"},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.request import Phase
-from counterpoint.ports import Policy
+from counterpoint.ports import Estimator, Policy
 from counterpoint.types import Arrive, Close, Delta, Drop, Open, Record, Sampling, Step, StepDone
 
 VOCAB = 50
@@ -83,12 +83,12 @@ class Device:
     def busy(self) -> list[int]:
         return sorted(lane for lane, steps in self.queue.items() if steps)
 
-    def finish(self, lane: int, now: float, error: str = "") -> StepDone:
+    def finish(self, lane: int, now: float, error: str = "", took_s: float = 1.0) -> StepDone:
         step = self.queue[lane].pop(0)
         for segment in step.segments if error else ():
             self.rows[segment.slot].broken = True
         tokens = [] if error or step.last_layer < self.layers else [t for s in step.segments if (t := self._compute(s)) is not None]
-        return StepDone(step.id, lane, tuple(tokens), started_s=now - 1, ended_s=now, units=step.units, error=error)
+        return StepDone(step.id, lane, tuple(tokens), started_s=now - took_s, ended_s=now, units=step.units, error=error)
 
     def _compute(self, segment) -> int | None:
         row, end = self.rows[segment.slot], segment.start + segment.tokens
@@ -111,7 +111,9 @@ class Device:
 class Harness:
     """An engine on a Device, with every invariant checked after every event."""
 
-    def __init__(self, policy: Policy, **limits) -> None:
+    def __init__(self, policy: Policy, price: Estimator | None = None, **limits) -> None:
+        """`price`: how long steps take; None: a second each."""
+        self.price = price
         defaults = {
             "pages": 64,
             "page_tokens": 4,
@@ -140,8 +142,8 @@ class Harness:
         self.sent[id] = arrive
         self.event(arrive)
 
-    def event(self, event) -> None:
-        self.now += 1.0
+    def event(self, event, after_s: float = 1.0) -> None:
+        self.now += after_s
         self.engine.handle(self.now, event)
         commands = self.engine.pump(self.now)
         self.commands.append(commands)
@@ -164,7 +166,10 @@ class Harness:
     def step(self, choice: int = 0, error: str = "") -> bool:
         busy = self.device.busy()
         if busy:
-            self.event(self.device.finish(busy[choice % len(busy)], self.now + 1, error))
+            lane = busy[choice % len(busy)]
+            step = self.device.queue[lane][0]
+            took_s = self.price.seconds(step.work, step.units) if self.price else 1.0
+            self.event(self.device.finish(lane, self.now + took_s, error, took_s), took_s)
         return bool(busy)
 
     def drain(self, limit: int = 20000) -> None:

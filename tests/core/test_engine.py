@@ -13,12 +13,21 @@ from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import make_policy
 from counterpoint.types import Abort, Finish, Open, Slo, Step
 
-POLICIES = ["serial", "chunked", "multiplex"]
+POLICIES = ["serial", "chunked", "multiplex", "auto"]
+
+
+class Linear:
+    """A device whose steps take a tick per token and unit, and a little for the batch."""
+
+    def seconds(self, work, units, beside=None) -> float:
+        layers = (work.last_layer - work.first_layer) / work.layers
+        tokens = work.prefill_tokens + 0.01 * work.prefill_reused + 2 * work.decode_batch + 0.01 * work.decode_context
+        return layers * (1.0 + tokens / units) * (1.2 if beside else 1.0)
 
 
 def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **scheduler):
-    defaults = {"chunk_tokens": 16, "max_pass_tokens": 48}
-    return make_policy(SchedulerConfig(policy=name, **{**defaults, **scheduler}), units, layers, depth)
+    settings = SchedulerConfig(policy=name, **{"chunk_tokens": 16, "max_pass_tokens": 48, **scheduler})
+    return make_policy(settings, units, layers, depth, levels=tuple(range(1, units)), belief=Linear())
 
 
 def harness(name: str, depth: int = 1, layer_group: int | None = None, **limits) -> Harness:
@@ -277,8 +286,9 @@ def test_multiplex_refuses_a_split_that_leaves_a_lane_empty():
         policy("multiplex", units=4, split=4)
 
 
-def test_one_unit_cannot_be_split():
-    assert len(policy("multiplex", units=1).lanes) == 1
+@pytest.mark.parametrize("name", ["multiplex", "auto"])
+def test_one_unit_cannot_be_split(name):
+    assert len(policy(name, units=1).lanes) == 1
 
 
 def test_one_step_ahead_changes_no_token():

@@ -1,0 +1,56 @@
+"""A picture of the lanes over time.
+
+Owns: the drawing. Promises: one row per lane and policy, on one time axis; None, and nothing else, if matplotlib is not installed.
+Must not: compute a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from counterpoint.bench.timeline import Timeline
+
+COLOURS = {"prefill": "#d1495b", "decode": "#2e86ab", "mixed": "#8e6c8a"}
+
+
+def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
+    """Each policy's steps as bars, as wide as they took and as high as their share of the device."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(len(timelines), 1, figsize=(13, 1.5 * len(timelines) + 1), sharex=True, squeeze=False)
+    for axis, (policy, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
+        spans = timeline.spans
+        start_s = min((s.started_s for s in spans), default=0.0)
+        most = max((s.units for s in spans), default=1)
+        for span in spans:
+            # Prefill grows from the bottom, decode hangs from the top: as the lanes take their cores.
+            height = span.units / most
+            bottom = 1 - height if span.kind == "decode" else 0
+            axis.bar(
+                span.started_s - start_s,
+                height,
+                width=max(span.ended_s - span.started_s, 0.004),
+                bottom=bottom,
+                align="edge",
+                color=COLOURS[span.kind],
+                linewidth=0,
+            )
+        axis.set_ylim(0, 1)
+        axis.set_yticks([])
+        axis.set_ylabel(policy, rotation=0, ha="right", va="center")
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    axes[-1, 0].set_xlabel("seconds")
+    axes[0, 0].set_title("Who has the cores: height is the share of the device; white is idle", loc="left", fontsize=11)
+    figure.legend(handles=[Patch(color=c, label=k) for k, c in COLOURS.items()], loc="upper right", ncols=3, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
