@@ -75,7 +75,7 @@ def test_a_tighter_target_makes_shorter_steps():
     price = Priced(fixed=0.2, prefill=2.0, context=0.1, sharing=1.0)
 
     def longest_step(tpot_s: float) -> float:
-        h = auto(price, tpot_s=tpot_s)
+        h = auto(price, tpot_s=tpot_s, itl_s=tpot_s)
         run_both(h)
         steps = [c for commands in h.commands for c in commands if isinstance(c, Step) and c.work.decode_batch]
         return max(price.seconds(step.work, step.units) for step in steps)
