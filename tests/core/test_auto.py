@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from driver import Harness
 
@@ -43,7 +45,8 @@ def run_both(h: Harness) -> tuple[set[bool], set[int]]:
     for i in range(3):
         h.arrive(f"b{i}", [30 + i] * 40, max_tokens=2)
     mixed, units = set(), set()
-    while any(f"b{i}" not in h.got for i in range(3)) and h.step():
+    turn = itertools.count()
+    while any(f"b{i}" not in h.got for i in range(3)) and h.step(next(turn)):
         for steps in h.device.queue.values():
             for step in steps:
                 if step.work.decode_batch:
