@@ -74,16 +74,20 @@ def test_no_split_where_contention_eats_the_gain():
     assert True in mixed
 
 
-def test_a_tighter_target_makes_shorter_steps():
-    price = Priced(fixed=0.2, prefill=2.0, context=0.1, sharing=1.0)
+def test_a_tighter_target_is_met_at_the_price_of_gain():
+    def first_choice(itl_s: float):
+        h = auto(Priced(fixed=2.0, prefill=0.1, context=0.1, contention=1.2), tpot_s=itl_s, itl_s=itl_s)
+        h.arrive("a", range(8), max_tokens=60)
+        while not h.got.get("a"):
+            h.step()
+        h.arrive("b", range(100, 160), max_tokens=2)
+        while h.engine.policy.choice is None:
+            h.step()
+        return h.engine.policy.choice
 
-    def longest_step(tpot_s: float) -> float:
-        h = auto(price, tpot_s=tpot_s, itl_s=tpot_s)
-        run_both(h)
-        steps = [c for commands in h.commands for c in commands if isinstance(c, Step) and c.work.decode_batch]
-        return max(price.seconds(step.work, step.units) for step in steps)
-
-    assert longest_step(12.0) <= 12.0 < longest_step(1000.0)
+    loose, tight = first_choice(1000.0), first_choice(7.0)
+    assert tight.period_s <= 7.0 < loose.period_s
+    assert tight.gain < loose.gain
 
 
 def test_a_short_prompt_overtakes_a_long_one():
