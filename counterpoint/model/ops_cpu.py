@@ -1,19 +1,22 @@
 """Ops of a CPU.
 
 Owns: the choice of the fastest arithmetic that this CPU and torch build have. Promises: results equal the reference up to the
-rounding of the weights; with the C kernels, a row's result does not depend on what shares its pass.
+rounding of the weights; in float16 with the C kernels, what a row comes to does not depend, in any bit, on what shares its pass or
+on how its prompt was cut (FBGEMM sums every row in one order too). So the policies give the same tokens.
 Must not: set threads or affinity (the executor does).
 
-Matrix products, which are most of the time, come in three kinds. SmolLM2-135M on 2 cores of an AMD Zen 4 (avx512_bf16), sum of the
-products of one layer in microseconds at 1 / 8 / 32 / 512 rows:
+Matrix products, which are most of the time, come in three kinds. Those of one layer of SmolLM2-135M, with the weights of all 30
+in turn so that they come from memory, in microseconds on 2 cores of an AMD Zen 4 (avx512_bf16), by rows of the pass:
 
-    float32   MKL, weights in float32                                         248 /  701 / 1529 / 19080
-    float16   FBGEMM, weights packed as float16, maths in float32             131 /  335 / 1139 / 17700
-    bfloat16  oneDNN, weights packed as bfloat16, products of bfloat16        MEASURE
+    rows                                                        1       8      32     512
+    float32   MKL, weights in float32                        1113    1289    2168   19360
+    float16   FBGEMM, float16 weights, float32 maths          267     390    1223   17716
+    bfloat16  oneDNN, weights and inputs in bfloat16          437     418     806    8811
 
-float16 keeps 11 bits of a weight and all of the activations: its text is that of float32. bfloat16 keeps 8 bits of both and is
-twice as fast where the CPU multiplies bfloat16 (avx512_bf16, amx), and five times slower where it does not. So `auto` is
-bfloat16 for a checkpoint that is in bfloat16 on a CPU that multiplies it, else float16, else (no FBGEMM, as on ARM) float32.
+float16 keeps 11 bits of a weight and all of the inputs: its text is that of float32. bfloat16 keeps 8 bits of both; it is twice as
+fast at large passes where the CPU multiplies it (avx512_bf16, amx) and five times slower where it does not. So `auto` is bfloat16
+for a checkpoint that is in bfloat16 already, on a CPU that multiplies it; else float16; else (no FBGEMM, as on ARM) float32.
+With the C kernels, float16 and bfloat16 keep K and V as float16: half the memory, and half of what a decode step reads.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def median_s(run: Callable[[], torch.Tensor], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m counterpoint.model.speed", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m counterpoint.model.speed", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="smollm2", help="a folder, a GGUF file or a name")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")

@@ -72,7 +72,9 @@ def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
     return torch.stack(answers, 1).tolist()
 
 
-@pytest.mark.parametrize(("dtype", "cache"), [("float32", CACHE), ("auto", CACHE), ("auto", None)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("float32", CACHE), ("auto", CACHE), ("auto", None)], ids=["float32", "auto", "auto, torch"]
+)
 def test_the_same_greedy_tokens(oracle: Oracle, dtype: str, cache: Path | None):
     decoder = load(resolve("smollm2", CACHE), dtype, cache=cache)
     assert greedy(decoder, oracle.prompts) == oracle.answers
