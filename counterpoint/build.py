@@ -125,7 +125,7 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     context = config.model.max_context_tokens or spec.max_context_tokens
     pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes())
     limits = make_limits(config, spec, pages, len(cores))
-    policy, notes = cpu_policy(config, spec, len(cores))
+    policy, notes = cpu_policy(config, spec, len(cores), str(decoder.kv_dtype).removeprefix("torch."))
     kv = KVPool(spec, pages, size, decoder.kv_dtype)
     tables = Tables(limits.max_running, limits.max_context_tokens, size, spec.vocab, spec.eos_token_ids)
     executor = CpuExecutor(decoder, kv, tables, policy.lanes, cores, inbox)
@@ -138,10 +138,10 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     return System(Engine(limits, policy), executor, spec, source, limits, lanes, (*notes, *([warning] if warning else [])))
 
 
-def cpu_policy(config: Config, spec: ModelSpec, cores: int) -> tuple[Policy, list[str]]:
+def cpu_policy(config: Config, spec: ModelSpec, cores: int, kv_dtype: str) -> tuple[Policy, list[str]]:
     """The policy for `cores` cores, and what the user should know of it."""
     notes = []
     if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):
         notes.append(f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead")
-    belief = Roofline(spec, cpu_device(cores), "float16", "float32")
+    belief = Roofline(spec, cpu_device(cores), "float16", kv_dtype)
     return make_policy(config.scheduler, cores, spec.layers, levels=tuple(range(1, cores)), belief=belief, chunk=128), notes

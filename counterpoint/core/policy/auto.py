@@ -1,9 +1,9 @@
 """Auto: at each edge, price every way to run what there is, and take the best.
 
-With one phase empty, the other has the whole device. With both, the options are chunks fused into the decode steps and splits of the
-device (options.py); the one taken meets the time between tokens, then the time to first token, then does most work per second
-(multiplexing gain). So a split is in force only when it is predicted to pay: what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26)
-do by rule, done by price.
+With one phase empty, the other has the whole device. With both, the options are chunks fused into the decode steps and splits of
+the device (options.py); the one taken meets the time between tokens, then the time to first token, then has most of two things
+together: work done per second (multiplexing gain) and prefill speed. So a split is in force only when it is predicted to pay:
+what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, done by price.
 
     order      prompts by least slack; those that are late already go behind, but no one waits more than PATIENCE targets
     admission  held back while the running decodes could not bear one more
@@ -31,6 +31,7 @@ from counterpoint.types import Lane, Role, Step, StepDone, Work
 
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.92  # share of the target that is aimed at
+HASTE = 1.0  # what the fastest prefill is worth, in gain
 PATIENCE = 8.0  # in targets: then a late prompt goes first
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 
@@ -131,8 +132,8 @@ class Auto:
         return min(self.units - kept, state.free_units(lane))
 
     def _group(self, work: Work, units: int, state: State) -> int:
-        """Layers that take about as long as one decode step, N = ceil(T_decode * L / T_prefill) (MuxWise); while nothing decodes, as
-        long as a short prompt may have to wait."""
+        """Layers that take about as long as one decode step, N = ceil(T_decode * L / T_prefill) (MuxWise); while nothing decodes,
+        as long as a short prompt may have to wait."""
         whole_s = self.belief.seconds(_all_layers(work), units)
         if state.has_decode and self.choice is not None:
             turn_s = self.choice.period_s
@@ -153,12 +154,14 @@ class Auto:
         allowed_s = MARGIN * self._allowed(decodes, now)
         need = self._needed_rate(state, now)
         before = self.choice
+        fastest = max(option.rate for option in found)
 
         def cost(option: Option) -> tuple[float, float]:
             late = max(0.0, option.period_s / allowed_s - 1) * self.scheduler.tbt_weight
             slow = min(1.0, max(0.0, need / option.rate - 1)) * self.scheduler.ttft_weight
             stays = before is not None and option.chunk == before.chunk and option.units == before.units
-            return (round(late + slow, 2), -option.gain * (STICK if stays else 1.0))
+            stick = STICK if stays else 1.0
+            return (round(late + slow, 2), -(option.gain + HASTE * option.rate / fastest) * stick)
 
         return min(found, key=cost)
 
@@ -185,12 +188,13 @@ class Auto:
 
     def _pauses(self, decodes: list[Request], state: State, now: float) -> bool:
         """Whether decode lets the next layer group run alone: a first token is about to be late, and no next token would be."""
-        work = state.lanes[1].open.work if state.lanes[1].open else None
-        if work is None or self.choice is None:
+        whole = state.lanes[1].open
+        if whole is None or self.choice is None:
             return False
-        due = min((self._due(r) for r in state.lanes[1].open.requests), default=math.inf)  # type: ignore[union-attr]
-        left_s = self._alone_s(work) * (1 - state.lanes[1].open.cursor / self.layers)  # type: ignore[union-attr]
-        beside_s = left_s * self.choice.gain / max(1e-9, self.choice.rate) * work.prefill_tokens / max(1e-9, self._alone_s(work))
+        due = min(self._due(r) for r in whole.requests)
+        left = 1 - whole.cursor / self.layers
+        left_s = left * self._alone_s(whole.work)
+        beside_s = left * whole.work.prefill_tokens / self.choice.rate
         if not (now + left_s < due < now + beside_s):
             return False
         return self._allowed(decodes, now) > left_s + 2 * self.choice.period_s

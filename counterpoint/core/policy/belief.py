@@ -4,9 +4,9 @@ Owns: the corrections. Promises: a prediction costs one call of the estimator an
 bounded, so one odd step changes little.
 Must not: be the physics of anything (the simulator has its own).
 
-Two corrections per cell (kind of step, units, alone or beside another): the mean ratio of actual to predicted time, and for decode a
-*guard* on top of it, which follows a high quantile of that ratio (the contention guard of MuxWise, ASPLOS'26): it rises fast
-when a step took longer than guarded, and decays slowly.
+Two corrections per cell (kind of step, units, alone or beside another): the mean ratio of actual to predicted time, and a *guard*
+on top of it, which follows a high quantile of that ratio (the contention guard of MuxWise, ASPLOS'26): it rises fast when a
+step took longer than guarded, and decays slowly.
 """
 
 from __future__ import annotations

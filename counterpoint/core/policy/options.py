@@ -41,8 +41,8 @@ class Backlog(NamedTuple):
         return Work(self.tokens, self.squares, self.products, self.prompts, samples=self.prompts, last_layer=layers, layers=layers)
 
     def piece(self, chunk: int, batch: int, context: int, layers: int) -> Work:
-        """A chunk out of the middle of the backlog, with the decodes in the same pass. Positions before it in the same prompts count
-        as reused: on average half of each prompt."""
+        """A chunk out of the middle of the backlog, with the decodes in the same pass. Positions before it in the same prompts
+        count as reused: on average half of each prompt."""
         chunk = min(chunk, self.tokens)
         inside = max(0.0, (self.squares / self.tokens - chunk) / 2)  # tokens of its own prompt before the chunk
         before = self.products / self.tokens + inside
