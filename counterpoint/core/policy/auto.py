@@ -32,6 +32,7 @@ from counterpoint.types import Lane, Role, Step, StepDone, Work
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.92  # share of the target that is aimed at
 HASTE = 1.0  # what the fastest prefill is worth, in gain
+LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
 PATIENCE = 8.0  # in targets: then a late prompt goes first
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 
@@ -230,11 +231,13 @@ class Auto:
     def _targets_default(self) -> Targets:
         scheduler = self.scheduler
         tpot_s = scheduler.tpot_s or max(0.025, 3 * self._step_s())
-        return Targets(scheduler.ttft_s or 1.0, tpot_s, scheduler.itl_s or math.inf)
+        return Targets(scheduler.ttft_s or 1.0, tpot_s, scheduler.itl_s or LONGEST_GAP * tpot_s)
 
     def _targets(self, request: Request) -> Targets:
         default, slo = self._targets_default(), request.arrive.slo
-        return Targets(slo.ttft_s or default.ttft_s, slo.tpot_s or default.tpot_s, slo.itl_s or default.itl_s)
+        tpot_s = slo.tpot_s or default.tpot_s
+        itl_s = slo.itl_s or (LONGEST_GAP * tpot_s if slo.tpot_s else default.itl_s)
+        return Targets(slo.ttft_s or default.ttft_s, tpot_s, itl_s)
 
     def _due(self, request: Request) -> float:
         """When its first token is due."""
