@@ -69,17 +69,22 @@ class Decoder:
         to `kv` in each of these layers."""
         spec, ops = self.spec, self.ops
         angles = ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
+        layers = self.weights.layers
+        normed_TD = ops.rms_norm(x_TD, layers[first_layer].attention_norm_D, spec.norm_eps)
         for index in range(first_layer, last_layer):
-            layer = self.weights.layers[index]
+            layer = layers[index]
             k_pages, v_pages = kv.k[index], kv.v[index]
-            qkv_TE = ops.linear(ops.rms_norm(x_TD, layer.attention_norm_D, spec.norm_eps), layer.qkv)
+            qkv_TE = ops.linear(normed_TD, layer.qkv)
             q_THD = ops.rope_and_append(
                 qkv_TE, angles, layer.query_norm, layer.key_norm, spec.norm_eps, k_pages, v_pages, batch.kv_rows_T
             )
             attended_TD = ops.linear(ops.attention(q_THD, k_pages, v_pages, batch.attention), layer.output)
             x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, spec.norm_eps)
-            # The last add is never fused with the next layer's norm: a layer group may end here, and must not show in the result.
-            x_TD = ops.add(x_TD, ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down))
+            ffn_TD = ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down)
+            if index + 1 < last_layer:  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
+                x_TD, normed_TD = ops.add_rms_norm(x_TD, ffn_TD, layers[index + 1].attention_norm_D, spec.norm_eps)
+            else:
+                x_TD = ops.add(x_TD, ffn_TD)
         return x_TD
 
     def logits(self, x_TD: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ class Ops:
     pack_embedding    (weight [V, D]) -> table
     embed             (tokens [T], table) -> [T, D]
     rms_norm          (x [T, D], weight [D], eps) -> [T, D]
-    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm
+    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm: bit for bit `add`, then `rms_norm`
     add               (x, delta) -> x + delta
     silu_mul          (x [T, 2F]: gate, then up) -> silu(gate) * up [T, F]
     rope_angles       (positions [T], inverse frequencies [A/2], scale) -> angles, computed once for all layers of a call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -22,8 +23,9 @@ from counterpoint.device.cuda.driver import CudaDriver, Driver
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions
-from counterpoint.device.cuda.ops import cuda_ops
+from counterpoint.device.cuda.ops import cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.places import Place, Places, make_places
+from counterpoint.device.cuda.products import Products
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.device.wall import WallInbox
 from counterpoint.device.watch import Watch
@@ -34,7 +36,22 @@ from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.ports import Policy
 from counterpoint.spec import ModelSpec
-from counterpoint.types import Arrive, Command, Delta, Finish, Lane, Open, Output, Role, Sampling, Segment, Step, StepDone, Work
+from counterpoint.types import (
+    Abort,
+    Arrive,
+    Command,
+    Delta,
+    Finish,
+    Lane,
+    Open,
+    Output,
+    Role,
+    Sampling,
+    Segment,
+    Step,
+    StepDone,
+    Work,
+)
 
 HAS_GPU = torch.cuda.is_available()
 PAGE = 16
@@ -73,6 +90,12 @@ class InPlaceDriver:
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
+    def borrowed(self) -> list[Tensor]:
+        return []
+
+    def give_back(self, borrowed: list[Tensor]) -> None:
+        pass
+
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
         body()
         return body
@@ -86,6 +109,12 @@ def in_place_ops() -> Ops:
         return attention(q_THA, k_pages, v_pages, plan, gather)
 
     return dataclasses.replace(reference_ops(), name="in place", attention=attend)
+
+
+@functools.cache
+def made_once(levels: tuple[int, ...]) -> Partitions:
+    """The same contexts for all tests of a process: what was captured or allocated on their streams may outlive a test."""
+    return Partitions(levels)
 
 
 @dataclasses.dataclass
@@ -119,18 +148,25 @@ def make_parts(
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()
-        partitions = Partitions(LEVELS if split else ())
+        partitions = made_once(LEVELS if split else ())
         ops, planner = cuda_ops(spec, dtype, driver.device)
         planners = (planner, best_planner(spec, dtype, driver.device))
         units = partitions.total_sms
         full = (partitions.full.stream, partitions.full_urgent.stream)
-        places = make_places(full, units, partitions, lambda sms: best_decode(spec, dtype, driver.device, sms, rows)[1], planners)
-        close = partitions.close
+
+        def kernels(sms: int):
+            layer = layer_kernels(spec, dtype, driver.device, sms, chained=True)
+            products = Products(sms, layer, driver.device, chained=True)
+            kernel = best_decode(spec, dtype, driver.device, sms, rows, chained=True)[1]
+            return kernel, decode_ops(ops, layer, products)
+
+        places = make_places(full, units, partitions, kernels, planners)
+        close = torch.cuda.synchronize
     else:
         driver, ops, units = InPlaceDriver(), in_place_ops(), 8
         sizes = (2, 4, 8) if split else (8,)
         both = [
-            {n: Place(f"{name} {n}", (name, n), n, decode_by_torch, TorchPlanner()) for n in sizes}
+            {n: Place(f"{name} {n}", (name, n), n, decode_by_torch, TorchPlanner(), ops) for n in sizes}
             for name in ("decode", "prefill")
         ]
         places = Places(*both)
@@ -250,6 +286,7 @@ class Service:
         self.answers: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.errors: list[str] = []
+        self.abort_after: dict[str, int] = {}  # id -> tokens after which it is aborted
         self.expected = 0
         self.all_there = threading.Event()
         self.thread = threading.Thread(target=self._loop, daemon=True)
@@ -267,6 +304,8 @@ class Service:
         for output in outputs:
             if isinstance(output, Delta):
                 self.answers.setdefault(output.id, []).extend(output.tokens)
+                if output.id in self.abort_after and len(self.answers[output.id]) >= self.abort_after[output.id]:
+                    self.inbox.put(Abort(output.id))
                 if output.error:
                     self.errors.append(output.error)
                 if output.finish:

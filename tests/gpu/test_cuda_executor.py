@@ -234,7 +234,7 @@ def test_times_are_in_order():
 
 def test_a_place_is_never_larger_than_granted():
     def place(name: str, units: int) -> Place:
-        return Place(f"{name} {units}", None, units, decode_by_torch, None)  # pyright: ignore[reportArgumentType]
+        return Place(f"{name} {units}", None, units, decode_by_torch, None, None)  # pyright: ignore[reportArgumentType]
 
     places = Places({n: place("decode", n) for n in (16, 32, 132)}, {n: place("prefill", n) for n in (100, 116, 132)})
     assert [places.choose(Role.DECODE, n).units for n in (132, 131, 32, 20, 8)] == [132, 32, 32, 16, 16]
@@ -276,7 +276,7 @@ def truth() -> dict[str, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", policies(8))
+@pytest.mark.parametrize("name", policies(132 if HAS_GPU else 8))
 @pytest.mark.parametrize("pages", [256, 30], ids=["much memory", "little memory"])
 def test_answers_do_not_depend_on_the_policy(truth: dict[str, list[int]], name: str, pages: int):
     parts = make_parts(pages=pages)

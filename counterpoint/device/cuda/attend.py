@@ -186,8 +186,10 @@ def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> P
 # ---------------------------------------------------------------- decode
 
 
-def best_decode(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, max_rows: int) -> tuple[str, DecodeKernel]:
-    """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream."""
+def best_decode(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, max_rows: int, chained: bool = False
+) -> tuple[str, DecodeKernel]:
+    """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream. `chained` as in kernels/layer.py."""
     from counterpoint.device.cuda import fused
     from counterpoint.device.cuda.kernels.attention import DecodeAttention
     from counterpoint.device.cuda.kernels.library import KernelError
@@ -205,6 +207,7 @@ def best_decode(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units
             dtype=dtype,
             layout="NHD",
             device=device.index or 0,
+            chained=chained,
         )
     except (ValueError, KernelError) as error:
         log.warning("decode attention by Triton: %s", error)

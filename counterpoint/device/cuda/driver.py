@@ -1,7 +1,7 @@
 """Driver: everything the executor asks of CUDA itself.
 
-Owns: streams' order, events, graphs, and copies between host and device. Promises: nothing here waits for the device but `wait`;
-a pinned buffer is not used again before the copy that reads or writes it is over (torch's pinned allocator keeps count).
+Owns: streams' order, events, graphs, and copies between host and device. Promises: nothing here waits for the device but `wait`.
+Pinned memory is borrowed for each copy and must be given back when the copy is over: the executor does, with a step's event.
 Must not: know a model or a request.
 
 It is a seam, so that the executor can be tested without a GPU: a driver that runs everything at once, in place.
@@ -48,7 +48,15 @@ class Driver(Protocol):
         ...
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host, there when the current stream has come so far."""
+        """A copy of `tensor` on the host, in borrowed memory: there when the current stream has come so far."""
+        ...
+
+    def borrowed(self) -> list[Tensor]:
+        """The memory borrowed since the last call."""
+        ...
+
+    def give_back(self, borrowed: list[Tensor]) -> None:
+        """These copies are over, and read. From any thread."""
         ...
 
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
@@ -57,8 +65,13 @@ class Driver(Protocol):
 
 
 class CudaDriver:
+    """Pinned memory is kept, never freed: torch, when it frees some, records an event on the stream that used it, which would spoil
+    a capture that another thread is making there."""
+
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
+        self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
+        self._borrowed: list[Tensor] = []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -81,12 +94,28 @@ class CudaDriver:
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
         source = torch.from_numpy(array)
-        pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        pinned = self._borrow(source)
         pinned.copy_(source)
         return pinned.to(self.device, non_blocking=True) if to is None else to.copy_(pinned, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return self._borrow(tensor).copy_(tensor, non_blocking=True)
+
+    def borrowed(self) -> list[Tensor]:
+        borrowed, self._borrowed = self._borrowed, []
+        return borrowed
+
+    def give_back(self, borrowed: list[Tensor]) -> None:
+        for block in borrowed:
+            self._idle[block.shape[0]].append(block)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        """Pinned memory of the shape and dtype of `like`."""
+        size = 1 << max(8, (max(1, like.nbytes) - 1).bit_length())
+        idle = self._idle.setdefault(size, [])
+        block = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._borrowed.append(block)
+        return block[: like.nbytes].view(like.dtype).view(like.shape)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:
         """The graph's own memory is shared with the driver's other graphs of the same stream: they must not run at once, which

@@ -75,6 +75,7 @@ class Flight:
     logprobs: Download | None = None
     prompt_logprobs: list[Download] = field(default_factory=list)
     held: Any = None
+    borrowed: list[Tensor] = field(default_factory=list)
     over: Callable[[], None] | None = None
     error: str = ""
 
@@ -138,6 +139,7 @@ class CudaExecutor:
                 log.exception("step %d of lane %d failed", step.id, step.lane)
                 self._passes.pop(step.batch, None)
                 flight.error = f"{type(error).__name__}: {error}"
+            flight.borrowed = self.driver.borrowed()
             flight.ended = self.driver.mark(place.stream)
         lane.took_off(flight, place)
 
@@ -244,6 +246,7 @@ class LaneFlights:
             tokens, chosen, prompts = (), (), ()
         if flight.over is not None:
             flight.over()
+        self._driver.give_back(flight.borrowed)
         return StepDone(
             step.id,
             step.lane,

@@ -119,5 +119,6 @@ class DecodeGraphs:
         plan = Plan(tables.pages[slot_B], (start_B + 1).to(torch.int32), place.decode)
         every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
         batch = Batch(tables.tokens[slot_B, start_B], start_B, page_B.long() * size + start_B % size, every_B, plan)
-        x_BD = self.decoder.run_layers(self.decoder.embed(batch), batch, self.kv, 0, self.decoder.spec.layers)
-        return self.decoder.logits(x_BD, batch)
+        decoder = Decoder(self.decoder.spec, place.ops, self.decoder.weights)
+        x_BD = decoder.run_layers(decoder.embed(batch), batch, self.kv, 0, decoder.spec.layers)
+        return decoder.logits(x_BD, batch)

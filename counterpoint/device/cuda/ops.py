@@ -4,12 +4,15 @@ Owns: the choice of arithmetic between the attention kernels. Promises: results 
 no operation waits for the device, so that all can be captured in a graph; importable without a GPU.
 Must not: hold state between calls.
 
-Matrix products are cuBLAS's, through torch; what stands between them is in fused.py.
+Passes launched one operation after another take their matrix products from cuBLAS, through torch. Decode places have a record each
+(`decode_ops`), whose products were chosen by measurement on their SMs. What stands between the products is in kernels/layer.py, or
+for shapes and dtypes that it lacks in fused.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +20,13 @@ from torch import Tensor
 
 from counterpoint.config import ConfigError
 from counterpoint.device.cuda.attend import Plan, Planner, attention, best_planner, decode_by_torch
+from counterpoint.device.cuda.kernels.layer import LayerKernels
+from counterpoint.device.cuda.kernels.library import KernelError
+from counterpoint.device.cuda.products import Products
 from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,15 +37,18 @@ def cuda_dtype(dtype: str) -> torch.dtype:
 
 
 def cuda_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Ops, Planner]:
-    """The record for `spec`, and the planner of its prefill attention. Raises ConfigError if Triton is missing."""
+    """The record of passes launched one operation after another, and the planner of their prefill attention. Raises ConfigError if
+    Triton is missing."""
     try:
         from counterpoint.device.cuda import fused
     except ImportError as error:
         raise ConfigError(f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}") from None
     planner = best_planner(spec, dtype, device)
+    layer = layer_kernels(spec, dtype, device, units=0, chained=False)
+    gather = fused.gather_context if layer is None else layer.gather_context
 
     def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
-        return attention(q_THA, k_pages, v_pages, plan, fused.gather_context)
+        return attention(q_THA, k_pages, v_pages, plan, gather)
 
     def plan_attention(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> Plan:
         """For callers outside the executor: every segment is a prefill. Tensors are on the CPU."""
@@ -67,7 +78,33 @@ def cuda_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
         plan_attention=plan_attention,
         attention=attend,
     )
-    return record, planner
+    return with_layer_kernels(record, layer), planner
+
+
+def decode_ops(record: Ops, layer: LayerKernels | None, products: Products) -> Ops:
+    """The record of a decode place: `record` with the place's own kernels."""
+    return dataclasses.replace(with_layer_kernels(record, layer), linear=products.linear)
+
+
+def layer_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, chained: bool) -> LayerKernels | None:
+    """The kernels between matrix products for `units` SMs, where they have the shape and can be built; None: Triton's do it."""
+    try:
+        return LayerKernels(dtype, spec.hidden, spec.head_dim, units, device.index or 0, chained)
+    except (ValueError, KernelError) as error:
+        log.warning("operations between matrix products by Triton: %s", error)
+        return None
+
+
+def with_layer_kernels(record: Ops, layer: LayerKernels | None) -> Ops:
+    if layer is None:
+        return record
+    return dataclasses.replace(
+        record,
+        rms_norm=layer.rms_norm,
+        add_rms_norm=layer.add_rms_norm,
+        silu_mul=layer.silu_mul,
+        rope_and_append=layer.rope_and_append,
+    )
 
 
 def linear(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterpoint.device.cuda.attend import DecodeKernel, Planner
+from counterpoint.model.ops import Ops
 from counterpoint.types import Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """A stream on `units` SMs, with its own decode attention kernel (whose workspace no other stream may touch) and the prefill
-    planner of its role (whose workspace belongs to the role's lane)."""
+    planner of its role (whose workspace belongs to the role's lane). `ops`: the record of its captured decode steps."""
 
     name: str
     stream: Any
     units: int
     decode: DecodeKernel
     planner: Planner
+    ops: Ops
 
 
 class Places:
@@ -53,19 +55,19 @@ def make_places(
     full: tuple[Any, Any],
     total_units: int,
     partitions: Any,
-    make_decode: Callable[[int], DecodeKernel],
+    kernels: Callable[[int], tuple[DecodeKernel, Ops]],
     planners: tuple[Planner, Planner],
 ) -> Places:
     """`full`: streams over the whole device; `partitions`: a Partitions (green.py), or None where the device is not split;
-    `make_decode` makes a decode kernel for so many units. Pairs are (prefill, decode)."""
-    prefill = {total_units: Place("prefill", full[0], total_units, make_decode(total_units), planners[0])}
-    decode = {total_units: Place("decode", full[1], total_units, make_decode(total_units), planners[1])}
+    `kernels` makes the decode kernel and the record of decode steps for so many units. Pairs are (prefill, decode)."""
+    sides: tuple[dict[int, Place], dict[int, Place]] = ({}, {})
+    wanted = [(0, "prefill", full[0], total_units), (1, "decode", full[1], total_units)]
     if partitions is not None and partitions.isolated:
         for level in partitions.levels:
             pair = partitions.pair(level)
-            for name, part, places, planner in (
-                ("prefill", pair.prefill, prefill, planners[0]),
-                ("decode", pair.decode, decode, planners[1]),
-            ):
-                places[part.sms] = Place(f"{name} {part.sms}", part.stream, part.sms, make_decode(part.sms), planner)
-    return Places(decode, prefill)
+            wanted.append((0, f"prefill {pair.prefill.sms}", pair.prefill.stream, pair.prefill.sms))
+            wanted.append((1, f"decode {pair.decode.sms}", pair.decode.stream, pair.decode.sms))
+    for side, name, stream, units in wanted:
+        kernel, ops = kernels(units)
+        sides[side][units] = Place(name, stream, units, kernel, planners[side], ops)
+    return Places(decode=sides[1], prefill=sides[0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,18 +23,20 @@ from torch import Tensor
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.device.cuda import memory
-from counterpoint.device.cuda.attend import best_decode, best_planner
+from counterpoint.device.cuda.attend import DecodeKernel, Planner, best_decode, best_planner
 from counterpoint.device.cuda.driver import CudaDriver
 from counterpoint.device.cuda.executor import CudaExecutor, Reports
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions, granularity
-from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops
-from counterpoint.device.cuda.places import Places, make_places
+from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
+from counterpoint.device.cuda.places import Place, Places, make_places
+from counterpoint.device.cuda.products import Products, build_tiles
 from counterpoint.device.cuda.sampling import Tail
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.device.tables import pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool, page_bytes
+from counterpoint.model.ops import Ops
 from counterpoint.model.weights import build_decoder, load_decoder
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.source import Source, load_spec
@@ -90,16 +93,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print) -> Cud
     progress(f"{spec.name}: {memory.gib(weights)} of weights in {time.perf_counter() - began_s:.1f} s; {ops.name}")
 
     planners = (planner, best_planner(spec, dtype, device))
-    names: set[str] = set()
-
-    def make_decode(units: int):
-        name, kernel = best_decode(spec, dtype, device, units, buckets_for(config.scheduler.max_running)[-1])
-        names.add(name)
-        return kernel
-
-    full = (partitions.full.stream, partitions.full_urgent.stream)
-    places = make_places(full, partitions.total_sms, partitions if partitions.isolated else None, make_decode, planners)
-    progress(f"decode attention: {', '.join(sorted(names))}")
+    places = equip(config, decoder, partitions, planners, progress)
     driver = CudaDriver()
     budget = divide(config, decoder, places, driver, total)
     size, slots = config.device.page_tokens, config.scheduler.max_running
@@ -118,6 +112,48 @@ def open_cuda(config: Config, source: Source, progress: Progress = print) -> Cud
         decoder, kv, tables, graphs, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
+
+
+def equip(
+    config: Config, decoder: Decoder, partitions: Partitions, planners: tuple[Planner, Planner], progress: Progress
+) -> Places:
+    """The places, each with its kernels; those where decode steps run have measured which product is fastest."""
+    spec, dtype, device = decoder.spec, decoder.kv_dtype, torch.device("cuda", 0)
+    most_rows = buckets_for(config.scheduler.max_running)[-1]
+    all_products: dict[int, Products] = {}
+    names: set[str] = set()
+
+    def kernels(units: int) -> tuple[DecodeKernel, Ops]:
+        layer = layer_kernels(spec, dtype, device, units, chained=True)
+        name, kernel = best_decode(spec, dtype, device, units, most_rows, chained=True)
+        names.add(name)
+        if units not in all_products:
+            all_products[units] = Products(units, layer, device, chained=True)
+        return kernel, decode_ops(decoder.ops, layer, all_products[units])
+
+    full = (partitions.full.stream, partitions.full_urgent.stream)
+    places = make_places(full, partitions.total_sms, partitions, kernels, planners)
+    weights = weights_by_shape(decoder)
+    used = captured_places(config, places)
+    began_s = time.perf_counter()
+    build_tiles(set().union(*(all_products[place.units].heights(weights, most_rows) for place in used)), device)
+    for place in used:
+        all_products[place.units].measure(weights, place.stream, most_rows)
+    torch.cuda.synchronize(device)
+    counts = Counter(name for place in used for name in all_products[place.units].names.values())
+    chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    progress(f"decode attention: {', '.join(sorted(names))}; products: {chosen}, in {time.perf_counter() - began_s:.1f} s")
+    return places
+
+
+def weights_by_shape(decoder: Decoder) -> list[list[Tensor]]:
+    """The matrices of a decode step without biases, those of one kind together."""
+    kinds: list[list[Tensor]] = []
+    packed = [[getattr(layer, name) for layer in decoder.weights.layers[:8]] for name in ("qkv", "output", "gate_up", "down")]
+    for same in (*packed, [decoder.weights.head]):
+        if same[0][1] is None:
+            kinds.append([weight for weight, _ in same])
+    return kinds
 
 
 def refuse(config: Config) -> None:
@@ -168,7 +204,7 @@ def intervals(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
 
 
-def captured_places(config: Config, places: Places) -> list:
+def captured_places(config: Config, places: Places) -> list[Place]:
     """Where decode graphs are wanted from the first request on; elsewhere they are captured when first needed."""
     if config.scheduler.policy in ("serial", "chunked"):
         return places.of(Role.BOTH)[:1]

@@ -1,0 +1,352 @@
+// What stands between the matrix products of a decoder layer, and products of a few rows.
+//
+// Owns: norms, SwiGLU, RoPE with the write to the paged KV pool, the gather of a context, matrix times a few vectors.
+// Promises: elements are read and written once, 16 bytes at a time; arithmetic in float32, rounded once; `add_rms_norm` equals an add
+// and then `rms_norm` bit for bit. A launch may be chained: it then starts before the kernel ahead in the stream has ended and reads
+// nothing that one writes until it has (programmatic dependent launch).
+// Must not: allocate, synchronise.
+//
+// Elements are bfloat16 or float16. Sizes of rows are multiples of 8 elements.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace {
+
+struct Args {  // mirrored in layer.py; which fields a kernel reads is said at its head
+  const void *x, *weight, *weight2;
+  const float *cos, *sin;
+  void *y, *k, *v;
+  const void* rows;
+  int64_t page_stride, token_stride, head_stride;  // elements, of the K and V pools alike
+  int count, size, heads, kv_heads, head_dim, page_tokens, n, units;
+  float eps;
+  int is_bf16, chained;
+};
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ float2 two(uint32_t x);
+template <>
+__device__ __forceinline__ float2 two<__nv_bfloat16>(uint32_t x) {
+  return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+template <>
+__device__ __forceinline__ float2 two<__half>(uint32_t x) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float a, float b);
+template <>
+__device__ __forceinline__ uint32_t packed<__nv_bfloat16>(float a, float b) {
+  __nv_bfloat162 x = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<uint32_t*>(&x);
+}
+template <>
+__device__ __forceinline__ uint32_t packed<__half>(float a, float b) {
+  __half2 x = __floats2half2_rn(a, b);
+  return *reinterpret_cast<uint32_t*>(&x);
+}
+
+struct Eight {
+  float x[8];
+};
+template <typename T>
+__device__ __forceinline__ Eight unpack(uint4 v) {
+  float2 a = two<T>(v.x), b = two<T>(v.y), c = two<T>(v.z), d = two<T>(v.w);
+  return {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+}
+template <typename T>
+__device__ __forceinline__ uint4 pack(const Eight& f) {
+  return {packed<T>(f.x[0], f.x[1]), packed<T>(f.x[2], f.x[3]), packed<T>(f.x[4], f.x[5]), packed<T>(f.x[6], f.x[7])};
+}
+
+__device__ __forceinline__ float over_warp(float x) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ __forceinline__ float over_block(float x) {
+  __shared__ float sums[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  x = over_warp(x);
+  if (lane == 0) sums[warp] = x;
+  __syncthreads();
+  return over_warp(lane < blockDim.x / 32 ? sums[lane] : 0.0f);
+}
+
+// ---- norms. One block per row. x [count, size], weight [size]; y [count, size]. With ADD, y is delta on the way in, and x += delta.
+
+constexpr int NORM_THREADS = 512, NORM_VECTORS = 4;  // rows of up to 16384 elements
+
+template <typename T, bool ADD>
+__global__ void __launch_bounds__(NORM_THREADS) norm_kernel(const Args p) {
+  let_next_start();
+  const int vectors = p.size / 8;
+  uint4* const x = static_cast<uint4*>(const_cast<void*>(p.x)) + int64_t(blockIdx.x) * vectors;
+  uint4* const y = static_cast<uint4*>(p.y) + int64_t(blockIdx.x) * vectors;
+  const uint4* const weight = static_cast<const uint4*>(p.weight);
+  uint4 w[NORM_VECTORS];
+  Eight f[NORM_VECTORS];
+#pragma unroll
+  for (int i = 0; i < NORM_VECTORS; ++i) {
+    int at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) w[i] = weight[at];
+  }
+  wait_for_previous();
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < NORM_VECTORS; ++i) {
+    int at = threadIdx.x + i * blockDim.x;
+    if (at >= vectors) continue;
+    f[i] = unpack<T>(x[at]);
+    if (ADD) {
+      const Eight d = unpack<T>(y[at]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[i].x[j] += d.x[j];
+      const uint4 rounded = pack<T>(f[i]);
+      x[at] = rounded;
+      f[i] = unpack<T>(rounded);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += f[i].x[j] * f[i].x[j];
+  }
+  const float scale = 1.0f / sqrtf(over_block(sum) / p.size + p.eps);
+#pragma unroll
+  for (int i = 0; i < NORM_VECTORS; ++i) {
+    int at = threadIdx.x + i * blockDim.x;
+    if (at >= vectors) continue;
+    const Eight g = unpack<T>(w[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) f[i].x[j] = f[i].x[j] * scale * g.x[j];
+    y[at] = pack<T>(f[i]);
+  }
+}
+
+// ---- SwiGLU. x [count, 2 size]: gate, then up; y [count, size].
+
+template <typename T>
+__global__ void __launch_bounds__(256) silu_mul_kernel(const Args p) {
+  let_next_start();
+  const int vectors = p.size / 8, at = blockIdx.y * 256 + threadIdx.x;
+  if (at >= vectors) return;
+  const uint4* const x = static_cast<const uint4*>(p.x) + int64_t(blockIdx.x) * 2 * vectors;
+  wait_for_previous();
+  Eight gate = unpack<T>(x[at]);
+  const Eight up = unpack<T>(x[vectors + at]);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) gate.x[j] = gate.x[j] / (1.0f + __expf(-gate.x[j])) * up.x[j];
+  static_cast<uint4*>(p.y)[int64_t(blockIdx.x) * vectors + at] = pack<T>(gate);
+}
+
+// ---- RoPE and the KV pool. x [count, heads + 2 kv_heads, head_dim]: Q, K, V; cos, sin [count, head_dim / 2]; weight, weight2
+// [head_dim]: norms of Q and K, or null; y [count, heads, head_dim]; k, v: pools; rows [count] int64: where in them.
+
+template <typename T, int HALF>
+__global__ void __launch_bounds__(256) rope_and_append_kernel(const Args p) {
+  constexpr int PER_HEAD = HALF / 8;  // threads to a head: each turns 8 pairs
+  let_next_start();
+  const int64_t token = blockIdx.x;
+  const int heads = p.heads + p.kv_heads, items = heads * PER_HEAD, lane = threadIdx.x % 32;
+  wait_for_previous();
+  const T* const x = static_cast<const T*>(p.x) + token * (heads + p.kv_heads) * (2 * HALF);
+  const int64_t row = static_cast<const int64_t*>(p.rows)[token];
+  const int64_t to = row / p.page_tokens * p.page_stride + row % p.page_tokens * p.token_stride;
+  T* const k = static_cast<T*>(p.k) + to;
+  T* const v = static_cast<T*>(p.v) + to;
+  T* const q = static_cast<T*>(p.y) + token * p.heads * (2 * HALF);
+  for (int base = threadIdx.x - lane; base < items; base += blockDim.x) {
+    const int item = base + lane, head = item / PER_HEAD, at = item % PER_HEAD * 8;
+    const bool some = item < items;
+    Eight a{}, b{};
+    if (some) {
+      a = unpack<T>(*reinterpret_cast<const uint4*>(x + head * 2 * HALF + at));
+      b = unpack<T>(*reinterpret_cast<const uint4*>(x + head * 2 * HALF + HALF + at));
+    }
+    if (p.weight) {
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += a.x[j] * a.x[j] + b.x[j] * b.x[j];
+#pragma unroll
+      for (int step = PER_HEAD / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      const float scale = 1.0f / sqrtf(sum / (2 * HALF) + p.eps);
+      const T* const norm = static_cast<const T*>(head < p.heads ? p.weight : p.weight2);
+      const Eight g = unpack<T>(*reinterpret_cast<const uint4*>(norm + at)), h = unpack<T>(*reinterpret_cast<const uint4*>(norm + HALF + at));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) a.x[j] *= scale * g.x[j], b.x[j] *= scale * h.x[j];
+    }
+    if (!some) continue;
+    const float4* const cos = reinterpret_cast<const float4*>(p.cos + token * HALF + at);
+    const float4* const sin = reinterpret_cast<const float4*>(p.sin + token * HALF + at);
+    const float4 c0 = cos[0], c1 = cos[1], s0 = sin[0], s1 = sin[1];
+    const float c[8] = {c0.x, c0.y, c0.z, c0.w, c1.x, c1.y, c1.z, c1.w}, s[8] = {s0.x, s0.y, s0.z, s0.w, s1.x, s1.y, s1.z, s1.w};
+    Eight first, second;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      first.x[j] = a.x[j] * c[j] - b.x[j] * s[j];
+      second.x[j] = b.x[j] * c[j] + a.x[j] * s[j];
+    }
+    T* const out = (head < p.heads ? q + head * 2 * HALF : k + (head - p.heads) * p.head_stride) + at;
+    *reinterpret_cast<uint4*>(out) = pack<T>(first);
+    *reinterpret_cast<uint4*>(out + HALF) = pack<T>(second);
+  }
+  constexpr int VECTORS = 2 * HALF / 8;
+  for (int i = threadIdx.x; i < p.kv_heads * VECTORS; i += blockDim.x) {
+    const int head = i / VECTORS, at = i % VECTORS * 8;
+    *reinterpret_cast<uint4*>(v + head * p.head_stride + at) = *reinterpret_cast<const uint4*>(x + (heads + head) * 2 * HALF + at);
+  }
+}
+
+// ---- gather. rows [count] int32 of the pools x (K) and weight (V), to k and v [count, kv_heads, head_dim].
+
+__global__ void __launch_bounds__(256) gather_kernel(const Args p) {
+  let_next_start();
+  wait_for_previous();
+  const int64_t row = static_cast<const int*>(p.rows)[blockIdx.x];
+  const int64_t from = row / p.page_tokens * p.page_stride + row % p.page_tokens * p.token_stride;
+  const int per_head = p.head_dim / 8, vectors = p.kv_heads * per_head;
+  const uint16_t* const k = static_cast<const uint16_t*>(p.x) + from;
+  const uint16_t* const v = static_cast<const uint16_t*>(p.weight) + from;
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+    const int64_t offset = i / per_head * p.head_stride + i % per_head * 8, to = int64_t(blockIdx.x) * vectors + i;
+    static_cast<uint4*>(p.k)[to] = *reinterpret_cast<const uint4*>(k + offset);
+    static_cast<uint4*>(p.v)[to] = *reinterpret_cast<const uint4*>(v + offset);
+  }
+}
+
+// ---- a few rows. x [ROWS, size], weight [n, size], y [ROWS, n] = x weight^T. A warp takes one row of the weight after another; its
+// first loads are under way before the kernel ahead has ended, because weights do not change.
+
+constexpr int FEW_THREADS = 512, AHEAD = 8;
+
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(FEW_THREADS) few_rows_kernel(const Args p) {
+  extern __shared__ uint4 x[];  // [ROWS][vectors]
+  let_next_start();
+  const int vectors = p.size / 8, lane = threadIdx.x % 32;
+  const int warps = gridDim.x * (FEW_THREADS / 32), warp = blockIdx.x * (FEW_THREADS / 32) + threadIdx.x / 32;
+  const uint4* const weight = static_cast<const uint4*>(p.weight);
+  uint4 w[AHEAD];
+  auto fetch = [&](int row, int first) {
+    const uint4* const from = weight + int64_t(row) * vectors;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int at = first + i * 32 + lane;
+      w[i] = row < p.n && at < vectors ? __ldcs(from + at) : uint4{0, 0, 0, 0};
+    }
+  };
+  fetch(warp, 0);
+  wait_for_previous();
+  for (int i = threadIdx.x; i < ROWS * vectors; i += FEW_THREADS) x[i] = static_cast<const uint4*>(p.x)[i];
+  __syncthreads();
+  for (int row = warp; row < p.n; row += warps) {
+    float sum[ROWS] = {};
+    for (int first = 0; first < vectors; first += AHEAD * 32) {
+      uint4 now[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) now[i] = w[i];
+      const bool last = first + AHEAD * 32 >= vectors;
+      fetch(last ? row + warps : row, last ? 0 : first + AHEAD * 32);
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const int at = first + i * 32 + lane;
+        if (at >= vectors) continue;
+        const Eight f = unpack<T>(now[i]);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const Eight g = unpack<T>(x[r * vectors + at]);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sum[r] += f.x[j] * g.x[j];
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const float total = over_warp(sum[r]);
+      if (lane == 0) static_cast<T*>(p.y)[int64_t(r) * p.n + row] = T(total);
+    }
+  }
+}
+
+// ---- launchers ---------------------------------------------------------------------------------------------------------
+
+template <typename Kernel>
+cudaError_t launch(Kernel kernel, dim3 grid, int threads, int bytes, const Args& p, cudaStream_t stream) {
+  if (bytes > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute chained{};
+  chained.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  chained.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &chained;
+  config.numAttrs = p.chained ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <typename T, bool ADD>
+cudaError_t norm(const Args& p, cudaStream_t stream) {
+  const int vectors = p.size / 8, each = (vectors + NORM_THREADS - 1) / NORM_THREADS;
+  if (p.size % 8 || each > NORM_VECTORS) return cudaErrorInvalidValue;
+  const int threads = ((vectors + each - 1) / each + 31) / 32 * 32;
+  return launch(norm_kernel<T, ADD>, dim3(p.count), threads, 0, p, stream);
+}
+
+template <typename T>
+cudaError_t rope(const Args& p, cudaStream_t stream) {
+  const int items = (p.heads + p.kv_heads) * (p.head_dim / 16), threads = items < 256 ? (items + 31) / 32 * 32 : 256;
+  if (p.head_dim == 128) return launch(rope_and_append_kernel<T, 64>, dim3(p.count), threads, 0, p, stream);
+  if (p.head_dim == 64) return launch(rope_and_append_kernel<T, 32>, dim3(p.count), threads, 0, p, stream);
+  if (p.head_dim == 256) return launch(rope_and_append_kernel<T, 128>, dim3(p.count), threads, 0, p, stream);
+  return cudaErrorInvalidValue;
+}
+
+template <typename T>
+cudaError_t few_rows(const Args& p, cudaStream_t stream) {
+  const int bytes = p.count * p.size * 2, needed = (p.n + FEW_THREADS / 32 - 1) / (FEW_THREADS / 32);
+  const int blocks = p.units;  // one fills an SM: its registers, and enough loads in flight
+  const dim3 grid(needed < blocks ? needed : blocks);
+  if (p.size % 8 || bytes > 200 * 1024) return cudaErrorInvalidValue;
+  if (p.count == 1) return launch(few_rows_kernel<T, 1>, grid, FEW_THREADS, bytes, p, stream);
+  if (p.count == 2) return launch(few_rows_kernel<T, 2>, grid, FEW_THREADS, bytes, p, stream);
+  if (p.count == 4) return launch(few_rows_kernel<T, 4>, grid, FEW_THREADS, bytes, p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+#define BY_TYPE(call, p) ((p).is_bf16 ? call<__nv_bfloat16>(p, stream) : call<__half>(p, stream))
+#define BY_TYPE_AND(call, flag, p) ((p).is_bf16 ? call<__nv_bfloat16, flag>(p, stream) : call<__half, flag>(p, stream))
+
+template <typename T>
+static cudaError_t silu(const Args& p, cudaStream_t stream) {
+  if (p.size % 8) return cudaErrorInvalidValue;
+  return launch(silu_mul_kernel<T>, dim3(p.count, (p.size / 8 + 255) / 256), 256, 0, p, stream);
+}
+
+extern "C" {
+int counterpoint_rms_norm(const Args* p, cudaStream_t stream) { return BY_TYPE_AND(norm, false, *p); }
+int counterpoint_add_rms_norm(const Args* p, cudaStream_t stream) { return BY_TYPE_AND(norm, true, *p); }
+int counterpoint_silu_mul(const Args* p, cudaStream_t stream) { return BY_TYPE(silu, *p); }
+int counterpoint_rope_and_append(const Args* p, cudaStream_t stream) { return BY_TYPE(rope, *p); }
+int counterpoint_gather(const Args* p, cudaStream_t stream) { return launch(gather_kernel, dim3(p->count), 128, 0, *p, stream); }
+int counterpoint_few_rows(const Args* p, cudaStream_t stream) { return BY_TYPE(few_rows, *p); }
+}

@@ -1,0 +1,160 @@
+"""What stands between the matrix products of a decoder layer, and products of a few rows (kernels: layer.cu).
+
+Owns: the kernels' calling convention. Promises: the operations of model/ops.py, up to rounding, each in one launch on the current
+stream, without synchronising, so that they can be captured; a call costs the host a few microseconds.
+Must not: hold state between calls.
+
+Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, N outputs,
+R rows. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.device.cuda.kernels.library import architecture, check, load
+
+HEAD_DIMS = (64, 128, 256)
+MOST_FEATURES = 16384  # of a norm's row
+FEW_ROWS = (1, 2, 4)
+FEW_BYTES = 200 * 1024  # of the rows together
+
+
+class _Args(ctypes.Structure):  # struct Args of layer.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight2", "cos", "sin", "y", "k", "v", "rows")),
+        *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
+        *((name, ctypes.c_int) for name in ("count", "size", "heads", "kv_heads", "head_dim", "page_tokens", "n", "units")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("is_bf16", "chained")),
+    ]
+
+
+class LayerKernels:
+    """For a model of `dtype` (bfloat16 or float16), rows of `hidden` features and heads of `head_dim`. `units`: SMs that products
+    of a few rows fill. `chained`: each launch starts before the kernel ahead in the stream has ended, and waits in the kernel.
+    Raises ValueError for a shape that the kernels don't have, KernelError if they can't be built."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        hidden: int,
+        head_dim: int,
+        units: int,
+        device: int = 0,
+        chained: bool = False,
+        cache: Path | None = None,
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}: these kernels take bfloat16 or float16")
+        if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MOST_FEATURES:
+            raise ValueError(f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8")
+        self._device = torch.device("cuda", device)
+        self._common: dict[str, Any] = {"is_bf16": int(dtype == torch.bfloat16), "chained": int(chained), "units": units}
+        library = load("layer", architecture(device), cache=cache)
+        names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_append", "gather", "few_rows")
+        self._launches = {name: getattr(library, f"counterpoint_{name}") for name in names}
+        for launch in self._launches.values():
+            launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x_TD = x_TD.contiguous()
+        y_TD = torch.empty_like(x_TD)
+        rows, size = x_TD.shape
+        self._run("rms_norm", rows, x=x_TD.data_ptr(), weight=weight_D.data_ptr(), y=y_TD.data_ptr(), size=size, eps=eps)
+        return y_TD
+
+    def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta in place of x, and its norm in place of delta. Both are contiguous."""
+        rows, size = x_TD.shape
+        self._run("add_rms_norm", rows, x=x_TD.data_ptr(), weight=weight_D.data_ptr(), y=delta_TD.data_ptr(), size=size, eps=eps)
+        return x_TD, delta_TD
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
+        y_TF = x_T2F.new_empty(rows, size)
+        self._run("silu_mul", rows, x=x_T2F.data_ptr(), y=y_TF.data_ptr(), size=size)
+        return y_TF
+
+    def rope_and_append(
+        self,
+        x_TE: Tensor,
+        angles: tuple[Tensor, Tensor],
+        query_norm_A: Tensor | None,
+        key_norm_A: Tensor | None,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        kv_rows_T: Tensor,
+    ) -> Tensor:
+        """`angles`: cosines and sines, float32 [T, A / 2], contiguous; `kv_rows_T` int64."""
+        _, page_tokens, kv_heads, head_dim = k_pages.shape
+        page_stride, token_stride, head_stride, _ = k_pages.stride()
+        rows = x_TE.shape[0]
+        heads = x_TE.shape[1] // head_dim - 2 * kv_heads
+        q_THA = x_TE.new_empty(rows, heads, head_dim)
+        cos, sin = angles
+        self._run(
+            "rope_and_append",
+            rows,
+            x=x_TE.data_ptr(),
+            weight=None if query_norm_A is None else query_norm_A.data_ptr(),
+            weight2=None if key_norm_A is None else key_norm_A.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            y=q_THA.data_ptr(),
+            k=k_pages.data_ptr(),
+            v=v_pages.data_ptr(),
+            rows=kv_rows_T.data_ptr(),
+            page_stride=page_stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+            page_tokens=page_tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            eps=eps,
+        )
+        return q_THA
+
+    def gather_context(self, k_pages: Tensor, v_pages: Tensor, rows_L: Tensor) -> tuple[Tensor, Tensor]:
+        """The given rows of the pool (page * page tokens + offset, int32) in one piece each, [L, K, A]."""
+        _, page_tokens, kv_heads, head_dim = k_pages.shape
+        page_stride, token_stride, head_stride, _ = k_pages.stride()
+        count = rows_L.shape[0]
+        k_LKA, v_LKA = k_pages.new_empty(2, count, kv_heads, head_dim).unbind(0)
+        self._run(
+            "gather",
+            count,
+            x=k_pages.data_ptr(),
+            weight=v_pages.data_ptr(),
+            k=k_LKA.data_ptr(),
+            v=v_LKA.data_ptr(),
+            rows=rows_L.data_ptr(),
+            page_stride=page_stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+            page_tokens=page_tokens,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+        return k_LKA, v_LKA
+
+    def few_rows(self, x_RD: Tensor, weight_ND: Tensor) -> Tensor:
+        """x weight^T, of FEW_ROWS rows and at most FEW_BYTES of them. Both are contiguous."""
+        (rows, size), outputs = x_RD.shape, weight_ND.shape[0]
+        y_RN = x_RD.new_empty(rows, outputs)
+        pointers = {"x": x_RD.data_ptr(), "weight": weight_ND.data_ptr(), "y": y_RN.data_ptr()}
+        self._run("few_rows", rows, **pointers, size=size, n=outputs)
+        return y_RN
+
+    def _run(self, name: str, count: int, **fields: Any) -> None:
+        if count:
+            args = _Args(count=count, **fields, **self._common)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            check(self._launches[name](ctypes.byref(args), stream), name)
