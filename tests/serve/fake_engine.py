@@ -8,12 +8,14 @@ stands, each token is a letter drawn from (seed, position). Some words make the 
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import threading
+import time
 from dataclasses import dataclass
 
 from counterpoint.build import System, make_limits
-from counterpoint.config import Config
+from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.policy import make_policy
 from counterpoint.device.wall import WallInbox
@@ -23,6 +25,7 @@ from counterpoint.types import Command, Open, Sampling, Segment, Step, StepDone,
 
 BYTES, TURN, END, VOCAB = 256, 256, 257, 260
 STEP_S = 0.001
+LONG_STEP_S = 5.0
 SPEC = ModelSpec(
     name="echo",
     family="llama",
@@ -120,7 +123,8 @@ class EchoExecutor:
     def work(self) -> None:
         while (step := self.steps.get()) is not None:
             started_s = self.inbox.clock()
-            self.over.wait(STEP_S)
+            slow = any(self.rows[segment.slot].says("TAKE LONG") and not segment.start for segment in step.segments)
+            self.over.wait(LONG_STEP_S if slow else STEP_S)
             self.inbox.put(self.done(step, started_s))
 
     def done(self, step: Step, started_s: float) -> StepDone:
@@ -148,3 +152,18 @@ class EchoExecutor:
             return None
         last = min(segment.start + segment.tokens, row.prompt_tokens - 1)
         return tuple(row.logprobs(token, top) for token in row.tokens[segment.start + 1 : last + 1])
+
+
+def waiting_system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    """Loads until the file `timeline` exists."""
+    while not os.path.exists(config.server.timeline or ""):
+        time.sleep(0.02)
+    return system(config, inbox)
+
+
+def refusing_system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    raise ConfigError("page_tokens is 16: it must be something else, says the test")
+
+
+def broken_system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    raise RuntimeError("a fault, as asked")

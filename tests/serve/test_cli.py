@@ -1,0 +1,188 @@
+"""The command line: help, flags, errors, and the commands that use a model, on tiny random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serve_process import ROOT, Running
+
+from counterpoint.cli import status_of
+from counterpoint.config import SECTIONS, Config, ConfigError
+from counterpoint.flags import settings
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "eos_token_id": 257,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flags that name a model of random weights."""
+    path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command line. One that hangs is made to show where."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, "-m", "counterpoint", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    try:
+        out, err = process.communicate(stdin, timeout=90)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
+        pytest.fail(f"{arguments} hangs:\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ["torch", "transformers", "fastapi", "zmq", "tokenizers", "numpy", "pydantic", "uvicorn", "httpx"]
+    code = (
+        "import sys; from counterpoint.cli import status_of; "
+        f"status = [status_of([*c, '--help']) for c in ([], ['serve'])]; print('heavy:', [m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
+    )
+    assert "heavy: []" in done.stdout
+    for word in ("serve", "chat", "generate", "pull", "models", "bench", "simulate", "demo", "--version", "Measure"):
+        assert word in done.stdout
+
+
+def test_every_setting_is_a_flag_with_its_help_and_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert status_of(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for section in SECTIONS.values():
+        for field in dataclasses.fields(section):
+            assert f"--{field.name.replace('_', '-')}" in text and field.metadata["help"][:40] in text
+            if field.default not in (None, ""):
+                assert f"[default: {field.default}]".lower() in text.lower()
+
+
+def test_version():
+    from counterpoint import __version__
+
+    assert cli("--version").stdout.strip() == __version__
+
+
+# ---------------------------------------------------------------- flags and file
+
+
+@settings("scheduler", "device")
+def command(name: str = "", *, config: Config) -> tuple[str, Config]:
+    return name, config
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("scheduler: {policy: multiplex, max_running: 7, prefix_cache: false}\nserver: {port: 9}")
+    _, config = command("x", config=str(file), policy="auto", page_tokens=32)
+    assert config.scheduler.policy == "auto", "a flag that names the default beats the file too"
+    assert (config.scheduler.max_running, config.scheduler.prefix_cache, config.server.port) == (7, False, 9)
+    assert config.device.page_tokens == 32 and config.model == Config().model
+    assert command("y") == ("y", Config())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("scheduler: {polcy: auto}", "polcy"), ("schedler: {}", "schedler"), ("device: {cores: 'two'}", "cores")]
+)
+def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, words: str):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        command("x", config=str(tmp_path / "run.yaml"))
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--policy", "best"], "multiplex"),
+        (["serve", "--kv-pages", "0"], "kv_pages"),
+        (["serve", "--port", "70000"], "port"),
+        (["serve", "smolm2"], "smollm2"),
+        (["serve", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["pull", "gpt-9"], "gpt-9"),
+        (["generate"], "--prompt"),
+        (["chat", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["bench"], "--url"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: str):
+    done = cli(*arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_models_lists_names():
+    listed = cli("models").stdout
+    assert "smollm2" in listed and "SmolLM2-135M" in listed and "dummy" in listed
+
+
+def test_generate(tiny: str):
+    flags = ["--load-format", "dummy", "--max-tokens", "8", "--ignore-eos", "--seed", "3", "--policy", "chunked"]
+    first, second = (cli("generate", tiny, "--prompt", "once", *flags) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout and len(first.stdout) > 1
+    refused = cli("generate", tiny, "--prompt", "x" * 600, *flags)
+    assert refused.returncode == 2 and "512" in refused.stderr and "600" in refused.stderr
+
+
+def test_serve_with_a_real_engine(tiny: str, tmp_path: Path, own_server: Callable[..., Running]):
+    command = [sys.executable, "-m", "counterpoint", "serve", tiny, "--load-format", "dummy", "--port", "0"]
+    server = own_server(command=[*command, "--policy", "multiplex", "--served-name", "tiny"]).wait_ready()
+    body = {"model": "tiny", "prompt": "once upon", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    whole = server.post("/v1/completions", body).json()
+    assert whole["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": 12,
+        "total_tokens": 21,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    events = server.events(body)[:-1]
+    assert "".join(c["text"] for e in events for c in e["choices"]) == whole["choices"][0]["text"]
+    assert all(len(top) == 2 for top in whole["choices"][0]["logprobs"]["top_logprobs"])
+    told = server.post("/v1/completions", body | {"echo": True, "max_tokens": 0}).json()["choices"][0]
+    assert len(told["logprobs"]["token_logprobs"]) == 9 and all(value < 0 for value in told["logprobs"]["token_logprobs"][1:])
+    assert server.stop() == 0
+    assert "tiny" in server.said() and "multiplex" in server.said()
+
+
+def test_chat_with_a_server(server: Running):
+    done = cli("chat", "--url", server.url, stdin="hello there\n/clear\nand again\n/exit\n")
+    assert done.returncode == 0, done.stderr
+    assert "hello there" in done.stdout and "and again" in done.stdout
+
+
+def test_chat_with_an_own_engine(tiny: str):
+    done = cli("chat", tiny, "--load-format", "dummy", "--max-tokens", "4", "--policy", "chunked", stdin="hi\n")
+    assert done.returncode == 0, done.stderr
