@@ -46,9 +46,11 @@ def serve(config: Config) -> int:
     counterpoint serve ./Qwen3-0.6B --policy multiplex --port 9000
     """
     from counterpoint import build
+
+    source = build.find_model(config)
     from counterpoint.serve.server import run
 
-    return run(config, build.find_model(config))
+    return run(config, source)
 
 
 @app.command(group=USE)

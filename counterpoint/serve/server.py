@@ -120,7 +120,7 @@ class Server:
     # ------------------------------------------------------------ start
 
     async def start(self, begun_s: float) -> None:
-        log.info("loading %s", self.name)
+        log.info("starting an engine for %s", self.name)
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
         self.service.intake = Intake(text, hello, self.name, self.config.scheduler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -133,11 +134,15 @@ def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, words: str)
         (["bench"], "--url"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: str):
-    done = cli(*arguments)
-    assert done.returncode == 2 and not done.stdout
-    assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in done.stderr
+def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert status_of(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out and words in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_mistake_ends_the_process_so():
+    done = cli("serve", "--kv-pages", "0")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.strip() == "kv_pages is 0: it must be more than 0"
 
 
 # ---------------------------------------------------------------- commands
@@ -148,13 +153,18 @@ def test_models_lists_names():
     assert "smollm2" in listed and "SmolLM2-135M" in listed and "dummy" in listed
 
 
-def test_generate(tiny: str):
+def test_generate(tiny: str, capsys: pytest.CaptureFixture[str]):
     flags = ["--load-format", "dummy", "--max-tokens", "8", "--ignore-eos", "--seed", "3", "--policy", "chunked"]
-    first, second = (cli("generate", tiny, "--prompt", "once", *flags) for _ in range(2))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout and len(first.stdout) > 1
-    refused = cli("generate", tiny, "--prompt", "x" * 600, *flags)
-    assert refused.returncode == 2 and "512" in refused.stderr and "600" in refused.stderr
+    said = []
+    for _ in range(2):
+        assert status_of(["generate", tiny, "--prompt", "once", *flags]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and len(said[0]) > 1
+    assert status_of(["generate", tiny, "--prompt", "one", "--prompt", "two", *flags]) == 0
+    assert capsys.readouterr().out.count("---") == 1
+    assert status_of(["generate", tiny, "--prompt", "x" * 600, *flags]) == 2
+    err = capsys.readouterr().err
+    assert "512" in err and "600" in err
 
 
 def test_serve_with_a_real_engine(tiny: str, tmp_path: Path, own_server: Callable[..., Running]):
@@ -183,6 +193,8 @@ def test_chat_with_a_server(server: Running):
     assert "hello there" in done.stdout and "and again" in done.stdout
 
 
-def test_chat_with_an_own_engine(tiny: str):
-    done = cli("chat", tiny, "--load-format", "dummy", "--max-tokens", "4", "--policy", "chunked", stdin="hi\n")
-    assert done.returncode == 0, done.stderr
+def test_chat_with_an_own_engine(tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand again\n"))
+    flags = ["--load-format", "dummy", "--max-tokens", "4", "--policy", "chunked", "--seed", "1"]
+    assert status_of(["chat", tiny, *flags]) == 0
+    assert capsys.readouterr().out.count("> ") >= 3

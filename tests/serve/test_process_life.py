@@ -70,7 +70,7 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(own_server: Start):
         port = taken.getsockname()[1]
         server = own_server(port=port)
         assert server.process.wait(30) == 2
-    assert f"port {port}" in server.said() and "loading" not in server.said() and "Traceback" not in server.said()
+    assert f"port {port}" in server.said() and "starting" not in server.said() and "Traceback" not in server.said()
 
 
 def test_while_loading_it_answers_503(own_server: Start, tmp_path: Path):
@@ -105,7 +105,7 @@ def test_an_engine_that_cannot_start_ends_the_server(own_server: Start, system: 
 def test_stopping_while_loading(own_server: Start, tmp_path: Path):
     server = own_server(system="fake_engine:waiting_system", timeline=str(tmp_path / "never"))
     engine = poll(lambda: psutil.Process(server.process.pid).children())[0]
-    poll(lambda: "loading" in server.said(), 30)
+    poll(lambda: "starting" in server.said(), 30)
     assert server.stop() == 0
     assert not alive(engine)
 
