@@ -1,0 +1,236 @@
+"""Dispatch: one request's way through the pools, seen from the front.
+
+Owns: which attempt counts, the retry budget, and the client's token stream. Promises: the client gets each token once, in order,
+and one end; tokens of an attempt that was given up are never delivered; at most `retries` further attempts are made.
+Must not: choose workers (router.py does), know links, read a clock.
+
+An attempt has a *source* (the attempt that started its prefill, on worker `prefill`) and a decode worker. Attempts of one source
+differ only in the decode worker, and are made only while none has adopted it; when they are used up, the request stays where it was
+prefilled. When a worker is lost on which it depends, the request starts again behind the tokens that the client has
+(`Arrive.resumed`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from counterpoint.cluster.messages import HandoffId, Sampled
+from counterpoint.cluster.nouns import Ended, Outcome, Reroute
+from counterpoint.types import Arrive, Finish, Part
+
+
+class OnLoss(enum.StrEnum):
+    """What happens when a worker is lost after the client has seen a token."""
+
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
+
+
+class Deliver(NamedTuple):
+    """To the client: tokens from position `start` of the answer."""
+
+    start: int
+    tokens: tuple[Sampled, ...]
+
+
+class Finished(NamedTuple):
+    """To the client: the end."""
+
+    finish: Finish
+    error: str = ""
+    stopped_by: int | None = None
+
+
+class Again(NamedTuple):
+    """Choose a prefill and a decode worker and say `sent_to`, or `no_worker`. `avoid`: what just failed it."""
+
+    handoff: HandoffId
+    arrive: Arrive
+    avoid: str = ""
+
+
+class Elsewhere(NamedTuple):
+    """Choose another decode worker, say `sent_to` and tell `prefill` with Redirect; or say `no_worker`."""
+
+    prefill: str
+    source: HandoffId
+    handoff: HandoffId
+    avoid: str
+
+
+class Keep(NamedTuple):
+    """Tell `prefill` with Stay."""
+
+    prefill: str
+    source: HandoffId
+
+
+class LetGo(NamedTuple):
+    """Tell `prefill` with Settle."""
+
+    prefill: str
+    source: HandoffId
+    reason: str
+
+
+class Drop(NamedTuple):
+    """Tell `worker` with Withdraw."""
+
+    worker: str
+    handoff: HandoffId
+
+
+Action = Deliver | Finished | Again | Elsewhere | Keep | LetGo | Drop
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """`tokens`: those the client has. `held`: tokens that overtook one before them, by position. `may_stay`: prefill workers may
+    decode what nobody takes."""
+
+    arrive: Arrive
+    retries: int = 1
+    on_loss: OnLoss = OnLoss.FAIL
+    may_stay: bool = True
+    attempt: int = 1
+    source: int = 1
+    prefill: str = ""
+    decode: str = ""
+    tokens: list[int] = field(default_factory=list)
+    base: int = 0  # position of the token that the current source samples
+    held: dict[int, Sampled] = field(default_factory=dict)
+    settled: bool = False  # adopted, or it stays: no attempt of this source follows
+    gone: set[str] = field(default_factory=set)  # workers of this attempt that were lost
+    end: tuple[int, Finished] | None = None  # and how many tokens come before it
+    over: bool = False
+
+    @property
+    def handoff(self) -> HandoffId:
+        return HandoffId(self.arrive.id, self.attempt)
+
+    @property
+    def source_id(self) -> HandoffId:
+        return HandoffId(self.arrive.id, self.source)
+
+    def begin(self) -> list[Action]:
+        return [Again(self.handoff, self.arrive)]
+
+    def sent_to(self, prefill: str, decode: str) -> None:
+        """The current attempt runs on these workers."""
+        self.prefill, self.decode = prefill, decode
+
+    # ------------------------------------------------------------ tokens
+
+    def took(
+        self, handoff: HandoffId, part: Part, offset: int, tokens: tuple[Sampled, ...], finish: Finished | None = None
+    ) -> list[Action]:
+        """What an engine says of its part: tokens, counted from the prefill worker's first (`offset` 0), and maybe the end. An
+        attempt that does not count any more is not listened to."""
+        counts = self.source if part is Part.PREFILL else self.attempt
+        if self.over or handoff.attempt != counts:
+            return []
+        for position, token in enumerate(tokens, self.base + offset):
+            if position >= len(self.tokens):
+                self.held[position] = token
+        if finish is not None:
+            self.end = (self.base + offset + len(tokens), finish)
+        return self._flow()
+
+    def _flow(self) -> list[Action]:
+        """Deliver what has become continuous, and the end if nothing is missing before it."""
+        start, new = len(self.tokens), []
+        while (token := self.held.pop(len(self.tokens), None)) is not None:
+            self.tokens.append(token.token)
+            new.append(token)
+        actions: list[Action] = [Deliver(start, tuple(new))] if new else []
+        if self.end is not None and len(self.tokens) >= self.end[0]:
+            self.over = True
+            actions.append(self.end[1])
+        return actions
+
+    # ------------------------------------------------------------ what workers report
+
+    def ended(self, report: Ended) -> list[Action]:
+        """A worker's word on its part. That a decode worker failed is no news: the prefill worker hears of it and says Reroute,
+        and when that one is lost, `lost` is called."""
+        if self.over or report.handoff.attempt != (self.source if report.part is Part.PREFILL else self.attempt):
+            return []
+        if report.outcome in (Outcome.ADOPTED, Outcome.SENT):
+            self.settled = True
+            first = () if report.first is None else (report.first,)
+            actions = self.took(self.source_id, Part.PREFILL, 0, first)
+            return actions if self.over else [*actions, *self._check_lost()]
+        adopted = self.settled and self.decode != self.prefill
+        if report.part is Part.PREFILL and report.outcome in (Outcome.FAILED, Outcome.ABORTED) and not adopted:
+            return self._retry(report.reason or report.outcome.value, self.prefill)
+        return []
+
+    def rerouted(self, report: Reroute) -> list[Action]:
+        """The prefill worker can't hand it over, as far as it sees."""
+        if self.over or report.handoff.attempt != self.attempt or self.settled:
+            return [LetGo(self.prefill, report.source, "decided otherwise")]
+        failed, stale = self.decode, self.handoff
+        self.attempt += 1
+        self.held.clear()
+        self.gone.discard(failed)
+        if self.retries <= 0:
+            return [Drop(failed, stale), *self._stay(report.reason)]
+        self.retries -= 1
+        return [Drop(failed, stale), Elsewhere(self.prefill, self.source_id, self.handoff, failed)]
+
+    def no_worker(self, reason: str = "no worker can take the request") -> list[Action]:
+        """Nobody was found for Again or Elsewhere."""
+        return self._stay(reason) if self.source < self.attempt else self._fail(reason)
+
+    def lost(self, worker: str) -> list[Action]:
+        """A worker's process is gone, and whatever it did not report never will be. To be called for every living request."""
+        if self.over or worker not in (self.prefill, self.decode):
+            return []
+        self.gone.add(worker)
+        return self._check_lost()
+
+    def withdrawn(self) -> list[Action]:
+        """The client is gone."""
+        if self.over:
+            return []
+        self.over = True
+        return self._drops()
+
+    # ------------------------------------------------------------ what follows
+
+    def _check_lost(self) -> list[Action]:
+        """Who must be there for the request to go on: the decode worker once it has adopted it, before that the prefill worker
+        (which will say Reroute if it is the decode worker that is lost)."""
+        needed = self.decode if self.settled else self.prefill
+        return self._retry(f"worker {needed} was lost", needed) if needed in self.gone else []
+
+    def _stay(self, reason: str) -> list[Action]:
+        if not self.may_stay:
+            return [LetGo(self.prefill, self.source_id, reason), *self._fail(reason)]
+        self.settled, self.decode = True, self.prefill
+        return [Keep(self.prefill, self.source_id), *self._check_lost()]
+
+    def _retry(self, reason: str, avoid: str) -> list[Action]:
+        """Start again from the tokens that the client has, if that is allowed."""
+        if self.retries <= 0 or (self.tokens and self.on_loss is OnLoss.FAIL):
+            return self._fail(reason)
+        self.retries -= 1
+        drops = self._drops()
+        self.attempt += 1
+        self.source = self.attempt
+        self.base = len(self.tokens)
+        self.held.clear()
+        self.gone.clear()
+        self.settled, self.end = False, None
+        return [*drops, Again(self.handoff, msgspec.structs.replace(self.arrive, resumed=tuple(self.tokens)), avoid)]
+
+    def _drops(self) -> list[Action]:
+        return [Drop(self.prefill, self.source_id), Drop(self.decode, self.handoff)]
+
+    def _fail(self, reason: str) -> list[Action]:
+        self.over = True
+        return [*self._drops(), Finished(Finish.ERROR, reason)]

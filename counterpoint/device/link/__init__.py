@@ -1,0 +1,9 @@
+"""Movers of KV bytes between two workers: one interface (port.py), several ways.
+
+local    the same process: a copy, or nothing at all where both ends share the pool
+shm      the same host, CPU pools: the writer maps the other's pool (memfd) and copies
+tcp      any host, no dependency: the receiver reads straight into its pool
+nixl     RDMA, NVLink, shared memory, TCP by NVIDIA's NIXL (extra `nixl`)
+sim      tests and simulations: a virtual clock, and every fault on demand
+cuda_ipc the same host, GPU pools (its place is here; it belongs to the CUDA device)
+"""

@@ -1,0 +1,707 @@
+"""A small cluster that goes wrong: workers, links, a front and a network, all in one process, turned by a random generator.
+
+What is real: cluster/handoff.py (both state machines), dispatch.py, the wire encoding, device/link/sim.py, core/pages.py. What is
+made up: the engine (prefills in pieces, "KV" that names its tokens and layer) and everything that can fail. The oracle: each page
+layer's content is checked when a request is adopted and again when it ends; each span that lands is checked against the
+reservation; the client's tokens are known beforehand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+import counterpoint.cluster.messages as wire
+from counterpoint.cluster import nouns
+from counterpoint.cluster.dispatch import Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
+from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.ledger import Hold
+from counterpoint.cluster.messages import HandoffId, Sampled
+from counterpoint.cluster.nouns import Geometry, Grain, Outcome, Rules, engine_id, handoff_of
+from counterpoint.core.pages import Pages
+from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.port import Completed, Lost, Quiet, Severed
+from counterpoint.device.link.sim import SimLink, SimNetwork
+from counterpoint.types import (
+    Abort,
+    Admitted,
+    Adopt,
+    Arrive,
+    Computed,
+    Delta,
+    Finish,
+    Part,
+    Release,
+    Sampling,
+)
+
+LAYERS, PAGE_TOKENS, PAGE_BYTES = 3, 4, 8
+MASK = (1 << 64) - 1
+
+
+def token_at(arrive: Arrive, position: int) -> int:
+    """The answer's token at `position`, whoever computes it."""
+    return hash((arrive.prompt, position)) % 997
+
+
+def kv_names(tokens: tuple[int, ...]) -> list[int]:
+    """What the KV of each page of `tokens` must be (before the layer is mixed in)."""
+    return [hash(tokens[: start + PAGE_TOKENS]) & MASK for start in range(0, len(tokens), PAGE_TOKENS)]
+
+
+def pages_in(spans, column: int) -> list[int]:
+    pages = []
+    for start, size in spans[:, [column, 3]].tolist():
+        pages += range(start // PAGE_BYTES, (start + size) // PAGE_BYTES)
+    return pages
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A request's part in a FakeEngine."""
+
+    arrive: Arrive
+    names: list[int]
+    pages: list[int] = field(default_factory=list)
+    tokens: int = 0
+    ahead: int = 0
+    layers: int = 0
+    output: int = 0  # tokens it has given
+    admitted: bool = False
+    adopted: bool = False
+    over: bool = False  # gives nothing more; pages stay until Release
+
+    @property
+    def total(self) -> int:
+        return len(self.arrive.prompt) + len(self.arrive.resumed)
+
+
+class FakeEngine:
+    """The part of an engine that the handoff sees. `kv[region]` has one 8-byte word per page."""
+
+    def __init__(self, total: int, rng: random.Random) -> None:
+        self.rng = rng
+        self.pool = Pages(total)
+        self.kv = [np.zeros(total, np.uint64) for _ in range(2 * LAYERS)]
+        self.memory = Memory(tuple(words.view(np.uint8) for words in self.kv), PAGE_BYTES)
+        self.pieces: dict[str, Piece] = {}
+        self.waiting: list[Piece] = []
+        self.active: list[Piece] = []
+        self.out: list = []
+
+    def handle(self, event: Arrive | Abort | Adopt | Release) -> None:
+        if isinstance(event, Arrive):
+            assert event.id not in self.pieces
+            piece = Piece(event, kv_names((*event.prompt, *event.resumed)))
+            if len(piece.names) > self.pool.total:
+                self.out.append(Delta(event.id, finish=Finish.ERROR, error="too long"))
+                return
+            self.pieces[event.id] = piece
+            self.waiting.append(piece)
+            self.admit()
+            return
+        piece = self.pieces.get(event.id)
+        if piece is None:
+            return
+        if isinstance(event, Release):
+            assert not piece.adopted, "released after it was adopted"
+            self.drop(piece)
+        elif isinstance(event, Adopt):
+            assert piece.admitted and not piece.adopted
+            piece.adopted, piece.output, piece.tokens = True, 1, piece.total
+            assert event.token == token_at(piece.arrive, len(piece.arrive.resumed))
+            self.check_kv(piece)
+            self.active.append(piece)
+            self.publish(piece)
+        else:
+            self.stop(piece, Finish.ABORT)
+
+    def admit(self) -> None:
+        while self.waiting:
+            piece = self.waiting[0]
+            full = piece.names[: piece.total // PAGE_TOKENS]
+            if piece.arrive.part is Part.PREFILL:
+                full = full[: (piece.total - 1) // PAGE_TOKENS]
+            hits = self.pool.find([str(name).encode() for name in full])
+            fresh = len(piece.names) - len(hits)
+            if fresh > self.pool.available - self.pool.evictable(hits):
+                return
+            self.pool.hold(hits)
+            taken = self.pool.take(fresh)
+            assert taken is not None
+            for page in taken:  # what was there before is gone
+                for words in self.kv:
+                    words[page] = 0
+            piece.pages = hits + taken
+            piece.tokens = piece.ahead = len(hits) * PAGE_TOKENS
+            piece.admitted = True
+            self.waiting.pop(0)
+            if piece.arrive.part is Part.PREFILL:
+                self.active.append(piece)
+            self.out.append(Admitted(piece.arrive.id, tuple(piece.pages), len(hits)))
+
+    def work(self) -> bool:
+        """One layer group of a prompt, or one token."""
+        if not self.active:
+            return False
+        piece = self.rng.choice(self.active)
+        if piece.adopted:
+            self.token(piece)
+        else:
+            self.prefill(piece)
+        return True
+
+    def prefill(self, piece: Piece) -> None:
+        if piece.layers in (0, LAYERS):
+            piece.layers = 0
+            piece.ahead = min(piece.total, piece.tokens + self.rng.randint(1, 9))
+        first, piece.layers = piece.layers, min(LAYERS, piece.layers + self.rng.randint(1, LAYERS))
+        for index in range(piece.tokens // PAGE_TOKENS, -(-piece.ahead // PAGE_TOKENS)):
+            whole = (index + 1) * PAGE_TOKENS <= piece.ahead or piece.ahead == piece.total
+            for region in range(2 * first, 2 * piece.layers):
+                self.kv[region][piece.pages[index]] = ((piece.names[index] + region) & MASK) if whole else 1
+        if piece.layers < LAYERS:
+            self.out.append(Computed(piece.arrive.id, piece.tokens, piece.ahead, piece.layers))
+            return
+        piece.tokens = piece.ahead
+        self.publish(piece)
+        self.out.append(Computed(piece.arrive.id, piece.tokens, piece.tokens, 0))
+        if piece.tokens == piece.total:
+            self.token(piece)
+            if piece in self.active:
+                self.active.remove(piece)
+
+    def token(self, piece: Piece) -> None:
+        position = len(piece.arrive.resumed) + piece.output
+        piece.output += 1
+        finish = Finish.LENGTH if position + 1 >= piece.arrive.sampling.max_tokens else None
+        self.out.append(Delta(piece.arrive.id, (token_at(piece.arrive, position),), finish=finish))
+        if finish is not None:
+            self.stop(piece, None)
+
+    def stop(self, piece: Piece, finish: Finish | None) -> None:
+        if piece.over:
+            return
+        piece.over = True
+        if piece in self.active:
+            self.active.remove(piece)
+        if piece in self.waiting:
+            self.waiting.remove(piece)
+        if finish is not None:
+            self.out.append(Delta(piece.arrive.id, finish=finish))
+        if piece.adopted:
+            self.check_kv(piece)
+            self.drop(piece)
+
+    def drop(self, piece: Piece) -> None:
+        del self.pieces[piece.arrive.id]
+        if piece in self.active:
+            self.active.remove(piece)
+        if piece in self.waiting:
+            self.waiting.remove(piece)
+        self.pool.release(piece.pages)
+        self.admit()
+
+    def publish(self, piece: Piece) -> None:
+        for index in range(piece.tokens // PAGE_TOKENS):
+            self.pool.publish(piece.pages[index], str(piece.names[index]).encode())
+
+    def check_kv(self, piece: Piece) -> None:
+        for region, words in enumerate(self.kv):
+            want = [(name + region) & MASK for name in piece.names]
+            assert words[piece.pages].tolist() == want, f"the KV of {piece.arrive.id!r} is not what was computed"
+
+    def check(self, ledger) -> None:
+        held = Counter(page for piece in self.pieces.values() for page in piece.pages)
+        self.pool.check(held)
+        ledger.check(held, self.pool._free)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    name: str
+    engine: FakeEngine
+    handoffs: Handoffs
+    mover: SimLink
+    clock_s: float  # what its clock shows at world time 0
+    inbox: deque = field(default_factory=deque)  # to the engine
+    frozen: bool = False
+    peers: dict[int, str] = field(default_factory=dict)  # link -> worker at the other end
+    stopped: set = field(default_factory=set)  # (link, handoff) that said it posts nothing more
+
+
+class World:
+    """`weather`: what goes wrong, from `WEATHER`. On any day but a stormy one, every request must get its whole answer."""
+
+    def __init__(self, seed: int, weather: str = "storm", workers: int = 3, living: int = 6) -> None:
+        self.rng = rng = random.Random(seed)
+        self.weather = weather
+        self.living = living
+        self.now = 0.0
+        self.rules = Rules(
+            write_pages=rng.choice([1, 2, 100]),
+            grain=rng.choice(list(Grain)),
+            max_quarantine_pages=rng.choice([6, 1000]),
+            lease_s=rng.choice([2.0, 10.0]),
+            dead_s=3.0 if weather == "storm" else 1e6,
+            remembered=rng.choice([4, 4096]),
+        )
+        self.deadline_s = rng.choice([8.0, 40.0]) if weather == "storm" else 1e6
+        self.retries = rng.choice([0, 1, 3])
+        self.pages = rng.choice([8, 14, 40])
+        self.network = SimNetwork(
+            checked=rng.random() < 0.5, slow_fence=rng.random() < 0.3, sums=rng.random() < 0.3, on_land=self.landed
+        )
+        self.movers: dict[str, SimLink] = {}
+        self.workers: dict[str, Worker] = {}
+        self.incarnations = 0
+        self.ends: dict[int, Worker] = {}  # link number -> the worker that has this end
+        self.between: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
+        self.mail: list[tuple[int, bytes]] = []  # (destination link, message)
+        self.offsets: dict[str, int] = {}  # engine's name -> tokens it has given
+        self.queues: dict[str, deque] = {}  # worker -> what it tells the front, in order
+        self.orders: dict[str, deque] = {}  # front -> worker, in order
+        self.requests: dict[str, Dispatch] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: Counter = Counter()
+        self.seen: Counter = Counter()
+        self.verdicts: set = set()
+        self.steps = 0
+        self.serial = 0
+        for number in range(workers):
+            self.boot(f"w{number}")
+
+    # ------------------------------------------------------------ building
+
+    def boot(self, name: str) -> None:
+        self.incarnations += 1
+        mover = SimLink(self.network, f"{name}.{self.incarnations}", self.movers)
+        engine = FakeEngine(self.pages, self.rng)
+        mover.register(engine.memory)
+        worker = Worker(name, engine, Handoffs(self.rules, Geometry(LAYERS, PAGE_TOKENS)), mover, self.rng.uniform(-1e4, 1e4))
+        self.workers[name] = worker
+        self.queues[name] = deque()
+        self.orders[name] = deque()
+
+    def link(self, prefill: Worker, decode: Worker) -> int:
+        """The number of the prefill worker's end of a living link; 0: none can be made now."""
+        number = self.between.get((prefill.name, decode.name), 0)
+        end = prefill.handoffs.links.get(number)
+        if end is not None and not end.dead and self.ends.get(end.remote) is decode:
+            return number
+        if prefill.frozen or decode.frozen:
+            return 0
+        self.incarnations += 2
+        here, there = self.incarnations - 1, self.incarnations
+        self.ends[here], self.ends[there] = prefill, decode
+        prefill.peers[here], decode.peers[there] = decode.name, prefill.name
+        prefill.mover.connect(here, there, decode.mover.name.encode(), True)
+        decode.mover.connect(there, here, prefill.mover.name.encode(), False)
+        self.tell(prefill, nouns.Linked(here, there, decode.name, Part.PREFILL))
+        self.tell(decode, nouns.Linked(there, here, prefill.name, Part.DECODE))
+        self.between[prefill.name, decode.name] = here
+        return here
+
+    # ------------------------------------------------------------ one worker's turn
+
+    def tell(self, worker: Worker, event) -> None:
+        worker.handoffs.handle(worker.clock_s + self.now, event)
+        self.obey(worker)
+
+    def obey(self, worker: Worker) -> None:
+        for command in worker.handoffs.take_commands():
+            kind = type(command)
+            self.seen[kind.__name__] += 1
+            if kind is nouns.Send:
+                self.send(worker, command)
+            elif kind is nouns.Tell:
+                worker.inbox.append(command.event)
+            elif kind is nouns.Write:
+                sender = worker.handoffs.senders[worker.handoffs.desk.writes[command.op]]
+                assert (command.link, sender.id) not in worker.stopped, "a write was posted after ABORTING"
+                memory = worker.engine.memory
+                spans = memory.spans(command.first_layer, command.last_layer, command.sources, command.destinations)
+                worker.mover.write(command.link, command.generation, spans, command.op)
+            elif kind is nouns.Cancel:
+                worker.mover.cancel(command.op)
+            elif kind is nouns.Grant:
+                worker.mover.grant(command.link, command.generation, command.pages)
+            elif kind is nouns.Revoke:
+                worker.mover.revoke(command.generation)
+            elif kind is nouns.Fence:
+                worker.mover.disconnect(command.link)
+            elif kind is nouns.Verify:
+                memory = worker.engine.memory
+                spans = memory.spans(0, LAYERS, command.pages, command.pages)
+                worker.inbox.append(nouns.Verified(command.generation, memory.checksum(spans) == command.checksum))
+            else:
+                self.queues[worker.name].append(command)
+                if kind is nouns.Ended:
+                    verdict = (worker.mover.name, command.handoff, command.part)
+                    assert verdict not in self.verdicts, f"{verdict} ended twice"
+                    self.verdicts.add(verdict)
+                    assert self.weather != "quiet" or command.outcome is not Outcome.FAILED, command
+                    self.seen[f"{command.part.value} {command.outcome.value}"] += 1
+        if worker.mover.notices:
+            self.notices(worker)
+
+    def notices(self, worker: Worker) -> None:
+        for notice in worker.mover.poll():
+            if isinstance(notice, Completed):
+                event = nouns.Wrote(notice.op, notice.error, notice.checksum)
+            elif isinstance(notice, Quiet):
+                event = nouns.Revoked(notice.generation)
+            elif isinstance(notice, Severed):
+                event = nouns.Fenced(notice.link)
+            else:
+                assert isinstance(notice, Lost)
+                event = nouns.Unlinked(notice.link)
+            worker.handoffs.handle(worker.clock_s + self.now, event)
+        self.obey(worker)
+
+    def send(self, worker: Worker, command: nouns.Send) -> None:
+        message = command.message
+        assert message.source == command.link
+        self.seen[f"say {type(message).__name__}"] += 1
+        end = worker.handoffs.links.get(command.link)
+        if end is not None and end.part is Part.PREFILL and isinstance(message, wire.Abort | wire.Drained):
+            worker.stopped.add((command.link, message.handoff))
+        self.mail.append((message.destination, wire.encode(message)))
+
+    def engine_turn(self, worker: Worker) -> None:
+        """The engine takes what waits for it, and what it says goes to the handoffs and the front."""
+        engine = worker.engine
+        while worker.inbox:
+            event = worker.inbox.popleft()
+            if isinstance(event, nouns.Verified):
+                self.tell(worker, event)
+            else:
+                engine.handle(event)
+        out, engine.out = engine.out, []
+        for output in out:
+            if isinstance(output, Delta):
+                self.queues[worker.name].append(output)
+            self.tell(worker, output)
+
+    # ------------------------------------------------------------ the front
+
+    def front_turn(self, name: str) -> None:
+        """The front takes one report of a worker."""
+        report = self.queues[name].popleft()
+        if report == "lost":
+            for dispatch in tuple(self.requests.values()):
+                self.act(dispatch, dispatch.lost(name))
+            return
+        if isinstance(report, Delta):
+            known = handoff_of(report.id)
+            assert known is not None
+            handoff, part = known
+        else:
+            handoff, part = report.handoff, getattr(report, "part", Part.PREFILL)
+        dispatch = self.requests.get(handoff.request)
+        if dispatch is None:
+            if isinstance(report, nouns.Reroute):
+                self.order(name, nouns.Settle(report.source, "nobody waits for it"))
+        elif isinstance(report, nouns.Reroute):
+            self.seen["reroute"] += 1
+            self.act(dispatch, dispatch.rerouted(report))
+        elif isinstance(report, nouns.Ended):
+            self.act(dispatch, dispatch.ended(report))
+        else:
+            self.act(dispatch, self.delta(dispatch, handoff, part, report))
+
+    def delta(self, dispatch: Dispatch, handoff: HandoffId, part: Part, delta: Delta) -> list:
+        offset = self.offsets.setdefault(delta.id, 1 if part is Part.DECODE else 0)
+        self.offsets[delta.id] += len(delta.tokens)
+        if delta.finish is Finish.ABORT or (delta.finish is Finish.ERROR and part is Part.DECODE):
+            return []  # withdrawn, or refused before it was adopted: `ended` and `rerouted` say so
+        finish = Finished(delta.finish, delta.error) if delta.finish else None
+        return dispatch.took(handoff, part, offset, tuple(Sampled(token) for token in delta.tokens), finish)
+
+    def act(self, dispatch: Dispatch, actions: list) -> None:
+        id = dispatch.arrive.id
+        for action in actions:
+            if isinstance(action, Deliver):
+                got = self.got[id]
+                assert action.start == len(got), "a token is missing or came twice"
+                got += [token.token for token in action.tokens]
+                want = [token_at(dispatch.arrive, position) for position in range(action.start, len(got))]
+                assert got[action.start :] == want
+            elif isinstance(action, Finished):
+                self.finish(dispatch, action)
+            elif isinstance(action, Again):
+                self.seen["again"] += 1
+                self.start(dispatch, action)
+            elif isinstance(action, Elsewhere):
+                self.elsewhere(dispatch, action)
+            elif isinstance(action, Drop):
+                self.order(action.worker, nouns.Withdraw(action.handoff))
+            elif isinstance(action, Keep):
+                self.order(action.prefill, nouns.Stay(action.source))
+            elif isinstance(action, LetGo):
+                self.order(action.prefill, nouns.Settle(action.source, action.reason))
+
+    def finish(self, dispatch: Dispatch, end: Finished) -> None:
+        id = dispatch.arrive.id
+        del self.requests[id]
+        self.ended[end.finish.value] += 1
+        if end.finish is Finish.LENGTH:
+            assert len(self.got[id]) == dispatch.arrive.sampling.max_tokens
+        else:
+            assert self.weather == "storm", f"{id} ended with {end}"
+        del self.got[id]
+
+    def order(self, worker: str, event) -> None:
+        if worker in self.orders:
+            self.orders[worker].append(event)
+
+    def take_order(self, worker: Worker) -> None:
+        """The worker takes an order of the front; it dials before it starts anything."""
+        order = self.orders[worker.name].popleft()
+        if isinstance(order, nouns.Start | nouns.Redirect):
+            other = self.requests.get(order.handoff.request)
+            link = self.link(worker, self.workers[other.decode]) if other is not None and other.decode != worker.name else 0
+            order = msgspec.structs.replace(order, link=link)
+        self.tell(worker, order)
+
+    def start(self, dispatch: Dispatch, action: Again) -> None:
+        names = [name for name in self.workers if name != action.avoid]
+        prefill = self.rng.choice(names)
+        decode = self.rng.choice([name for name in self.workers if name != prefill])
+        dispatch.sent_to(prefill, decode)
+        self.order(prefill, nouns.Start(action.handoff, action.arrive, 0, self.deadline_s))
+
+    def elsewhere(self, dispatch: Dispatch, action: Elsewhere) -> None:
+        names = [name for name in self.workers if name not in (action.prefill, action.avoid)]
+        if not names:
+            self.act(dispatch, dispatch.no_worker())
+            return
+        decode = self.rng.choice(names)
+        dispatch.sent_to(action.prefill, decode)
+        self.order(action.prefill, nouns.Redirect(action.source, action.handoff, 0))
+
+    # ------------------------------------------------------------ what happens next
+
+    def new_request(self) -> None:
+        self.serial += 1
+        family = self.rng.randrange(3)
+        length = self.rng.randint(1, 26)
+        shared = min(length, self.rng.randint(0, 16))
+        prompt = (*[family] * shared, *[1000 + self.serial * 50 + i for i in range(length - shared)])
+        sampling = Sampling(max_tokens=self.rng.choice([1, 2, 3, 8]), temperature=0)
+        arrive = Arrive(id=f"r{self.serial}", prompt=prompt, sampling=sampling)
+        dispatch = Dispatch(arrive, self.retries, self.rng.choice(list(OnLoss)))
+        self.requests[arrive.id] = dispatch
+        self.got[arrive.id] = []
+        self.act(dispatch, dispatch.begin())
+
+    def deliver(self, index: int) -> None:
+        destination, data = self.mail[index]
+        worker = self.ends[destination]
+        alive = self.workers[worker.name] is worker
+        if alive and worker.frozen:
+            return
+        self.mail[index] = self.mail[-1]
+        self.mail.pop()
+        if alive:
+            self.tell(worker, wire.decode(data))
+
+    def tick(self, worker: Worker) -> None:
+        worker.handoffs.tick(worker.clock_s + self.now)
+        self.obey(worker)
+        self.notices(worker)
+
+    def move(self, action: float) -> None:
+        """A write in flight comes further."""
+        flight = self.rng.choice(self.network.flights)
+        if action < 0.4:
+            self.network.land(flight, self.rng.randint(1, 3))
+        else:
+            self.network.complete(flight)
+            self.poll(flight.source)
+
+    def poll(self, mover: SimLink) -> None:
+        for worker in self.workers.values():
+            if worker.mover is mover and not worker.frozen:
+                self.notices(worker)
+
+    def step(self) -> None:
+        """One event of a protocol, somewhere; or a fault."""
+        self.steps += 1
+        rng, roll = self.rng, self.rng.random()
+        worker = rng.choice(tuple(self.workers.values()))
+        if roll < 0.4 and self.mail:
+            self.deliver(rng.randrange(len(self.mail)))
+        elif roll < 0.5 and self.network.flights:
+            self.move(rng.random())
+        elif 0.5 <= roll < 0.53 and self.weather != "quiet":
+            kinds = WEATHER[self.weather]
+            self.fault(worker, rng.choices(tuple(kinds), tuple(kinds.values()))[0])
+        elif worker.frozen:
+            self.idle(0.02)
+        elif 0.53 <= roll < 0.6:
+            self.now += rng.random() * 0.2
+            self.tick(worker)
+        elif roll < 0.7 and (worker.inbox or worker.engine.out):
+            self.engine_turn(worker)
+        elif roll < 0.8 and self.queues[worker.name]:
+            self.front_turn(worker.name)
+        elif roll < 0.87 and self.orders[worker.name]:
+            self.take_order(worker)
+        elif roll > 0.96 and len(self.requests) < self.living:
+            self.new_request()
+        elif not worker.engine.work():
+            self.idle(0.005)
+        if self.steps % 64 == 0:
+            self.check()
+
+    def idle(self, seconds: float) -> None:
+        """Nothing happened: that is no step."""
+        self.steps -= 1
+        self.now += seconds
+
+    def fault(self, worker: Worker, kind: str) -> None:
+        self.seen[f"fault {kind}"] += 1
+        if kind in ("drop", "repeat") and self.mail:
+            index = self.rng.randrange(len(self.mail))
+            if kind == "repeat":
+                self.mail.append(self.mail[index])
+            else:
+                self.mail.pop(index)
+        elif kind == "withdraw" and self.requests:
+            self.withdraw(self.rng.choice(tuple(self.requests)))
+        elif kind == "crash":
+            self.crash(worker)
+        elif kind == "freeze":
+            worker.frozen = not worker.frozen
+        elif kind == "stall" and worker.peers:
+            self.network.stalled ^= {self.rng.choice(tuple(worker.peers))}
+        elif kind == "break write" and self.network.flights:
+            flight = self.rng.choice(self.network.flights)
+            self.network.complete(flight, "the link broke")
+            self.poll(flight.source)
+        elif kind == "cut" and worker.handoffs.links and not worker.frozen:
+            self.tell(worker, nouns.Unlinked(self.rng.choice(tuple(worker.handoffs.links))))
+        elif kind == "sever":
+            self.sever()
+        elif kind == "drain" and not worker.frozen:
+            self.tell(worker, nouns.Drain(not worker.handoffs.draining))
+        elif kind == "sleep":
+            self.now += self.rng.random() * 4
+
+    def withdraw(self, id: str) -> None:
+        """The client is gone."""
+        dispatch = self.requests.pop(id)
+        self.act(dispatch, dispatch.withdrawn())
+        self.ended["withdrawn"] += 1
+        del self.got[id]
+
+    def crash(self, worker: Worker) -> None:
+        """The process dies and another starts in its place. What it had not yet told the front is lost."""
+        self.network.kill(worker.mover)
+        told = self.rng.randint(0, len(self.queues[worker.name]))
+        queue = deque([*list(self.queues[worker.name])[:told], "lost"])
+        self.boot(worker.name)
+        self.queues[worker.name] = queue
+        for other in self.workers.values():
+            self.poll(other.mover)
+
+    def sever(self) -> None:
+        for link, owner in tuple(self.network.severing.items()):
+            self.network.sever(link)
+            self.poll(owner)
+
+    # ------------------------------------------------------------ checks
+
+    def landed(self, flight, spans) -> None:
+        """A write reads pages that a handoff keeps, and changes pages that are reserved for it."""
+        movers = {worker.mover: worker for worker in self.workers.values()}
+        assert flight.target in movers, "a write reached a dead process"
+        desk = movers[flight.target].handoffs.desk
+        handoff = desk.grants.get(flight.generation)
+        assert handoff is not None, "a write landed after its reservation was gone"
+        name = engine_id(handoff, Part.DECODE)
+        for page in pages_in(spans, 2):
+            assert desk.ledger._writer.get(page) == name, f"a write landed on page {page}, which is not its own"
+        if flight.source in movers:
+            readers = movers[flight.source].handoffs.ledger._readers
+            assert all(readers[page] for page in pages_in(spans, 1)), "a write reads a page that was given back"
+
+    def check(self) -> None:
+        for worker in self.workers.values():
+            worker.engine.check(worker.handoffs.ledger)
+            for hold in Hold:
+                self.seen[hold.value] += worker.handoffs.ledger.pages(hold) > 0
+
+    def settle(self) -> None:
+        """No more faults and no new requests: everything must come to its end, and nothing may be left."""
+        self.network.stalled.clear()
+        for worker in self.workers.values():
+            worker.frozen = False
+        for _ in range(4000):
+            self.steps += 1
+            self.sever()
+            for flight in tuple(self.network.flights):
+                self.network.complete(flight)
+                self.poll(flight.source)
+            for worker in tuple(self.workers.values()):
+                self.tick(worker)
+                while worker.inbox or worker.engine.out:
+                    self.engine_turn(worker)
+                worker.engine.work()
+                while self.orders[worker.name]:
+                    self.take_order(worker)
+                while self.queues[worker.name]:
+                    self.front_turn(worker.name)
+            for _ in range(len(self.mail)):
+                self.deliver(0)
+            self.now += 0.05
+            if not self.requests and all(self.at_rest(worker) for worker in self.workers.values()):
+                break
+        else:
+            raise AssertionError(f"still going on: {self.describe()}")
+        for worker in self.workers.values():
+            assert worker.handoffs.ledger.empty
+            assert worker.engine.pool.available == self.pages, "a page leaked"
+            desk = worker.handoffs.desk
+            assert not desk.writes and not desk.grants
+        self.check()
+        assert not self.network.flights
+
+    def at_rest(self, worker: Worker) -> bool:
+        return worker.handoffs.idle and not worker.engine.pieces and not worker.inbox and not self.queues[worker.name]
+
+    def describe(self) -> list:
+        return [
+            (
+                worker.name,
+                [(s.id, s.over, s.in_flight, s.sender and s.sender.state) for s in worker.handoffs.sources.values()],
+                [(s.id, s.state, s.ops, s.link) for s in worker.handoffs.senders.values()],
+                [(r.id, r.state, r.generation, r.reason, r.link) for r in worker.handoffs.receivers.values()],
+                list(worker.engine.pieces),
+            )
+            for worker in self.workers.values()
+        ] + [(d.arrive.id, d) for d in self.requests.values()]
+
+
+WEATHER = {
+    "quiet": {},
+    "lossy": {"drop": 1, "repeat": 1},
+    "storm": {
+        "drop": 20,
+        "repeat": 20,
+        "withdraw": 12,
+        "crash": 2,
+        "freeze": 3,
+        "stall": 6,
+        "break write": 5,
+        "cut": 2,
+        "sever": 8,
+        "drain": 3,
+        "sleep": 2,
+    },
+}
