@@ -19,7 +19,6 @@ from counterpoint import __version__
 from counterpoint.bench import reshape, tables
 from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.report import summarise
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.trace import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
 from counterpoint.build import find_model, make_limits
@@ -28,6 +27,7 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
 from counterpoint.core.policy import make_policy
 from counterpoint.device.sim import SimExecutor, VirtualInbox
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
 from counterpoint.perf.perturbed import Perturbed

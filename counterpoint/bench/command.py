@@ -28,10 +28,10 @@ from counterpoint.bench.client import Target
 from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.replay import Outcome, Watch, replay_engine, replay_http
 from counterpoint.bench.report import summarise
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.trace import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe, offered_rate
 from counterpoint.config import Config
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
 from counterpoint.types import Slo

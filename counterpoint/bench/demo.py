@@ -25,9 +25,9 @@ from counterpoint.bench import tables
 from counterpoint.bench.picture import draw_lanes
 from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.report import summarise
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.config import Config
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 
 QUESTIONS = ("What is the capital of France?", "Name three primary colours.", "Write one sentence about the sea.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from counterpoint.bench.timeline import Timeline
+from counterpoint.device.timeline import Timeline
 
 COLOURS = {"prefill": "#d1495b", "decode": "#2e86ab", "mixed": "#8e6c8a"}
 

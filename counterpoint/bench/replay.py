@@ -20,10 +20,10 @@ import httpx
 import msgspec
 
 from counterpoint.bench.client import Answer, Target, ask, scrape
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.ports import Executor
 from counterpoint.types import Arrive, Output, Record, Sampling, Stats

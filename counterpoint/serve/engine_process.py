@@ -26,6 +26,7 @@ import zmq
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
 from counterpoint.spec.model import ModelError
@@ -84,33 +85,49 @@ def serve(start: Start, context: zmq.Context[Any], out: Mailbox) -> int:
     """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
     inbox = WallInbox()
     try:
+        log = open_log(start.config.server.event_log)
         build = find(start.system)
         system = build(start.config, inbox, lambda stage: out.post(Progress(stage)))
+        play(start, system, inbox, context, out, log)
+        return 0
     except (ConfigError, ModelError) as error:
         out.post(Failed(str(error), blame="user"))
         return 2
-    except Exception as error:
+    except Exception as error:  # it could not be built, or its device is lost: nothing can go on
         traceback.print_exc()
         out.post(Failed(f"{type(error).__name__}: {error}"))
         return 1
+
+
+def open_log(path: str | None) -> EventLog | None:
+    try:
+        return None if path is None else EventLog(path)
+    except OSError as error:
+        raise ConfigError(f"event_log {path!r} cannot be written: {error.strerror}") from None
+
+
+def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any], out: Mailbox, log: EventLog | None) -> None:
+    """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
     mail = threading.Thread(target=take_mail, args=(start, context, inbox, over), name="mail", daemon=True)
-    log = EventLog(start.config.server.event_log) if start.config.server.event_log else None
+    mail.start()
+    out.post(hello_of(start.config, system))
+    path, deliver = start.config.server.timeline, Deliver(out)
+    names = {lane.id: str(lane.role) for lane in system.engine.policy.lanes}
+    timeline = Timeline(system.executor, inbox, names) if path is not None else None
     try:
-        mail.start()
-        out.post(hello_of(start.config, system))
-        run(system.engine, inbox, system.executor, Deliver(out), log)
+        if timeline is None:
+            run(system.engine, inbox, system.executor, deliver, log)
+        else:
+            run(system.engine, timeline, timeline, timeline.deliver_to(deliver), log)
         system.executor.close()
-        return 0
-    except Exception as error:  # the device is lost, or the engine is wrong: nothing can go on
-        traceback.print_exc()
-        out.post(Failed(f"{type(error).__name__}: {error}"))
-        return 1
     finally:
         over.set()
         mail.join()
         if log is not None:
             log.close()
+        if timeline is not None and path is not None:
+            timeline.write(path)
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -176,4 +193,6 @@ class Deliver:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit: threads of a lost device may never end

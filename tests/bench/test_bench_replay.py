@@ -12,11 +12,11 @@ from counterpoint.bench import replay
 from counterpoint.bench.client import SAMPLES, SPLIT_SAMPLE, Target
 from counterpoint.bench.replay import replay_engine, replay_http
 from counterpoint.bench.report import summarise
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.workload import Lengths, PrefixGroups, Query, TokenRange, prompt_ids, synthetic
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.types import Command, Finish, Slo, Step, StepDone
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -95,6 +96,12 @@ def test_while_loading_it_answers_503(own_server: Start, tmp_path: Path):
     assert server.stop() == 0
 
 
+def test_an_event_log_that_cannot_be_written_is_told(own_server: Start, tmp_path: Path):
+    server = own_server(event_log=str(tmp_path / "no" / "log"))
+    assert server.process.wait(30) == 2
+    assert "event_log" in server.said()
+
+
 @pytest.mark.parametrize(("system", "status", "words"), [("refusing", 2, "page_tokens"), ("broken", 1, "a fault, as asked")])
 def test_an_engine_that_cannot_start_ends_the_server(own_server: Start, system: str, status: int, words: str):
     server = own_server(system=f"fake_engine:{system}_system")
@@ -176,7 +183,8 @@ def test_no_engine_outlives_its_server(own_server: Start, stopped: bool):
 def test_a_signal_drains(own_server: Start, tmp_path: Path):
     """To the whole group, as a terminal sends it: what runs is finished, nothing new is let in, the event log is whole."""
     log = tmp_path / "events"
-    server = own_server(event_log=str(log)).wait_ready()
+    timeline = tmp_path / "timeline.json"
+    server = own_server(event_log=str(log), timeline=str(timeline)).wait_ready()
     stream = Reading(server, {"prompt": "a last word ", "max_tokens": 1000, "ignore_eos": True, "stream": True})
     for process in (server.process.pid, server.engine.pid):
         os.kill(process, signal.SIGINT)
@@ -195,6 +203,7 @@ def test_a_signal_drains(own_server: Start, tmp_path: Path):
     assert server.process.wait(20) == 0
     arrived = [event for _, turn in read_log(log) for event in turn if isinstance(event, Arrive)]
     assert [bytes(arrive.prompt) for arrive in arrived] == [b"a last word "]
+    assert len(json.loads(timeline.read_text())["traceEvents"]) > 1000
 
 
 def test_a_drain_has_an_end(own_server: Start):

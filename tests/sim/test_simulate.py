@@ -253,6 +253,6 @@ def test_wrong_flags_are_named():
 
 def test_no_torch():
     modules = "counterpoint.simulate, counterpoint.device.sim, counterpoint.device.watch, counterpoint.perf.check"
-    code = f"import sys, {modules}, counterpoint.bench.timeline; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = f"import sys, {modules}, counterpoint.device.timeline; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

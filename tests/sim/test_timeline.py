@@ -8,10 +8,10 @@ import json
 import pytest
 from sim_builders import Constant, opened, step
 
-from counterpoint.bench.timeline import Timeline
 from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.device.sim import SimExecutor, VirtualInbox
+from counterpoint.device.timeline import Timeline
 from counterpoint.simulate import Files, Machine, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
