@@ -56,6 +56,32 @@ class Memory:
         spans[:, 0] = np.repeat(regions, len(starts))
         return spans
 
+    def head_spans(
+        self,
+        first_layer: int,
+        last_layer: int,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        heads: tuple[int, int, int],
+        head_bytes: int,
+        page_tokens: int,
+        there_page_bytes: int,
+    ) -> Spans:
+        """Like `spans`, for the head slice (first here, how many, first there) of pages whose tokens follow each other and hold
+        their heads in order: one span per token, since a slice of heads is contiguous only within a token."""
+        here_head, count, there_head = heads
+        tokens = np.arange(page_tokens)
+        here = np.asarray(sources, np.int64)[:, None] * self.page_bytes + tokens * (self.page_bytes // page_tokens)
+        there = np.asarray(destinations, np.int64)[:, None] * there_page_bytes + tokens * (there_page_bytes // page_tokens)
+        one = np.empty((here.size, 4), np.int64)
+        one[:, 1] = here.reshape(-1) + here_head * head_bytes
+        one[:, 2] = there.reshape(-1) + there_head * head_bytes
+        one[:, 3] = count * head_bytes
+        regions = np.arange(2 * first_layer, 2 * last_layer)
+        spans = np.tile(one, (len(regions), 1))
+        spans[:, 0] = np.repeat(regions, len(one))
+        return spans
+
     def checksum(self, spans: Spans, there: bool = False) -> int:
         """Of the bytes of `spans` here (`there`: at their offsets there, as the receiving end has them). Sums of parts add up,
         modulo 2^63: each page of each region counts by itself, so that it does not matter how spans were cut."""

@@ -67,7 +67,8 @@ class Link(Protocol):
         ...
 
     def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        """A link to the worker that made `blob`; `writes`: this end is the one that writes. Both ends connect. Raises LinkError."""
+        """A link to the worker that made `blob`; `writes`: this end is the one that writes. Both ends connect, the reading one
+        first. Raises LinkError."""
         ...
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
