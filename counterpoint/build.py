@@ -127,7 +127,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     limits = make_limits(config, spec, pages, len(cores))
     policy, notes = cpu_policy(config, spec, len(cores), str(decoder.kv_dtype).removeprefix("torch."))
     kv = KVPool(spec, pages, size, decoder.kv_dtype)
-    tables = Tables(limits.max_running, limits.max_context_tokens, size, spec.vocab, spec.eos_token_ids)
+    vocab = known_vocab(source, spec)
+    tables = Tables(limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids)
     executor = CpuExecutor(decoder, kv, tables, policy.lanes, cores, inbox)
     warning = binding_warning(os.environ)
     lanes = ", ".join(
@@ -145,3 +146,14 @@ def cpu_policy(config: Config, spec: ModelSpec, cores: int, kv_dtype: str) -> tu
         notes.append(f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead")
     belief = Roofline(spec, cpu_device(cores), "float16", kv_dtype)
     return make_policy(config.scheduler, cores, spec.layers, levels=tuple(range(1, cores)), belief=belief, chunk=128), notes
+
+
+def known_vocab(source: Source, spec: ModelSpec) -> int:
+    """Ids that the tokenizer can write: a checkpoint's vocabulary may be padded beyond them, and padding is never sampled."""
+    file = Path(source.path) / "tokenizer.json"
+    if source.kind != "hf" or not file.is_file():
+        return spec.vocab
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
+    return min(spec.vocab, max(ids) + 1)

@@ -185,7 +185,8 @@ class Engine:
                     self._leave(request)
                 continue
             request.computed = segment.start + segment.tokens
-            self._publish(request)
+            if not (segment.sample and done.tokens[row] < 0):  # what gave no finite logits is no one's prefix
+                self._publish(request)
             if done.prompt_logprobs:
                 self._tell_prompt(request, segment, done.prompt_logprobs[index])
             if segment.sample:

@@ -9,6 +9,9 @@ Shapes: R flat rows (pages * page_tokens), K KV heads, D head size.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from counterpoint.spec import ModelSpec
@@ -36,10 +39,17 @@ class KVPool:
         shape = (spec.layers, pages, *inner, spec.head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        k, v = (zeros(shape, dtype, torch.device(device)) for _ in range(2))
         self.k = (k.transpose(2, 3) if by_head else k).unbind(0)
         self.v = (v.transpose(2, 3) if by_head else v).unbind(0)
         self.bytes = pages * page_bytes(spec, page_tokens, dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that, on a CPU, take memory only where they are written: the system hands out zero pages at first touch."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
