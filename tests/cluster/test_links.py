@@ -14,6 +14,7 @@ import pytest
 from counterpoint.device.link import frames, shm
 from counterpoint.device.link.local import LocalLink
 from counterpoint.device.link.memory import Memory, granted, page_mask
+from counterpoint.device.link.nixl import NixlLink, load
 from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
 from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.link.sim import SimLink, SimNetwork
@@ -73,7 +74,16 @@ class TimedSim(SimLink):
         return super().poll()
 
 
-KINDS = ("local", "shm", "tcp", "sim")
+def nixl_words() -> str:
+    """Why NIXL can't be used here, or ""."""
+    try:
+        load()
+    except LinkError as error:
+        return str(error)
+    return ""
+
+
+KINDS = ("local", "shm", "tcp", "sim", pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_words()), reason=nixl_words())))
 
 
 def make_ends(kind: str) -> tuple[End, End]:
@@ -83,6 +93,8 @@ def make_ends(kind: str) -> tuple[End, End]:
     if kind == "sim":
         network, names = SimNetwork(checked=True, sums=True), {}
         return End(lambda _: TimedSim(network, "a", names)), End(lambda _: TimedSim(network, "b", names))
+    if kind == "nixl":
+        return End(NixlLink), End(NixlLink)
     cls = {"shm": ShmLink, "tcp": TcpLink}[kind]
     return End(lambda wake: cls(wake, sums=True)), End(lambda wake: cls(wake, sums=True))
 
@@ -126,7 +138,9 @@ def test_many_writes_all_complete(ends):
     assert all(reader.bytes_of(PAGES - 1 - page) == writer.bytes_of(page) for page in range(PAGES))
 
 
-def test_pages_that_are_not_granted_are_not_written(ends):
+def test_pages_that_are_not_granted_are_not_written(ends, kind):
+    if kind == "nixl":
+        pytest.skip("a NIXL reader can't refuse a write")
     writer, reader = ends
     reader.link.grant(READER, 7, (2, 3))
     wrong = {
@@ -141,7 +155,9 @@ def test_pages_that_are_not_granted_are_not_written(ends):
     assert not any(any(part) for page in (2, 4) for part in reader.bytes_of(page))
 
 
-def test_a_revoked_generation_is_not_written(ends):
+def test_a_revoked_generation_is_not_written(ends, kind):
+    if kind == "nixl":
+        pytest.skip("a NIXL reader can't refuse a write")
     writer, reader = ends
     reader.link.grant(READER, 1, (2,))
     reader.link.revoke(1)
@@ -163,7 +179,7 @@ def test_disconnecting_the_writing_end_is_proven_at_once(ends):
 def test_disconnecting_the_reading_end_is_proven_when_the_writer_has_left(ends, kind):
     writer, reader = ends
     reader.link.disconnect(READER)
-    if kind == "shm":
+    if kind in ("shm", "nixl"):
         assert Severed(READER) not in reader.look(), "the writer may be in the middle of a copy"
         writer.link.disconnect(WRITER)
     reader.wait(lambda n: n == Severed(READER))
@@ -197,8 +213,8 @@ def test_a_cancelled_write_completes(ends):
 
 def test_sums_agree_whatever_way_the_spans_were_cut(ends, kind):
     writer, reader = ends
-    if kind == "local":
-        pytest.skip("local links do not sum")
+    if kind in ("local", "nixl"):
+        pytest.skip("these links do not sum")
     reader.link.grant(READER, 1, (2, 3, 9))
     total = 0
     for op, (sources, targets) in enumerate([((5,), (2,)), ((6, 7), (3, 9))]):
