@@ -16,6 +16,7 @@ Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.0975
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,12 +49,13 @@ class Added:
 class Filters:
     """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off (None: top-p is off in all rows).
     `width`: how many of the largest logits are sorted at first, at least every top-k in use; 0: all of them, which on a GPU
-    saves a wait of the host."""
+    saves a wait of the host. `floor`: what does `filter_floor`'s work (None: that function)."""
 
     rows_F: Tensor
     top_k_F: Tensor
     top_p_F: Tensor | None
     width: int = 0
+    floor: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:
         x_RV.masked_fill_(x_RV < draw.min_p_R.log()[:, None], -torch.inf)
     if draw.filters is not None:
         x_FV = x_RV[draw.filters.rows_F]
-        floor_F = filter_floor(x_FV, draw.filters.top_k_F, draw.filters.top_p_F, draw.filters.width)
+        floor = draw.filters.floor or filter_floor
+        floor_F = floor(x_FV, draw.filters.top_k_F, draw.filters.top_p_F, draw.filters.width)
         x_RV[draw.filters.rows_F] = x_FV.masked_fill_(x_FV < floor_F[:, None], -torch.inf)
     cdf_RV = x_RV.softmax(1).cumsum_(1)
     total_R = cdf_RV[:, -1]

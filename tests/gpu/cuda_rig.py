@@ -23,6 +23,7 @@ from counterpoint.device.cuda.driver import CudaDriver, Driver
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions
+from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.ops import cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Products
@@ -173,7 +174,9 @@ def make_parts(
         close = lambda: None  # noqa: E731
     decoder = build_decoder(spec, Dummy(3, deviation=deviation), ops, driver.device)
     kv = KVPool(spec, pages + 1, PAGE, ops.kv_dtype, driver.device)
-    tables = DeviceTables(slots, spec.max_context_tokens, PAGE, vocab, spec.eos_token_ids, pages, driver)
+    tables = DeviceTables(
+        slots, spec.max_context_tokens, PAGE, vocab, spec.eos_token_ids, pages, driver, FilterFloor() if gpu else None
+    )
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     return Parts(decoder, kv, tables, graphs, places, driver, units, close)
 

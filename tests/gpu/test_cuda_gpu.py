@@ -101,6 +101,106 @@ def test_rope_append_gather_and_decode(dtype: torch.dtype, by_head: bool, heads:
         assert error(out, truth_out) < max(BOUND[dtype], 1e-5)
 
 
+SIXTEEN = [torch.bfloat16, torch.float16]
+
+
+def layer_kernels(dtype: torch.dtype, hidden: int, head_dim: int, chained: bool):
+    from counterpoint.device.cuda.kernels.layer import LayerKernels
+
+    return LayerKernels(dtype, hidden, head_dim, 132, chained=chained)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 16384)])
+def test_layer_kernels_norms_and_activation(dtype: torch.dtype, chained: bool, rows: int, size: int):
+    kernels, truth = layer_kernels(dtype, size, 64, chained), reference_ops()
+    x, delta, gates = drawn(rows, size, dtype=dtype), drawn(rows, size, dtype=dtype), drawn(rows, 2 * size, dtype=dtype)
+    weight = drawn(size, dtype=dtype)
+    cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
+    assert error(kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5)) < BOUND[dtype]
+    assert error(kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
+    total, normed = kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(normed, kernels.rms_norm(x + delta, weight, 1e-5)), "an add and a norm, bit for bit"
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 1, 256), (5, 5, 128)])
+def test_layer_kernels_rope_append_and_gather(
+    dtype: torch.dtype, normed: bool, by_head: bool, heads: int, kv_heads: int, size: int
+):
+    from counterpoint.device.cuda.ops import rope_angles
+
+    kernels, truth = layer_kernels(dtype, 512, size, True), reference_ops()
+    rows, pages = 33, 40
+    shape = (pages, kv_heads, PAGE, size) if by_head else (pages, PAGE, kv_heads, size)
+    k, v = (torch.full(shape, float("nan"), device="cuda", dtype=dtype) for _ in range(2))
+    if by_head:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+    norms = [drawn(size, dtype=dtype) if normed else None for _ in range(2)]
+    at = torch.randperm(pages * PAGE)[:rows].cuda()
+    frequencies = torch.rand(size // 2)
+    q = kernels.rope_and_append(x, rope_angles(torch.arange(rows).cuda() + 5, frequencies.cuda(), 1.2), *norms, 1e-5, k, v, at)
+    k_truth, v_truth = (torch.zeros(pages, PAGE, kv_heads, size) for _ in range(2))
+    cpu_norms = [None if n is None else n.float().cpu() for n in norms]
+    cpu_angles = truth.rope_angles(torch.arange(rows) + 5, frequencies, 1.2)
+    q_truth = truth.rope_and_append(x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu())
+    assert error(q, q_truth) < BOUND[dtype]
+    k_got, v_got = kernels.gather_context(k, v, at.int())
+    assert error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < BOUND[dtype]
+    assert error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
+    assert int(k.isfinite().sum()) == rows * kv_heads * size, "a write beside the rows"
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 576), (17, 8)])
+def test_products_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int):
+    kernels = layer_kernels(dtype, 512, 64, True)
+    x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
+    got = kernels.few_rows(x, weight)
+    assert error(got, x.float().cpu() @ weight.float().cpu().T) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("units", [16, 132])
+def test_every_measured_product_is_right(units: int):
+    from counterpoint.device.cuda.products import PROBES, Products
+
+    kernels = layer_kernels(torch.bfloat16, 512, 64, True)
+    products = Products(units, kernels, torch.device("cuda", 0), chained=True)
+    weights = [[drawn(1536, 1024, dtype=torch.bfloat16) * 0.05 for _ in range(3)]]
+    products.measure(weights, torch.cuda.Stream(), 128)
+    assert len(products.names) == len(PROBES)
+    for rows in (1, 2, 3, 4, 7, 64, 100, 128, 200):
+        x = drawn(rows, 1024, dtype=torch.bfloat16)
+        truth = x.float().cpu() @ weights[0][0].float().cpu().T
+        assert error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]
+        for name, product in products.candidates(weights[0][0], rows).items():
+            assert error(product(x, weights[0][0]), truth) < BOUND[torch.bfloat16], name
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 300), (7, 32003), (64, 128256)])
+def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
+    from counterpoint.device.cuda.kernels.floor import FilterFloor
+    from counterpoint.model.sample import filter_floor
+
+    x = drawn(rows, vocab) * torch.rand(rows, 1, device="cuda") * 6
+    x = (x * 8).round() / 8 if rows == 7 else x  # with ties
+    x -= x.amax(1, keepdim=True)
+    x[:, vocab // 2 :: 3] = -torch.inf
+    top_k = torch.randint(0, 60, (rows,), device="cuda")
+    top_p = torch.rand(rows, device="cuda") * 1.1
+    for k, p in ((top_k, top_p), (top_k, None), (torch.zeros_like(top_k), top_p), (top_k * 0 + 1, top_p), (top_k, top_p * 0)):
+        got, wanted = FilterFloor()(x, k, p), filter_floor(x, k, p, 0)
+        kept, truth = ((x >= floor[:, None]).sum(1) for floor in (got, wanted))
+        assert int((kept - truth).abs().max()) <= (1 if rows != 7 else vocab // 50), "but for a logit at the border"
+        assert float((kept != truth).float().mean()) < 0.1
+
+
 # ---------------------------------------------------------------- families
 
 

@@ -154,9 +154,6 @@ class CudaExecutor:
     def _decode(self, flight: Flight, place: Place) -> None:
         """A pass of decodes alone: a graph."""
         segments, tables = flight.step.segments, self.tables
-        if tables.needs_send(segments):
-            tables.send(segments)
-            segments = tuple(type(s)(s.slot, s.start, s.tokens, s.sample) for s in segments)
         inputs = tables.decode_inputs(segments, self.graphs.bucket(len(segments)))
         tail = tail_for(tables.settings.stages(torch.from_numpy(inputs[0, : len(segments)])))
         graph = self.graphs.launch(place, inputs, tail)

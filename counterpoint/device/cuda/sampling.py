@@ -57,7 +57,7 @@ def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: De
     filters = None
     if tail is Tail.FILTERED:
         every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
-        filters = Filters(every_B, top_k_B, top_p_B)
+        filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
     drawn_B = temperature_B > 0
     draw = Draw(None, seed_B, end_B - prompt_tokens_B, torch.where(drawn_B, temperature_B, 1.0), min_p_B, filters)
     ids_B = sample(logits_BV, Choice(draw=draw), vocab)
@@ -81,7 +81,7 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
         tokens_RL = tables.tokens[:, :length][tables.driver.upload(slot_R.numpy())].long()
         penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
     if draw is not None and draw.filters is not None:
-        draw = dataclasses.replace(draw, filters=dataclasses.replace(draw.filters, width=0))
+        draw = dataclasses.replace(draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor))
     added, draw = (on_device(part, tables.driver) for part in (choice.added, draw))
     return sample(logits_BV, Choice(penalties, added, draw), settings.vocab)
 

@@ -1,6 +1,6 @@
 """How fast the CUDA device is: decode, prefill, and both at once, through the executor that serves.
 
-    python -m counterpoint.device.cuda.speed [decode] [prefill] [groups] [together] [chunk] [loop] [--json FILE]
+    python -m counterpoint.device.cuda.speed [decode] [sampling] [prefill] [groups] [together] [chunk] [loop] [--json FILE]
 
 Owns: the measurement. Promises: random weights, random KV contents; times are the device's own (StepDone), medians where a thing is
 repeated; everything goes through CudaExecutor, so launching is part of what is measured.
@@ -75,13 +75,13 @@ class Bench:
 
     # ---------------------------------------------------------------- setting up
 
-    def open_batch(self, batch: int, context: int) -> None:
+    def open_batch(self, batch: int, context: int, sampling: Sampling = GREEDY) -> None:
         """Slots 1 to `batch` with `context` tokens each, in the cache."""
         per_slot = -(-(context + 1) // self.size)
         for slot in range(1, batch + 1):
             pages = tuple(self.order[-slot * per_slot :][:per_slot])
             tokens = [random.randrange(1000, 30000) for _ in range(context)]
-            self.executor.submit(Open(slot, tuple(tokens), context, pages, GREEDY))
+            self.executor.submit(Open(slot, tuple(tokens), context, pages, sampling))
         self.context = context
 
     def open_prefill(self, tokens: int) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ class Bench:
         segments = (Segment(PREFILL_SLOT, 0, tokens, True, self.open_prefill(tokens)),)
         work = Work(prefill_tokens=tokens, prefill_squares=tokens * tokens, prefill_requests=1, samples=1, layers=self.layers)
         self.serial += 1
-        edges = range(0, self.layers, group)
-        return [self.made(1, self.serial, a, min(a + group, self.layers), units, segments, work) for a in edges]
+        batch, edges = self.serial, range(0, self.layers, group)
+        return [self.made(1, batch, a, min(a + group, self.layers), units, segments, work) for a in edges]
 
     def made(self, lane: int, batch: int | None, first: int, last: int, units: int, segments: Any, work: Work) -> Step:
         self.serial += 1
@@ -265,6 +265,33 @@ def chunk_table(bench: Bench, chunks: Sequence[int] = (512, 1024, 2048), start: 
     return result
 
 
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "temperature": Sampling(max_tokens=1 << 20, temperature=0.8),
+    "temperature, top-p": Sampling(max_tokens=1 << 20, temperature=0.8, top_p=0.9),
+    "temperature, top-k, top-p": Sampling(max_tokens=1 << 20, temperature=0.8, top_k=50, top_p=0.9),
+    "penalties (outside the graph)": Sampling(max_tokens=1 << 20, temperature=0.8, top_p=0.9, repetition_penalty=1.1),
+}
+
+
+def sampling_table(bench: Bench, batch: int = 64, context: int = 2048) -> dict[str, Any]:
+    """A decode step by how its rows are sampled, and what launching it costs the host."""
+    result = {}
+    for name, sampling in SAMPLINGS.items():
+        bench.open_batch(batch, context, sampling)
+        took = bench.decode_s(batch, bench.device.units)
+        steps, host = [bench.decode_step(batch, bench.device.units) for _ in range(6)], []
+        for step in steps:
+            began_s = time.perf_counter()
+            bench.executor.submit(step)
+            host.append(time.perf_counter() - began_s)
+            while not bench.done():
+                pass
+        result[name] = {"ms": took * 1e3, "launch ms": statistics.median(host) * 1e3}
+    show(f"decode step of {batch} x {context} by sampling", result)
+    return result
+
+
 # ---------------------------------------------------------------- the real loop
 
 
@@ -343,7 +370,7 @@ def show(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["decode", "prefill", "groups", "together", "chunk", "loop"]
+    parts = ["decode", "sampling", "prefill", "groups", "together", "chunk", "loop"]
     parser.add_argument("what", nargs="*", default=parts)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--levels", type=int, nargs="+", default=[24, 32, 48, 64])
@@ -368,6 +395,7 @@ def main() -> None:
     bench = Bench(device)
     tables = {
         "decode": lambda: decode_table(bench, args.levels),
+        "sampling": lambda: sampling_table(bench),
         "prefill": lambda: prefill_table(bench, args.levels),
         "groups": lambda: groups_table(bench),
         "together": lambda: together_table(bench, args.levels),

@@ -13,6 +13,7 @@ In two steps, because the policy must know the device before the executor can kn
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from counterpoint.device.cuda.driver import CudaDriver
 from counterpoint.device.cuda.executor import CudaExecutor, Reports
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions, granularity
+from counterpoint.device.cuda.kernels.floor import FilterFloor
+from counterpoint.device.cuda.kernels.library import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Products, build_tiles
@@ -41,6 +44,8 @@ from counterpoint.model.weights import build_decoder, load_decoder
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.source import Source, load_spec
 from counterpoint.types import Lane, Open, Role, Sampling, Segment
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 LEVELS = (16, 24, 32, 48, 64, 80)  # decode SMs of the splits, where none is named
@@ -102,7 +107,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print) -> Cud
     pages = memory.choose_pages(config.device, each, budget, useful_pages=1 << 24)
     context = min(wanted, pages * size)
     kv = KVPool(spec, pages + 1, size, decoder.kv_dtype, device)
-    tables = DeviceTables(slots, context, size, spec.vocab, spec.eos_token_ids, pages, driver)
+    tables = DeviceTables(slots, context, size, spec.vocab, spec.eos_token_ids, pages, driver, filter_floor(device))
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
     torch.cuda.synchronize(device)
@@ -144,6 +149,15 @@ def equip(
     chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     progress(f"decode attention: {', '.join(sorted(names))}; products: {chosen}, in {time.perf_counter() - began_s:.1f} s")
     return places
+
+
+def filter_floor(device: torch.device) -> FilterFloor | None:
+    """The kernel that spares a sort, if it can be built."""
+    try:
+        return FilterFloor(device.index or 0)
+    except KernelError as error:
+        log.warning("top-k and top-p by sorting: %s", error)
+        return None
 
 
 def weights_by_shape(decoder: Decoder) -> list[list[Tensor]]:

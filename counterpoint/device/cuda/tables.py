@@ -25,6 +25,7 @@ from torch import Tensor
 
 from counterpoint.device.cuda.attend import DecodeKernel, Plan, Planner
 from counterpoint.device.cuda.driver import Driver
+from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.settings import Settings
 from counterpoint.device.tables import PassRows
 from counterpoint.model.batch import Batch
@@ -55,8 +56,10 @@ class DeviceTables:
         eos_token_ids: Sequence[int],
         spare_page: int,
         driver: Driver,
+        filter_floor: FilterFloor | None = None,
     ) -> None:
-        """`spare_page`: the page of the pool that no request has. `vocab`: ids from there on are never sampled."""
+        """`spare_page`: the page of the pool that no request has. `vocab`: ids from there on are never sampled. `filter_floor`:
+        what takes the place of a sort in sampling."""
         device = driver.device
         self.driver = driver
         self.page_tokens = page_tokens
@@ -67,6 +70,7 @@ class DeviceTables:
         self.floats = torch.zeros(slots + 1, len(FLOATS), dtype=torch.float32, device=device)
         self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
         self.settings = Settings(slots + 1, vocab, eos_token_ids)
+        self.filter_floor = filter_floor
         self._unsent: dict[int, Open] = {}
         self._pages_used = [0] * slots
 
@@ -106,24 +110,23 @@ class DeviceTables:
 
     def decode_inputs(self, segments: Sequence[Segment], size: int) -> np.ndarray:
         """Slot, position and new page (-1: none) of each row of a decode step, int32 [3, size]; the rows beyond the segments are
-        the spare slot's. On the way the new pages are booked: the step itself writes them."""
-        inputs = np.empty((3, size), np.int32)
+        the spare slot's. On the way the new pages are booked: the step itself writes them. What else the segments bring (a slot
+        not sent yet, pages that are not the next one) is sent."""
         count = len(segments)
-        inputs[0, :count] = [s.slot for s in segments]
+        inputs = np.empty((3, size), np.int32)
+        inputs[0, :count] = slots = [s.slot for s in segments]
         inputs[1, :count] = [s.start for s in segments]
         inputs[0, count:], inputs[1, count:], inputs[2] = self.spare_slot, 0, -1
-        for row, segment in enumerate(segments):
-            if segment.pages:
-                inputs[2, row] = segment.pages[0]
-                self._pages_used[segment.slot] += 1
+        paged = [(row, s) for row, s in enumerate(segments) if s.pages]
+        used, page_tokens = self._pages_used, self.page_tokens
+        plain = all(len(s.pages) == 1 and used[s.slot] == s.start // page_tokens for _, s in paged)
+        if not plain or (self._unsent and not self._unsent.keys().isdisjoint(slots)):
+            self.send(segments)
+            return inputs
+        for row, segment in paged:
+            inputs[2, row] = segment.pages[0]
+            used[segment.slot] += 1
         return inputs
-
-    def needs_send(self, segments: Sequence[Segment]) -> bool:
-        """Whether a decode step of these segments takes more than `decode_inputs` says."""
-        if self._unsent and any(s.slot in self._unsent for s in segments):
-            return True
-        size, used = self.page_tokens, self._pages_used
-        return any(s.pages and (len(s.pages) > 1 or used[s.slot] != s.start // size) for s in segments)
 
     def batch(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> tuple[Batch, Sampled]:
         """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""

@@ -90,26 +90,26 @@ __device__ __forceinline__ float over_block(float x) {
 
 // ---- norms. One block per row. x [count, size], weight [size]; y [count, size]. With ADD, y is delta on the way in, and x += delta.
 
-constexpr int NORM_THREADS = 512, NORM_VECTORS = 4;  // rows of up to 16384 elements
+constexpr int NORM_THREADS = 512;
 
-template <typename T, bool ADD>
-__global__ void __launch_bounds__(NORM_THREADS) norm_kernel(const Args p) {
+template <typename T, bool ADD, int VECTORS>  // VECTORS: 16-byte pieces per thread; rows of up to 16384 elements take 4
+__global__ void __launch_bounds__(NORM_THREADS, 2048 / NORM_THREADS / VECTORS) norm_kernel(const Args p) {
   let_next_start();
   const int vectors = p.size / 8;
   uint4* const x = static_cast<uint4*>(const_cast<void*>(p.x)) + int64_t(blockIdx.x) * vectors;
   uint4* const y = static_cast<uint4*>(p.y) + int64_t(blockIdx.x) * vectors;
   const uint4* const weight = static_cast<const uint4*>(p.weight);
-  uint4 w[NORM_VECTORS];
-  Eight f[NORM_VECTORS];
+  uint4 w[VECTORS];
+  Eight f[VECTORS];
 #pragma unroll
-  for (int i = 0; i < NORM_VECTORS; ++i) {
+  for (int i = 0; i < VECTORS; ++i) {
     int at = threadIdx.x + i * blockDim.x;
     if (at < vectors) w[i] = weight[at];
   }
   wait_for_previous();
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < NORM_VECTORS; ++i) {
+  for (int i = 0; i < VECTORS; ++i) {
     int at = threadIdx.x + i * blockDim.x;
     if (at >= vectors) continue;
     f[i] = unpack<T>(x[at]);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(NORM_THREADS) norm_kernel(const Args p) {
   }
   const float scale = 1.0f / sqrtf(over_block(sum) / p.size + p.eps);
 #pragma unroll
-  for (int i = 0; i < NORM_VECTORS; ++i) {
+  for (int i = 0; i < VECTORS; ++i) {
     int at = threadIdx.x + i * blockDim.x;
     if (at >= vectors) continue;
     const Eight g = unpack<T>(w[i]);
@@ -305,9 +305,11 @@ cudaError_t launch(Kernel kernel, dim3 grid, int threads, int bytes, const Args&
 template <typename T, bool ADD>
 cudaError_t norm(const Args& p, cudaStream_t stream) {
   const int vectors = p.size / 8, each = (vectors + NORM_THREADS - 1) / NORM_THREADS;
-  if (p.size % 8 || each > NORM_VECTORS) return cudaErrorInvalidValue;
-  const int threads = ((vectors + each - 1) / each + 31) / 32 * 32;
-  return launch(norm_kernel<T, ADD>, dim3(p.count), threads, 0, p, stream);
+  const int pieces = each <= 2 ? each : 4, threads = ((vectors + pieces - 1) / pieces + 31) / 32 * 32;
+  if (p.size % 8 || each < 1 || each > 4) return cudaErrorInvalidValue;
+  if (pieces == 1) return launch(norm_kernel<T, ADD, 1>, dim3(p.count), threads, 0, p, stream);
+  if (pieces == 2) return launch(norm_kernel<T, ADD, 2>, dim3(p.count), threads, 0, p, stream);
+  return launch(norm_kernel<T, ADD, 4>, dim3(p.count), threads, 0, p, stream);
 }
 
 template <typename T>
@@ -342,11 +344,15 @@ static cudaError_t silu(const Args& p, cudaStream_t stream) {
   return launch(silu_mul_kernel<T>, dim3(p.count, (p.size / 8 + 255) / 256), 256, 0, p, stream);
 }
 
-extern "C" {
-int counterpoint_rms_norm(const Args* p, cudaStream_t stream) { return BY_TYPE_AND(norm, false, *p); }
-int counterpoint_add_rms_norm(const Args* p, cudaStream_t stream) { return BY_TYPE_AND(norm, true, *p); }
-int counterpoint_silu_mul(const Args* p, cudaStream_t stream) { return BY_TYPE(silu, *p); }
-int counterpoint_rope_and_append(const Args* p, cudaStream_t stream) { return BY_TYPE(rope, *p); }
-int counterpoint_gather(const Args* p, cudaStream_t stream) { return launch(gather_kernel, dim3(p->count), 128, 0, *p, stream); }
-int counterpoint_few_rows(const Args* p, cudaStream_t stream) { return BY_TYPE(few_rows, *p); }
-}
+#define ENTRY(name, result)                                                \
+  extern "C" int counterpoint_##name(const void* args, void* on) {         \
+    const Args& p = *static_cast<const Args*>(args);                       \
+    const cudaStream_t stream = static_cast<cudaStream_t>(on);             \
+    return result;                                                         \
+  }
+ENTRY(rms_norm, BY_TYPE_AND(norm, false, p))
+ENTRY(add_rms_norm, BY_TYPE_AND(norm, true, p))
+ENTRY(silu_mul, BY_TYPE(silu, p))
+ENTRY(rope_and_append, BY_TYPE(rope, p))
+ENTRY(gather, launch(gather_kernel, dim3(p.count), 128, 0, p, stream))
+ENTRY(few_rows, BY_TYPE(few_rows, p))
