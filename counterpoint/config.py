@@ -108,7 +108,7 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one, printed")
     drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on")
-    max_body_bytes: int = setting(64 * 2**20, "longest request body, in bytes")
+    max_body_bytes: int = setting(16 * 2**20, "longest request body, in bytes")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
     event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
     timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import counterpoint
 from counterpoint.serve.client import EngineClient, EngineLost
-from counterpoint.serve.intake import Ask, Intake
+from counterpoint.serve.intake import Ask, Intake, apart
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
@@ -30,6 +30,7 @@ from counterpoint.serve.stream import ClientGone, Generation, read_body, respond
 
 LOADING_RETRY_S = 5
 REFERENCE = "#/components/schemas/{model}"
+Asked = TypeVar("Asked", bound=GenerationRequest)
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -51,8 +52,10 @@ class Service:
             raise EngineLost("the model is still being loaded")
         return self.intake
 
-    async def body(self, request: Request) -> bytes:
-        return await read_body(request, self.max_body_bytes)
+    async def parsed(self, kind: type[Asked], request: Request) -> Asked:
+        """The body as a request of `kind`. Raises ApiError."""
+        body = await read_body(request, self.max_body_bytes)
+        return await apart(parse, len(body), kind, body)
 
     def generation(self, ask: Ask, intake: Intake) -> Generation:
         return Generation(self.engine, ask, intake.text, self.metrics.cut_short)
@@ -66,14 +69,14 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions", **documented(ChatRequest, "A chat"))
     async def chat_completions(request: Request) -> Response:
         intake = service.ready()
-        asked = parse(ChatRequest, await service.body(request))
+        asked = await service.parsed(ChatRequest, request)
         ask = await intake.chat(asked)
         return await respond(request, service.generation(ask, intake), ChatReply(ask, intake.text))
 
     @app.post("/v1/completions", **documented(CompletionRequest, "A completion"))
     async def completions(request: Request) -> Response:
         intake = service.ready()
-        asked = parse(CompletionRequest, await service.body(request))
+        asked = await service.parsed(CompletionRequest, request)
         ask = await intake.completion(asked)
         return await respond(request, service.generation(ask, intake), CompletionReply(ask, intake.text, asked))
 

@@ -20,13 +20,14 @@ from msgspec.structs import replace
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.serve.answer import AnswerOptions
-from counterpoint.serve.openai import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from counterpoint.serve.openai import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, GenerationRequest, Message
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
 
 COMPLETION_TOKENS = 16  # the default of /v1/completions, OpenAI's own
 QUICK_CHARACTERS = 4096  # texts up to this are tokenised where they are
+MESSAGE_CHARACTERS = 100  # what a message costs beside its text
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of n choices differ (the golden ratio's 64 bits)
 
@@ -72,14 +73,12 @@ class Intake:
 
     async def chat(self, request: ChatRequest) -> Ask:
         self.check_model(request.model)
-        messages = [message.for_template() for message in request.messages]
         options = dict(request.chat_template_kwargs or {})
         if request.continue_final_message:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         elif request.add_generation_prompt is False:
             options["add_generation_prompt"] = False
-        characters = sum(len(message["content"] or "") for message in messages)
-        prompt = await apart(self._render, characters, messages, options)
+        prompt = await apart(self._render, characters_of(request.messages), request.messages, options)
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return self._ask("chatcmpl", request, [prompt], limit, self.context_tokens, logprobs, "messages")
@@ -101,10 +100,10 @@ class Intake:
 
     # ------------------------------------------------------------ prompts
 
-    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> Prompt:
+    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> Prompt:
         """Raises ApiError if the template can't, or if it is hopelessly long."""
         try:
-            text = self.text.render(messages, **options)
+            text = self.text.render([message.for_template() for message in messages], **options)
         except TextError as error:
             raise ApiError(400, str(error), param="messages") from None
         return self._encode([text], special=False, param="messages")[0]
@@ -179,10 +178,10 @@ class Intake:
         size, context = len(prompt.tokens), self.context_tokens
         if not size:
             raise ApiError(400, "the prompt has no tokens", param=param)
-        if max(prompt.tokens) >= self.vocab:
-            raise ApiError(400, f"token id {max(prompt.tokens)} is not in the vocabulary of {self.vocab}", param=param)
         if size >= context:
             raise self._too_long(size, param)
+        if max(prompt.tokens) >= self.vocab:
+            raise ApiError(400, f"token id {max(prompt.tokens)} is not in the vocabulary of {self.vocab}", param=param)
         if limit is None:
             return min(default, context - size)
         if size + limit > context:
@@ -236,6 +235,12 @@ class Intake:
             if token >= self.vocab:
                 raise ApiError(400, f"{param}: token id {token} is not in the vocabulary of {self.vocab}", param=param)
         return tuple(tokens)
+
+
+def characters_of(messages: Sequence[Message]) -> int:
+    """About how much there is to render."""
+    parts = (message.content or "" for message in messages)
+    return sum(MESSAGE_CHARACTERS + (len(p) if isinstance(p, str) else sum(len(text.text) for text in p)) for p in parts)
 
 
 async def apart(work: Callable[..., Result], characters: int, *args: Any) -> Result:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from counterpoint import build
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
@@ -62,12 +64,12 @@ class Offline:
     def complete(self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[int, Piece]]:
         """(choice, piece) as they come, for texts or token ids; `options` are the fields of a completion request.
         Raises ApiError if they are wrong."""
-        request = parse(CompletionRequest, {"prompt": list(prompts), **options})
+        request = parse(CompletionRequest, msgspec.json.encode({"prompt": prompts, **options}))
         return self.pieces(asyncio.run(self.intake.completion(request)))
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Iterator[Piece]:
         """The pieces of the answer to a conversation; `options` are the fields of a chat request. Raises ApiError."""
-        request = parse(ChatRequest, {"messages": list(messages), **options})
+        request = parse(ChatRequest, msgspec.json.encode({"messages": messages, **options}))
         return (piece for _, piece in self.pieces(asyncio.run(self.intake.chat(request))))
 
     def pieces(self, ask: Ask) -> Iterator[tuple[int, Piece]]:

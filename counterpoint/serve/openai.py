@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 2**14
+MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even looked at
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 ERRORS_TOLD = 3
+HARMLESS_BYTES = 100  # the values under which an unsupported field does nothing are short
 
 
 class ApiError(ValueError):
@@ -42,7 +46,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -58,7 +62,7 @@ class GenerationRequest(BaseModel):
     """What both endpoints take. Beside OpenAI's own fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
     min_tokens, include_stop_str_in_output, skip_special_tokens, priority, cache_salt."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         # known fields that would change the answer, with the values under which they do not
         "allowed_token_ids": (None, []),
@@ -161,7 +165,7 @@ class ChatRequest(GenerationRequest):
         "web_search_options": (None,),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -193,16 +197,23 @@ class CompletionRequest(GenerationRequest):
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse(kind: type[Request], body: bytes | dict[str, Any]) -> Request:
-    """The request in `body`, as JSON or its fields. Raises ApiError (400) naming the first fields that are wrong."""
+def parse(kind: type[Request], body: bytes) -> Request:
+    """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
     try:
-        request = kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
+        request = kind.model_validate_json(body)
+        fields = split_fields(body)
     except pydantic.ValidationError as error:
         raise refusal_of(error) from None
-    for name, value in (request.model_extra or {}).items():
-        if name in kind.refused and value not in kind.refused[name]:
+    except msgspec.DecodeError as error:  # NaN in a field that is not looked at, say
+        raise ApiError(400, f"Invalid JSON: {error}") from None
+    for name, harmless in kind.refused.items():
+        raw = bytes(fields.get(name, b"null"))
+        if len(raw) > HARMLESS_BYTES or msgspec.json.decode(raw) not in harmless:
             raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
     return request
+
+
+split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # takes no time for what is in them
 
 
 def refusal_of(error: pydantic.ValidationError) -> ApiError:

@@ -165,14 +165,12 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: it must be application/json")
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     async for part in chunks(request):
-        size += len(part)
-        if size > most_bytes:
+        body += part
+        if len(body) > most_bytes:
             raise ApiError(413, f"the request's body is larger than {most_bytes} bytes", code="request_too_large")
-        parts.append(part)
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def chunks(request: Request) -> AsyncIterator[bytes]:

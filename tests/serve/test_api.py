@@ -348,6 +348,7 @@ def test_wrong_messages(server: Running, messages: Any):
         b'{"prompt": "\\ud83d"}',
         b'{"prompt": "hi", "user": "\\udc00"}',
         b'{"prompt": "\xff"}',
+        b'{"prompt": "hi", "unknown": NaN}',
         b'{"prompt": ' + b"[" * 100_000,
         b'{"prompt": "hi", "n": ' + b"9" * 10_000 + b"}",
     ],
