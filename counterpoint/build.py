@@ -20,8 +20,8 @@ from counterpoint.device.choose import gpu_found
 from counterpoint.perf.roofline import Roofline
 from counterpoint.ports import Executor, Policy
 from counterpoint.spec import ModelSpec
-from counterpoint.spec.device import cpu_device
-from counterpoint.spec.source import Source, resolve
+from counterpoint.spec.device import PRESETS, cpu_device
+from counterpoint.spec.source import Source, load_spec, resolve
 
 if TYPE_CHECKING:
     from counterpoint.device.wall import WallInbox
@@ -87,9 +87,7 @@ def system(config: Config, inbox: WallInbox, progress: Progress = print) -> Syst
     Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
     source = find_model(config)
     if chosen_device(config) == "cuda":
-        from counterpoint.device.cuda.executor import make_cuda
-
-        return make_cuda(config, source, inbox, progress)
+        return cuda_system(config, source, inbox, progress)
     return cpu_system(config, source, inbox, progress)
 
 
@@ -137,6 +135,26 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
     return System(Engine(limits, policy), executor, spec, source, limits, lanes, (*notes, *([warning] if warning else [])))
+
+
+def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
+    # Each stream its own queue to the device: two that share one wait for each other. Read when the device is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    from counterpoint.device.cuda.start import open_cuda
+
+    vocab = known_vocab(source, load_spec(source, config.model.max_context_tokens))
+    cuda = open_cuda(config, source, progress, vocab)
+    spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
+    limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
+    device = next((preset for key, preset in PRESETS.items() if key in cuda.name.lower()), None)
+    belief = None if device is None else Roofline(spec, device, str(cuda.decoder.kv_dtype).removeprefix("torch."))
+    if config.scheduler.policy == "auto" and (belief is None or not cuda.isolated):
+        reason = f"nothing is known of {cuda.name}" if belief is None else "the GPU can't be split"
+        notes.append(f"auto runs chunked: {reason}")
+    levels = cuda.levels if cuda.isolated else ()
+    policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
+    lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
+    return System(Engine(limits, policy), cuda.executor(policy.lanes, inbox), spec, source, limits, lanes, tuple(notes))
 
 
 def cpu_policy(config: Config, spec: ModelSpec, cores: int, kv_dtype: str) -> tuple[Policy, list[str]]:

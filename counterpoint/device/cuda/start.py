@@ -74,12 +74,18 @@ class CudaDevice:
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
+    @property
+    def name(self) -> str:
+        """The GPU's, as the driver has it."""
+        return torch.cuda.get_device_name(self.driver.device)
+
     def executor(self, lanes: Sequence[Lane], inbox: Reports) -> CudaExecutor:
         return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.places, lanes, self.driver, inbox)
 
 
-def open_cuda(config: Config, source: Source, progress: Progress = print) -> CudaDevice:
-    """Load the model and make everything ready on the first GPU. Raises ConfigError naming the setting, ModelError for files."""
+def open_cuda(config: Config, source: Source, progress: Progress = print, vocab: int | None = None) -> CudaDevice:
+    """Load the model and make everything ready on the first GPU. `vocab`: ids from there on are never sampled (None: all the
+    model has are). Raises ConfigError naming the setting, ModelError for files."""
     refuse(config)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -107,7 +113,8 @@ def open_cuda(config: Config, source: Source, progress: Progress = print) -> Cud
     pages = memory.choose_pages(config.device, each, budget, useful_pages=1 << 24)
     context = min(wanted, pages * size)
     kv = KVPool(spec, pages + 1, size, decoder.kv_dtype, device)
-    tables = DeviceTables(slots, context, size, spec.vocab, spec.eos_token_ids, pages, driver, filter_floor(device))
+    known = spec.vocab if vocab is None else vocab
+    tables = DeviceTables(slots, context, size, known, spec.eos_token_ids, pages, driver, filter_floor(device))
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
     torch.cuda.synchronize(device)
