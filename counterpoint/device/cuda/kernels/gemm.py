@@ -1,0 +1,133 @@
+"""Matrix products of a decode step, for a partition of a few SMs (kernel: gemm.cu).
+
+Owns: the choice of the weight tile and the generated wgmma wrappers.
+Promises: one call is one kernel launch on the current stream, without synchronising or allocating when `out` is given, so it can be
+captured. Must not: be asked for more than 128 rows.
+
+Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a multiple of 64, N of 8. On Hopper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from counterpoint.device.cuda.kernels.library import architecture, check, load
+
+MAX_ROWS = 128
+
+
+class Tile(NamedTuple):
+    """How weight rows are dealt out: `height` rows to each of `groups` warpgroups (M > 64: the groups share the rows)."""
+
+    height: int
+    groups: int
+
+    def rows(self, wide: bool) -> int:
+        return self.height if wide else self.height * self.groups
+
+
+class _Args(ctypes.Structure):  # struct Args of gemm.cu
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "w", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "w_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "sms", "height", "groups", "chained")),
+    ]
+
+
+def fit(n: int, sms: int, m: int) -> Tile:
+    """The tile that makes the busiest of `sms` SMs load the fewest rows for a weight of n rows.
+
+    An SM loads, for each of its tiles, the tile's weight rows and the m rows of x again: cost = tiles per SM x (rows + m).
+    """
+    wide = m > 64
+
+    def cost(tile: Tile) -> tuple[int, int]:
+        rows = tile.rows(wide)
+        tiles = -(-n // rows)
+        return -(-tiles // sms) * (rows + m), -rows
+
+    groups = (2,) if wide else (1,)
+    return min((Tile(height, g) for g in groups for height in range(32, 257, 8)), key=cost)
+
+
+def wgmma_header(height: int) -> str:
+    """C++ for one wgmma shape: m64 n`height` k16, both operands in shared memory (PTX ISA, wgmma.mma_async)."""
+    count = height // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""#pragma once
+#include <stdint.h>
+template <int N> struct Wgmma;
+template <> struct Wgmma<{height}> {{
+  static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{height}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}\\n"
+      : {outputs} : "l"(a), "l"(b), "r"(add));
+  }}
+  static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  // no use of d moves above this
+    asm volatile("" : {outputs} :: "memory");
+  }}
+}};
+#define HEIGHT_HERE {height}
+"""
+
+
+class SkinnyGemm:
+    """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a weight tile's kernel when it is first needed (seconds, then cached)."""
+
+    def __init__(self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None) -> None:
+        self.sms, self.chained = sms, chained
+        self._arch, self._cache = architecture(device), cache
+        self._launches: dict[int, Callable[[Any, Any], int]] = {}
+        self._tiles: dict[tuple[int, int], Tile] = {}
+        if self._arch != "90a":
+            raise ValueError(f"this kernel is for Hopper (sm_90a), and the device is sm_{self._arch}")
+
+    def tile(self, n: int, m: int) -> Tile:
+        """The tile used for a weight of n rows and m rows of x."""
+        if (n, m) not in self._tiles:
+            self._tiles[n, m] = fit(n, self.sms, m)
+        return self._tiles[n, m]
+
+    def __call__(self, x_MK: torch.Tensor, w_NK: torch.Tensor, out_MN: torch.Tensor | None = None) -> torch.Tensor:
+        """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
+        (m, k), n = x_MK.shape, w_NK.shape[0]
+        out = x_MK.new_empty(m, n) if out_MN is None else out_MN
+        for name, x, shape in (("x_MK", x_MK, (m, k)), ("w_NK", w_NK, (n, k)), ("out_MN", out, (m, n))):
+            if x.shape != shape or x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+                raise ValueError(
+                    f"{name} must be bfloat16 {shape} with 16-byte aligned rows: got {x.dtype} {tuple(x.shape)} {x.stride()}"
+                )
+        if not 1 <= m <= MAX_ROWS or k % 64 or n % 8:
+            raise ValueError(f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of 64")
+        tile = self.tile(n, m)
+        args = _Args(
+            x=x_MK.data_ptr(),
+            w=w_NK.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x_MK.stride(0),
+            w_stride=w_NK.stride(0),
+            out_stride=out.stride(0),
+            m=m,
+            n=n,
+            k=k,
+            sms=self.sms,
+            height=tile.height,
+            groups=tile.groups,
+            chained=int(self.chained),
+        )
+        check(self._kernel(tile.height)(ctypes.byref(args), torch.cuda.current_stream(x_MK.device).cuda_stream), "skinny GEMM")
+        return out
+
+    def _kernel(self, height: int) -> Callable[[Any, Any], int]:
+        if height not in self._launches:
+            library = load("gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height)}, cache=self._cache)
+            launch = library.counterpoint_skinny_gemm
+            launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+            self._launches[height] = launch
+        return self._launches[height]

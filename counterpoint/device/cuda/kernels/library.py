@@ -1,0 +1,90 @@
+"""Builds and loads this folder's CUDA sources.
+
+Owns: the cache of shared objects.
+Promises: a source is compiled once per content, architecture and flags, with `nvcc`, in seconds (no torch headers); the result is
+found again by later processes. Nothing happens on import.
+Must not: launch anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "counterpoint" / "kernels"
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be built, loaded or launched; the message says why and what to do."""
+
+
+def architecture(device: int) -> str:
+    """The compiler's name of the GPU's instruction set, e.g. "90a" (with the features of that very chip, from Hopper on)."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def load(
+    name: str,
+    arch: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+    cache: Path | None = None,
+) -> ctypes.CDLL:
+    """The shared object of `name`.cu for `arch`, compiled unless the cache has it.
+
+    `headers` are generated files (name: text) that the source includes. Raises KernelError with the compiler's output, or with how
+    to get a compiler.
+    """
+    source = SOURCES / f"{name}.cu"
+    headers = dict(headers or {})
+    recipe = ["-O3", "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-shared", "-Xcompiler", "-fPIC", *flags]
+    key = hashlib.sha256(repr([source.read_text(), sorted(headers.items()), recipe]).encode()).hexdigest()[:16]
+    built = (cache or CACHE) / f"{name}-{arch}-{key}.so"
+    if not built.exists():
+        _compile(source, headers, recipe, built)
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:  # made on another system: make it here
+        log.warning("%s does not load (%s): building it again", built, error)
+        _compile(source, headers, recipe, built)
+        return ctypes.CDLL(str(built))
+
+
+def check(code: int, what: str) -> None:
+    """Raise KernelError unless `code`, a cudaError_t, is success."""
+    if code:
+        raise KernelError(f"{what}: {torch.cuda.CudaError(code)}")
+
+
+def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], built: Path) -> None:
+    compiler = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if compiler is None:
+        raise KernelError(
+            f"{source.name} must be compiled and there is no nvcc on PATH or in /usr/local/cuda/bin: install the CUDA toolkit "
+            f"(12.4 or newer), or copy {built.name} from a machine that has one to {built.parent}"
+        )
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        for name, text in headers.items():
+            (Path(folder) / name).write_text(text)
+        target = Path(folder) / built.name
+        command = [compiler, *recipe, "-I", folder, "-o", str(target), str(source)]
+        log.info("building %s", built.name)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise KernelError(f"{' '.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+        os.replace(target, built)
