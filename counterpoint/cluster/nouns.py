@@ -151,9 +151,10 @@ class Drain(msgspec.Struct, frozen=True, gc=False):
     on: bool
 
 
+Order = Start | Redirect | Stay | Settle | Withdraw | Drain  # from the front
+
 Event = (
-    Message | Linked | Unlinked | Fenced | Wrote | Revoked | Verified | Start | Redirect | Stay | Settle | Withdraw | Drain
-    | Admitted | Computed | Delta
+    Message | Linked | Unlinked | Fenced | Wrote | Revoked | Verified | Order | Admitted | Computed | Delta
 )  # fmt: skip
 
 
@@ -165,10 +166,13 @@ class Send(msgspec.Struct, frozen=True):
     message: Message
 
 
+EngineEvent = Arrive | Adopt | Release | EngineAbort
+
+
 class Tell(msgspec.Struct, frozen=True):
     """To this worker's engine."""
 
-    event: Arrive | Adopt | Release | EngineAbort
+    event: EngineEvent
 
 
 class Write(msgspec.Struct, frozen=True):

@@ -99,7 +99,7 @@ class Handover(RuleBasedStateMachine):
 
     @rule()
     def request(self) -> None:
-        if len(self.world.requests) < self.world.living:
+        if len(self.world.front.requests) < self.world.living:
             self.world.new_request()
 
     @precondition(lambda self: self.world.mail)

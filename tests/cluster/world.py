@@ -1,9 +1,9 @@
 """A small cluster that goes wrong: workers, links, a front and a network, all in one process, turned by a random generator.
 
-What is real: cluster/handoff.py (both state machines), dispatch.py, the wire encoding, device/link/sim.py, core/pages.py. What is
-made up: the engine (prefills in pieces, "KV" that names its tokens and layer) and everything that can fail. The oracle: each page
-layer's content is checked when a request is adopted and again when it ends; each span that lands is checked against the
-reservation; the client's tokens are known beforehand.
+What is real: cluster/handoff.py (both state machines), front.py, dispatch.py, the wire encoding, device/link/sim.py, core/pages.py.
+What is made up: the engine (kv_engine.py) and everything that can fail. The oracle: each page layer's content is checked when a
+request is adopted and again when it ends; each span that lands is checked against the reservation; the client's tokens are known
+beforehand.
 """
 
 from __future__ import annotations
@@ -13,212 +13,31 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
+from kv_engine import LAYERS, PAGE_TOKENS, WORD_BYTES, FakeEngine, plain_memory, token_at
 
 import counterpoint.cluster.messages as wire
 from counterpoint.cluster import nouns
-from counterpoint.cluster.dispatch import Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
+from counterpoint.cluster.dispatch import Deliver, Finished, OnLoss
+from counterpoint.cluster.front import Front, ToWorker
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.ledger import Hold
-from counterpoint.cluster.messages import HandoffId, Sampled
-from counterpoint.cluster.nouns import Geometry, Grain, Outcome, Rules, engine_id, handoff_of
-from counterpoint.core.pages import Pages
-from counterpoint.device.link.memory import Memory
+from counterpoint.cluster.nouns import Geometry, Grain, Outcome, Rules, engine_id
 from counterpoint.device.link.port import Completed, Lost, Quiet, Severed
 from counterpoint.device.link.sim import SimLink, SimNetwork
 from counterpoint.types import (
-    Abort,
-    Admitted,
-    Adopt,
     Arrive,
-    Computed,
     Delta,
     Finish,
     Part,
-    Release,
     Sampling,
 )
-
-LAYERS, PAGE_TOKENS, PAGE_BYTES = 3, 4, 8
-MASK = (1 << 64) - 1
-
-
-def token_at(arrive: Arrive, position: int) -> int:
-    """The answer's token at `position`, whoever computes it."""
-    return hash((arrive.prompt, position)) % 997
-
-
-def kv_names(tokens: tuple[int, ...]) -> list[int]:
-    """What the KV of each page of `tokens` must be (before the layer is mixed in)."""
-    return [hash(tokens[: start + PAGE_TOKENS]) & MASK for start in range(0, len(tokens), PAGE_TOKENS)]
 
 
 def pages_in(spans, column: int) -> list[int]:
     pages = []
     for start, size in spans[:, [column, 3]].tolist():
-        pages += range(start // PAGE_BYTES, (start + size) // PAGE_BYTES)
+        pages += range(start // WORD_BYTES, (start + size) // WORD_BYTES)
     return pages
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """A request's part in a FakeEngine."""
-
-    arrive: Arrive
-    names: list[int]
-    pages: list[int] = field(default_factory=list)
-    tokens: int = 0
-    ahead: int = 0
-    layers: int = 0
-    output: int = 0  # tokens it has given
-    admitted: bool = False
-    adopted: bool = False
-    over: bool = False  # gives nothing more; pages stay until Release
-
-    @property
-    def total(self) -> int:
-        return len(self.arrive.prompt) + len(self.arrive.resumed)
-
-
-class FakeEngine:
-    """The part of an engine that the handoff sees. `kv[region]` has one 8-byte word per page."""
-
-    def __init__(self, total: int, rng: random.Random) -> None:
-        self.rng = rng
-        self.pool = Pages(total)
-        self.kv = [np.zeros(total, np.uint64) for _ in range(2 * LAYERS)]
-        self.memory = Memory(tuple(words.view(np.uint8) for words in self.kv), PAGE_BYTES)
-        self.pieces: dict[str, Piece] = {}
-        self.waiting: list[Piece] = []
-        self.active: list[Piece] = []
-        self.out: list = []
-
-    def handle(self, event: Arrive | Abort | Adopt | Release) -> None:
-        if isinstance(event, Arrive):
-            assert event.id not in self.pieces
-            piece = Piece(event, kv_names((*event.prompt, *event.resumed)))
-            if len(piece.names) > self.pool.total:
-                self.out.append(Delta(event.id, finish=Finish.ERROR, error="too long"))
-                return
-            self.pieces[event.id] = piece
-            self.waiting.append(piece)
-            self.admit()
-            return
-        piece = self.pieces.get(event.id)
-        if piece is None:
-            return
-        if isinstance(event, Release):
-            assert not piece.adopted, "released after it was adopted"
-            self.drop(piece)
-        elif isinstance(event, Adopt):
-            assert piece.admitted and not piece.adopted
-            piece.adopted, piece.output, piece.tokens = True, 1, piece.total
-            assert event.token == token_at(piece.arrive, len(piece.arrive.resumed))
-            self.check_kv(piece)
-            self.active.append(piece)
-            self.publish(piece)
-        else:
-            self.stop(piece, Finish.ABORT)
-
-    def admit(self) -> None:
-        while self.waiting:
-            piece = self.waiting[0]
-            full = piece.names[: piece.total // PAGE_TOKENS]
-            if piece.arrive.part is Part.PREFILL:
-                full = full[: (piece.total - 1) // PAGE_TOKENS]
-            hits = self.pool.find([str(name).encode() for name in full])
-            fresh = len(piece.names) - len(hits)
-            if fresh > self.pool.available - self.pool.evictable(hits):
-                return
-            self.pool.hold(hits)
-            taken = self.pool.take(fresh)
-            assert taken is not None
-            for page in taken:  # what was there before is gone
-                for words in self.kv:
-                    words[page] = 0
-            piece.pages = hits + taken
-            piece.tokens = piece.ahead = len(hits) * PAGE_TOKENS
-            piece.admitted = True
-            self.waiting.pop(0)
-            if piece.arrive.part is Part.PREFILL:
-                self.active.append(piece)
-            self.out.append(Admitted(piece.arrive.id, tuple(piece.pages), len(hits)))
-
-    def work(self) -> bool:
-        """One layer group of a prompt, or one token."""
-        if not self.active:
-            return False
-        piece = self.rng.choice(self.active)
-        if piece.adopted:
-            self.token(piece)
-        else:
-            self.prefill(piece)
-        return True
-
-    def prefill(self, piece: Piece) -> None:
-        if piece.layers in (0, LAYERS):
-            piece.layers = 0
-            piece.ahead = min(piece.total, piece.tokens + self.rng.randint(1, 9))
-        first, piece.layers = piece.layers, min(LAYERS, piece.layers + self.rng.randint(1, LAYERS))
-        for index in range(piece.tokens // PAGE_TOKENS, -(-piece.ahead // PAGE_TOKENS)):
-            whole = (index + 1) * PAGE_TOKENS <= piece.ahead or piece.ahead == piece.total
-            for region in range(2 * first, 2 * piece.layers):
-                self.kv[region][piece.pages[index]] = ((piece.names[index] + region) & MASK) if whole else 1
-        if piece.layers < LAYERS:
-            self.out.append(Computed(piece.arrive.id, piece.tokens, piece.ahead, piece.layers))
-            return
-        piece.tokens = piece.ahead
-        self.publish(piece)
-        self.out.append(Computed(piece.arrive.id, piece.tokens, piece.tokens, 0))
-        if piece.tokens == piece.total:
-            self.token(piece)
-            if piece in self.active:
-                self.active.remove(piece)
-
-    def token(self, piece: Piece) -> None:
-        position = len(piece.arrive.resumed) + piece.output
-        piece.output += 1
-        finish = Finish.LENGTH if position + 1 >= piece.arrive.sampling.max_tokens else None
-        self.out.append(Delta(piece.arrive.id, (token_at(piece.arrive, position),), finish=finish))
-        if finish is not None:
-            self.stop(piece, None)
-
-    def stop(self, piece: Piece, finish: Finish | None) -> None:
-        if piece.over:
-            return
-        piece.over = True
-        if piece in self.active:
-            self.active.remove(piece)
-        if piece in self.waiting:
-            self.waiting.remove(piece)
-        if finish is not None:
-            self.out.append(Delta(piece.arrive.id, finish=finish))
-        if piece.adopted:
-            self.check_kv(piece)
-            self.drop(piece)
-
-    def drop(self, piece: Piece) -> None:
-        del self.pieces[piece.arrive.id]
-        if piece in self.active:
-            self.active.remove(piece)
-        if piece in self.waiting:
-            self.waiting.remove(piece)
-        self.pool.release(piece.pages)
-        self.admit()
-
-    def publish(self, piece: Piece) -> None:
-        for index in range(piece.tokens // PAGE_TOKENS):
-            self.pool.publish(piece.pages[index], str(piece.names[index]).encode())
-
-    def check_kv(self, piece: Piece) -> None:
-        for region, words in enumerate(self.kv):
-            want = [(name + region) & MASK for name in piece.names]
-            assert words[piece.pages].tolist() == want, f"the KV of {piece.arrive.id!r} is not what was computed"
-
-    def check(self, ledger) -> None:
-        held = Counter(page for piece in self.pieces.values() for page in piece.pages)
-        self.pool.check(held)
-        ledger.check(held, self.pool._free)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,8 +69,8 @@ class World:
             dead_s=3.0 if weather == "storm" else 1e6,
             remembered=rng.choice([4, 4096]),
         )
-        self.deadline_s = rng.choice([8.0, 40.0]) if weather == "storm" else 1e6
-        self.retries = rng.choice([0, 1, 3])
+        deadline_s = rng.choice([8.0, 40.0]) if weather == "storm" else 1e6
+        self.front = Front(self.pick, deadline_s, rng.choice([0, 1, 3]), rng.choice(list(OnLoss)))
         self.pages = rng.choice([8, 14, 40])
         self.network = SimNetwork(
             checked=rng.random() < 0.5, slow_fence=rng.random() < 0.3, sums=rng.random() < 0.3, on_land=self.landed
@@ -262,10 +81,9 @@ class World:
         self.ends: dict[int, Worker] = {}  # link number -> the worker that has this end
         self.between: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
         self.mail: list[tuple[int, bytes]] = []  # (destination link, message)
-        self.offsets: dict[str, int] = {}  # engine's name -> tokens it has given
         self.queues: dict[str, deque] = {}  # worker -> what it tells the front, in order
         self.orders: dict[str, deque] = {}  # front -> worker, in order
-        self.requests: dict[str, Dispatch] = {}
+        self.arrives: dict[str, Arrive] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: Counter = Counter()
         self.seen: Counter = Counter()
@@ -280,7 +98,7 @@ class World:
     def boot(self, name: str) -> None:
         self.incarnations += 1
         mover = SimLink(self.network, f"{name}.{self.incarnations}", self.movers)
-        engine = FakeEngine(self.pages, self.rng)
+        engine = FakeEngine(plain_memory(self.pages), self.rng)
         mover.register(engine.memory)
         worker = Worker(name, engine, Handoffs(self.rules, Geometry(LAYERS, PAGE_TOKENS)), mover, self.rng.uniform(-1e4, 1e4))
         self.workers[name] = worker
@@ -393,96 +211,46 @@ class World:
         """The front takes one report of a worker."""
         report = self.queues[name].popleft()
         if report == "lost":
-            for dispatch in tuple(self.requests.values()):
-                self.act(dispatch, dispatch.lost(name))
-            return
-        if isinstance(report, Delta):
-            known = handoff_of(report.id)
-            assert known is not None
-            handoff, part = known
+            self.front.lost(name)
         else:
-            handoff, part = report.handoff, getattr(report, "part", Part.PREFILL)
-        dispatch = self.requests.get(handoff.request)
-        if dispatch is None:
-            if isinstance(report, nouns.Reroute):
-                self.order(name, nouns.Settle(report.source, "nobody waits for it"))
-        elif isinstance(report, nouns.Reroute):
-            self.seen["reroute"] += 1
-            self.act(dispatch, dispatch.rerouted(report))
-        elif isinstance(report, nouns.Ended):
-            self.act(dispatch, dispatch.ended(report))
-        else:
-            self.act(dispatch, self.delta(dispatch, handoff, part, report))
+            self.front.report(name, report)
+        self.serve()
 
-    def delta(self, dispatch: Dispatch, handoff: HandoffId, part: Part, delta: Delta) -> list:
-        offset = self.offsets.setdefault(delta.id, 1 if part is Part.DECODE else 0)
-        self.offsets[delta.id] += len(delta.tokens)
-        if delta.finish is Finish.ABORT or (delta.finish is Finish.ERROR and part is Part.DECODE):
-            return []  # withdrawn, or refused before it was adopted: `ended` and `rerouted` say so
-        finish = Finished(delta.finish, delta.error) if delta.finish else None
-        return dispatch.took(handoff, part, offset, tuple(Sampled(token) for token in delta.tokens), finish)
+    def serve(self) -> None:
+        for item in self.front.take():
+            if isinstance(item, ToWorker):
+                self.orders[item.worker].append(item)
+                self.seen[type(item.order).__name__] += 1
+            elif isinstance(item.news, Deliver):
+                got, news = self.got[item.id], item.news
+                assert news.start == len(got), "a token is missing or came twice"
+                got += [token.token for token in news.tokens]
+                arrive = self.arrives[item.id]
+                assert got[news.start :] == [token_at(arrive, position) for position in range(news.start, len(got))]
+            else:
+                self.finish(item.id, item.news)
 
-    def act(self, dispatch: Dispatch, actions: list) -> None:
-        id = dispatch.arrive.id
-        for action in actions:
-            if isinstance(action, Deliver):
-                got = self.got[id]
-                assert action.start == len(got), "a token is missing or came twice"
-                got += [token.token for token in action.tokens]
-                want = [token_at(dispatch.arrive, position) for position in range(action.start, len(got))]
-                assert got[action.start :] == want
-            elif isinstance(action, Finished):
-                self.finish(dispatch, action)
-            elif isinstance(action, Again):
-                self.seen["again"] += 1
-                self.start(dispatch, action)
-            elif isinstance(action, Elsewhere):
-                self.elsewhere(dispatch, action)
-            elif isinstance(action, Drop):
-                self.order(action.worker, nouns.Withdraw(action.handoff))
-            elif isinstance(action, Keep):
-                self.order(action.prefill, nouns.Stay(action.source))
-            elif isinstance(action, LetGo):
-                self.order(action.prefill, nouns.Settle(action.source, action.reason))
-
-    def finish(self, dispatch: Dispatch, end: Finished) -> None:
-        id = dispatch.arrive.id
-        del self.requests[id]
+    def finish(self, id: str, end: Finished) -> None:
         self.ended[end.finish.value] += 1
+        arrive, got = self.arrives.pop(id), self.got.pop(id)
         if end.finish is Finish.LENGTH:
-            assert len(self.got[id]) == dispatch.arrive.sampling.max_tokens
+            assert len(got) == arrive.sampling.max_tokens
         else:
             assert self.weather == "storm", f"{id} ended with {end}"
-        del self.got[id]
 
-    def order(self, worker: str, event) -> None:
-        if worker in self.orders:
-            self.orders[worker].append(event)
+    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> tuple[str, str] | None:
+        names = [name for name in self.workers if name != avoid]
+        prefill = prefill or self.rng.choice(names)
+        others = [name for name in self.workers if name != prefill and (name != avoid or len(self.workers) == 2)]
+        return (prefill, self.rng.choice(others)) if others else None
 
     def take_order(self, worker: Worker) -> None:
         """The worker takes an order of the front; it dials before it starts anything."""
-        order = self.orders[worker.name].popleft()
-        if isinstance(order, nouns.Start | nouns.Redirect):
-            other = self.requests.get(order.handoff.request)
-            link = self.link(worker, self.workers[other.decode]) if other is not None and other.decode != worker.name else 0
-            order = msgspec.structs.replace(order, link=link)
+        item = self.orders[worker.name].popleft()
+        order = item.order
+        if item.decode:
+            order = msgspec.structs.replace(order, link=self.link(worker, self.workers[item.decode]))
         self.tell(worker, order)
-
-    def start(self, dispatch: Dispatch, action: Again) -> None:
-        names = [name for name in self.workers if name != action.avoid]
-        prefill = self.rng.choice(names)
-        decode = self.rng.choice([name for name in self.workers if name != prefill])
-        dispatch.sent_to(prefill, decode)
-        self.order(prefill, nouns.Start(action.handoff, action.arrive, 0, self.deadline_s))
-
-    def elsewhere(self, dispatch: Dispatch, action: Elsewhere) -> None:
-        names = [name for name in self.workers if name not in (action.prefill, action.avoid)]
-        if not names:
-            self.act(dispatch, dispatch.no_worker())
-            return
-        decode = self.rng.choice(names)
-        dispatch.sent_to(action.prefill, decode)
-        self.order(action.prefill, nouns.Redirect(action.source, action.handoff, 0))
 
     # ------------------------------------------------------------ what happens next
 
@@ -494,10 +262,10 @@ class World:
         prompt = (*[family] * shared, *[1000 + self.serial * 50 + i for i in range(length - shared)])
         sampling = Sampling(max_tokens=self.rng.choice([1, 2, 3, 8]), temperature=0)
         arrive = Arrive(id=f"r{self.serial}", prompt=prompt, sampling=sampling)
-        dispatch = Dispatch(arrive, self.retries, self.rng.choice(list(OnLoss)))
-        self.requests[arrive.id] = dispatch
+        self.arrives[arrive.id] = arrive
         self.got[arrive.id] = []
-        self.act(dispatch, dispatch.begin())
+        self.front.submit(arrive)
+        self.serve()
 
     def deliver(self, index: int) -> None:
         destination, data = self.mail[index]
@@ -552,7 +320,7 @@ class World:
             self.front_turn(worker.name)
         elif roll < 0.87 and self.orders[worker.name]:
             self.take_order(worker)
-        elif roll > 0.96 and len(self.requests) < self.living:
+        elif roll > 0.96 and len(self.front.requests) < self.living:
             self.new_request()
         elif not worker.engine.work():
             self.idle(0.005)
@@ -572,8 +340,8 @@ class World:
                 self.mail.append(self.mail[index])
             else:
                 self.mail.pop(index)
-        elif kind == "withdraw" and self.requests:
-            self.withdraw(self.rng.choice(tuple(self.requests)))
+        elif kind == "withdraw" and self.front.requests:
+            self.withdraw(self.rng.choice(tuple(self.front.requests)))
         elif kind == "crash":
             self.crash(worker)
         elif kind == "freeze":
@@ -595,10 +363,10 @@ class World:
 
     def withdraw(self, id: str) -> None:
         """The client is gone."""
-        dispatch = self.requests.pop(id)
-        self.act(dispatch, dispatch.withdrawn())
+        self.front.withdraw(id)
+        self.serve()
         self.ended["withdrawn"] += 1
-        del self.got[id]
+        del self.got[id], self.arrives[id]
 
     def crash(self, worker: Worker) -> None:
         """The process dies and another starts in its place. What it had not yet told the front is lost."""
@@ -660,7 +428,7 @@ class World:
             for _ in range(len(self.mail)):
                 self.deliver(0)
             self.now += 0.05
-            if not self.requests and all(self.at_rest(worker) for worker in self.workers.values()):
+            if not self.front.requests and all(self.at_rest(worker) for worker in self.workers.values()):
                 break
         else:
             raise AssertionError(f"still going on: {self.describe()}")
@@ -685,7 +453,7 @@ class World:
                 list(worker.engine.pieces),
             )
             for worker in self.workers.values()
-        ] + [(d.arrive.id, d) for d in self.requests.values()]
+        ] + [(d.arrive.id, d) for d in self.front.requests.values()]
 
 
 WEATHER = {

@@ -1,0 +1,350 @@
+"""Courier: the thread that carries a worker's handoffs out: control connections, movers, the clock.
+
+Owns: the event loop and every control connection. Promises: the engine's thread never waits for it, and it never waits for the
+engine; a completed transfer wakes it at once, and what follows reaches the engine without a forward pass between; a link whose
+connection ends is dead at both ends.
+Must not: decide (cluster/handoff.py does).
+
+    engine thread   --tell-->  Courier  --outside.engine-->  engine's inbox
+    front           --order->  Courier  --outside.report-->  front
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+import counterpoint.cluster.messages as wire
+from counterpoint.cluster import control, nouns
+from counterpoint.cluster.control import Address, ControlError, Introduction, Ready, Refusal, Wire
+from counterpoint.cluster.digest import Digest, refusal
+from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.messages import HandoffId
+from counterpoint.cluster.transfer import NoLink, Reach, choose_link
+from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
+from counterpoint.types import Admitted, Computed, Delta, Part
+
+TICK_S = 0.05
+UNSENT_BYTES = 64 << 20  # a peer that lets so much of control traffic pile up is lost
+
+log = logging.getLogger(__name__)
+
+
+class Outside(Protocol):
+    """Both are called on the courier's thread and must return at once."""
+
+    def engine(self, event: nouns.EngineEvent) -> None: ...
+
+    def report(self, command: nouns.Ended | nouns.Reroute) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this worker says of itself. `movers` by kind, each registered; `blobs` are what they gave. `allow_staged_tcp`: KV in
+    GPU memory may go through host memory over TCP."""
+
+    worker: str
+    digest: Digest
+    reach: Reach
+    memory: Memory
+    movers: dict[str, Link]
+    blobs: dict[str, bytes]
+    token: str = ""
+    allow_staged_tcp: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A link's control connection and its mover."""
+
+    wire: Wire
+    mover: Link
+
+
+class Courier:
+    """`start` binds `host`:`port` (0: a free one; see `address`) and returns when peers may dial."""
+
+    def __init__(self, identity: Identity, handoffs: Handoffs, outside: Outside, host: str = "127.0.0.1", port: int = 0) -> None:
+        control.check_exposure(host, identity.token)
+        self.identity = identity
+        self.handoffs = handoffs
+        self.outside = outside
+        self.address = Address(host, port)
+        self._lines: dict[int, Line] = {}
+        self._dials: dict[Address, asyncio.Task[int]] = {}
+        self._starting: dict[HandoffId, bool] = {}  # dialling for it -> still wanted
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-courier", daemon=True)
+
+    # ------------------------------------------------------------ from other threads
+
+    def start(self) -> None:
+        """Raises OSError if the address can't be bound."""
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def tell(self, output: Admitted | Computed | Delta) -> None:
+        """What the engine says, in its order."""
+        self._soon(lambda: self._handle(output))
+
+    def order(self, order: nouns.Order, to: Address | None = None) -> None:
+        """What the front wants; `to`: the decode worker of a Start or Redirect, which is dialled if need be."""
+        self._soon(lambda: self._order(order, to))
+
+    def wake(self) -> None:
+        """A mover has notices."""
+        self._soon(self._take_notices)
+
+    def close(self) -> None:
+        """Hang up, stop. The movers are closed by whoever made them."""
+        if self._thread.is_alive():
+            self._soon(self._over.set)
+            self._thread.join()
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except OSError as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._called, *self.address)
+        self.address = Address(*server.sockets[0].getsockname()[:2])
+        self._ready.set()
+        async with server:
+            while not self._over.is_set():
+                self.handoffs.tick(time.monotonic())
+                self._obey()
+                self._take_notices()
+                try:
+                    await asyncio.wait_for(self._over.wait(), TICK_S)
+                except TimeoutError:
+                    continue
+        for task in (*self._tasks, *self._dials.values()):
+            task.cancel()
+        for line in self._lines.values():
+            line.wire.close()
+        await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
+
+    def _handle(self, event: nouns.Event) -> None:
+        self.handoffs.handle(time.monotonic(), event)
+        self._obey()
+
+    def _take_notices(self) -> None:
+        for mover in self.identity.movers.values():
+            for notice in mover.poll():
+                self.handoffs.handle(time.monotonic(), self._event(notice))
+        self._obey()
+
+    def _event(self, notice: Notice) -> nouns.Event:
+        if isinstance(notice, Completed):
+            return nouns.Wrote(notice.op, notice.error, notice.checksum)
+        if isinstance(notice, Quiet):
+            return nouns.Revoked(notice.generation)
+        if isinstance(notice, Severed):
+            return nouns.Fenced(notice.link)
+        assert isinstance(notice, Lost)
+        return nouns.Unlinked(notice.link)
+
+    # ------------------------------------------------------------ commands
+
+    def _obey(self) -> None:
+        for command in self.handoffs.take_commands():
+            if isinstance(command, nouns.Tell):
+                self.outside.engine(command.event)
+            elif isinstance(command, nouns.Ended | nouns.Reroute):
+                self.outside.report(command)
+            elif isinstance(command, nouns.Cancel):
+                for mover in self.identity.movers.values():
+                    mover.cancel(command.op)
+            elif isinstance(command, nouns.Verify):
+                self._verify(command)
+            else:
+                self._on_line(command)
+
+    def _on_line(self, command: nouns.Send | nouns.Write | nouns.Grant | nouns.Revoke | nouns.Fence) -> None:
+        line = self._lines.get(command.link)
+        if line is None:
+            return
+        if isinstance(command, nouns.Send):
+            line.wire.write(wire.encode(command.message))
+            if line.wire.unsent_bytes > UNSENT_BYTES:
+                self._soon(lambda: self._handle(nouns.Unlinked(command.link)))
+        elif isinstance(command, nouns.Write):
+            memory = self.identity.memory
+            spans = memory.spans(command.first_layer, command.last_layer, command.sources, command.destinations)
+            line.mover.write(command.link, command.generation, spans, command.op)
+        elif isinstance(command, nouns.Grant):
+            line.mover.grant(command.link, command.generation, command.pages)
+        elif isinstance(command, nouns.Revoke):
+            line.mover.revoke(command.generation)
+        else:
+            line.wire.close()
+            line.mover.disconnect(command.link)
+            del self._lines[command.link]
+
+    def _verify(self, command: nouns.Verify) -> None:
+        memory = self.identity.memory
+
+        async def verify() -> None:
+            spans = memory.spans(0, memory.layers, command.pages, command.pages)
+            total = await asyncio.to_thread(memory.checksum, spans)
+            self._handle(nouns.Verified(command.generation, total == command.checksum))
+
+        self._spawn(verify())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ orders
+
+    def _order(self, order: nouns.Order, to: Address | None) -> None:
+        if isinstance(order, nouns.Start | nouns.Redirect):
+            assert to is not None, "a Start or a Redirect needs the decode worker's address"
+            self._starting[order.handoff] = True
+            self._spawn(self._begin(order, to))
+            return
+        if isinstance(order, nouns.Withdraw) and order.handoff in self._starting:
+            self._starting[order.handoff] = False
+        self._handle(order)
+
+    async def _begin(self, order: nouns.Start | nouns.Redirect, to: Address) -> None:
+        link = await self._link_to(to)
+        if not self._starting.pop(order.handoff) and isinstance(order, nouns.Start):
+            self.outside.report(nouns.Ended(order.handoff, Part.PREFILL, nouns.Outcome.ABORTED, "withdrawn"))
+            return
+        self._handle(msgspec.structs.replace(order, link=link))
+
+    async def _link_to(self, to: Address) -> int:
+        """The number of a living link to the worker at `to`; 0 if there can be none."""
+        dial = self._dials.get(to)
+        if dial is not None and dial.done() and dial.result() not in self._lines:
+            dial = None
+        if dial is None:
+            dial = self._dials[to] = self._loop.create_task(self._dial(to))
+        return await asyncio.shield(dial)
+
+    # ------------------------------------------------------------ links
+
+    async def _dial(self, to: Address) -> int:
+        """Make a link to `to`, trying one mover after another."""
+        kinds = self.identity.reach.kinds
+        while kinds:
+            try:
+                return await asyncio.wait_for(self._dial_with(to, kinds), control.HANDSHAKE_S)
+            except LinkError as error:
+                failed = str(error).partition(":")[0]
+                log.warning("%s: no link to %s:%d: %s", self.identity.worker, *to, error)
+                kinds = tuple(kind for kind in kinds if kind != failed)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                log.warning("%s: no link to %s:%d: %s", self.identity.worker, *to, error or type(error).__name__)
+                return 0
+        return 0
+
+    async def _dial_with(self, to: Address, kinds: tuple[str, ...]) -> int:
+        """Raises LinkError, its message beginning with the mover's kind, if the movers do not meet."""
+        line = Wire(*await asyncio.open_connection(*to))
+        done = False
+        try:
+            proof = await control.greet(line, self.identity.token)
+            link = control.new_incarnation()
+            line.say(self._introduction(link, kinds, proof=proof))
+            peer = await line.hear(Introduction)
+            if peer.kind not in kinds:
+                raise ControlError(f"{peer.worker} chose the mover {peer.kind!r}, which was not offered")
+            mover = self.identity.movers[peer.kind]
+            try:
+                mover.connect(link, peer.link, peer.blobs[peer.kind], True)
+            except LinkError as error:
+                line.say(Refusal(str(error)))
+                raise LinkError(f"{peer.kind}: {error}") from None
+            line.say(Ready())
+            self._join(line, mover, link, peer, Part.PREFILL)
+            done = True
+            return link
+        finally:
+            if not done:
+                line.close()
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody dials."""
+        line = Wire(reader, writer)
+        try:
+            await asyncio.wait_for(self._answer(line), control.HANDSHAKE_S)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            log.warning("%s: a caller was refused: %s", self.identity.worker, error or type(error).__name__)
+            line.close()
+
+    async def _answer(self, line: Wire) -> None:
+        try:
+            peer = await control.be_greeted(line, self.identity.token)
+            problem = refusal(self.identity.digest, peer.digest)
+            if problem:
+                raise ControlError(problem)
+            kind, why = choose_link(self.identity.reach, Reach(*peer.reach), self.identity.allow_staged_tcp)
+        except (ControlError, NoLink) as error:
+            line.say(Refusal(str(error)))
+            raise ControlError(str(error)) from None
+        link, mover = control.new_incarnation(), self.identity.movers[kind]
+        try:
+            mover.connect(link, peer.link, peer.blobs[kind], False)
+        except LinkError as error:
+            line.say(Refusal(f"{kind}: {error}"))
+            raise ControlError(str(error)) from None
+        line.say(self._introduction(link, self.identity.reach.kinds, kind=kind))
+        try:
+            await line.hear(Ready)
+        except (OSError, asyncio.IncompleteReadError):
+            mover.disconnect(link)
+            raise
+        log.info("%s: %s prefills for this worker over %s (%s)", self.identity.worker, peer.worker, kind, why)
+        self._join(line, mover, link, peer, Part.DECODE)
+
+    def _introduction(self, link: int, kinds: tuple[str, ...], kind: str = "", proof: bytes = b"") -> Introduction:
+        me = self.identity
+        blobs = {name: me.blobs[name] for name in kinds}
+        reach = me.reach._replace(kinds=kinds)
+        return Introduction(worker=me.worker, link=link, digest=me.digest, reach=reach, blobs=blobs, kind=kind, proof=proof)
+
+    def _join(self, line: Wire, mover: Link, link: int, peer: Introduction, part: Part) -> None:
+        self._lines[link] = Line(line, mover)
+        self._handle(nouns.Linked(link, peer.link, peer.worker, part))
+        self._spawn(self._listen(line, link, peer.link))
+
+    async def _listen(self, line: Wire, link: int, remote: int) -> None:
+        """Messages of a link, until it ends."""
+        try:
+            while True:
+                message = wire.decode(await line.read())
+                if (message.source, message.destination) != (remote, link):
+                    raise ControlError("a message of another link")
+                self._handle(message)
+        except (OSError, asyncio.IncompleteReadError, wire.WireError) as error:
+            if not isinstance(error, asyncio.IncompleteReadError):
+                log.warning("%s: a link ends: %s", self.identity.worker, error)
+        self._handle(nouns.Unlinked(link))

@@ -1,0 +1,82 @@
+"""How KV should travel between two workers: by which mover, in what grain, and what of it the user sees.
+
+Owns: these formulas. Promises: pure; each choice comes with its reason, in words, for the log.
+Must not: measure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from counterpoint.cluster.nouns import Grain
+
+WORTH_HIDING = 0.05  # of the prefill's time: a shorter transfer is sent whole
+LEAST_GROUP_BYTES = 4 << 20  # of a layer group that is sent by itself,
+LEAST_GROUP_S = 0.001  # or its computing time
+PREFERENCE = ("local", "cuda_ipc", "nixl", "shm", "tcp")
+
+
+class Reach(NamedTuple):
+    """Where a worker's pool is and how it can be reached. `process` and `host`: equal if two workers share them. `device`: cpu or
+    cuda. `kinds`: its movers."""
+
+    process: str
+    host: str
+    device: str
+    kinds: tuple[str, ...]
+
+
+class NoLink(ValueError):
+    """The two workers have no mover in common that may be used; the message says what to change."""
+
+
+def choose_link(ours: Reach, theirs: Reach, allow_staged_tcp: bool = False) -> tuple[str, str]:
+    """(kind, why), the first of PREFERENCE that both ends have and that fits where they are. Raises NoLink."""
+    both = [kind for kind in PREFERENCE if kind in ours.kinds and kind in theirs.kinds]
+    on_gpu = "cuda" in (ours.device, theirs.device)
+    for kind in both:
+        if kind == "local" and ours.process == theirs.process:
+            return kind, "the same process"
+        if kind == "cuda_ipc" and ours.host == theirs.host and ours.device == theirs.device == "cuda":
+            return kind, "GPUs of one host"
+        if kind == "shm" and ours.host == theirs.host and not on_gpu:
+            return kind, "the same host"
+        if kind == "nixl":
+            return kind, "both have NIXL"
+        if kind == "tcp" and (allow_staged_tcp or not on_gpu):
+            return kind, "staged through host memory, as allowed" if on_gpu else "another host or no shared memory"
+    if "tcp" in both:
+        raise NoLink(
+            "only TCP joins these workers, and their KV is in GPU memory: it would be staged through host memory, slowly. "
+            "Install NIXL (pip install --no-deps nixl-cu13) or allow it with --allow-staged-tcp"
+        )
+    raise NoLink(f"no mover in common: {', '.join(ours.kinds)} here, {', '.join(theirs.kinds)} there")
+
+
+def choose_grain(total_bytes: float, prefill_s: float, bandwidth: float, layers: int, chunks: int = 1) -> tuple[Grain, str]:
+    """(grain, why) for a prompt of `total_bytes` of KV that takes `prefill_s` to compute in `chunks` passes, over a link of
+    `bandwidth` bytes/s. Splitwise (ISCA'24, section 4.3) sends layer by layer for large prompts alone; so does this."""
+    alone_s = total_bytes / bandwidth
+    if alone_s <= WORTH_HIDING * prefill_s:
+        return Grain.PROMPT, f"the transfer takes {alone_s / prefill_s:.1%} of the prefill"
+    last = 1 / chunks
+    if total_bytes * last / layers >= LEAST_GROUP_BYTES or prefill_s * last / layers >= LEAST_GROUP_S:
+        return Grain.LAYER, f"the transfer takes {alone_s / prefill_s:.0%} of the prefill, and a layer is large enough to send"
+    return Grain.CHUNK, f"the transfer takes {alone_s / prefill_s:.0%} of the prefill, and a layer is too small to send"
+
+
+def visible_s(
+    total_bytes: float,
+    prefill_s: float,
+    bandwidth: float,
+    groups: int,
+    writes: int = 0,
+    write_s: float = 0.0,
+    control_s: float = 0.0,
+) -> float:
+    """Seconds of transfer that remain when the prefill is over, with KV sent in `groups` equal parts as they are computed (1: at
+    the end), each of `writes` postings costing `write_s`. What was posted before the last group overlaps with computing; the
+    last group can only be sent behind it."""
+    group_s = total_bytes / groups / bandwidth
+    behind = max(0.0, (groups - 1) * group_s - (1 - 1 / groups) * prefill_s)
+    return behind + group_s + writes * write_s + control_s
