@@ -72,6 +72,9 @@ class InPlaceDriver:
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def use(self, stream: Any) -> None:
+        pass
+
     def mark(self, stream: Any) -> float:
         return time.monotonic()
 
@@ -90,6 +93,12 @@ class InPlaceDriver:
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        to.copy_(source)
 
     def borrowed(self) -> list[Tensor]:
         return []

@@ -190,8 +190,8 @@ def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
 
     x = drawn(rows, vocab) * torch.rand(rows, 1, device="cuda") * 6
     x = (x * 8).round() / 8 if rows == 7 else x  # with ties
-    x -= x.amax(1, keepdim=True)
     x[:, vocab // 2 :: 3] = -torch.inf
+    x -= x.amax(1, keepdim=True)
     top_k = torch.randint(0, 60, (rows,), device="cuda")
     top_p = torch.rand(rows, device="cuda") * 1.1
     for k, p in ((top_k, top_p), (top_k, None), (torch.zeros_like(top_k), top_p), (top_k * 0 + 1, top_p), (top_k, top_p * 0)):
@@ -293,6 +293,34 @@ def test_the_whole_start():
     assert len(tokens_of(r.generate(0, len(PROMPT), 6, units=32))) == 6
     executor.close()
     assert any("graphs captured" in line for line in said)
+
+
+@pytest.mark.parametrize("policy", ["serial", "chunked", "multiplex", "auto"])
+def test_the_built_system_answers(policy: str):
+    from counterpoint import build
+    from counterpoint.core.loop import run
+    from counterpoint.device.wall import WallInbox
+    from counterpoint.types import Delta
+
+    inbox = WallInbox()
+    system = build.system(config(policy=policy, device="cuda"), inbox, lambda _: None)
+    assert "SMs" in system.lanes
+    arrivals, answers, ended = requests(20, vocab=40000, longest=200), {}, []
+
+    def deliver(outputs, engine) -> None:
+        for output in outputs:
+            if isinstance(output, Delta):
+                assert not output.error
+                answers.setdefault(output.id, []).extend(output.tokens)
+                ended.extend([output.id] * (output.finish is not None))
+        if len(ended) == len(arrivals) and engine.idle:
+            inbox.stop()
+
+    for arrive in arrivals:
+        inbox.put(arrive)
+    run(system.engine, inbox, system.executor, deliver)
+    system.executor.close()
+    assert all(len(answers[a.id]) <= a.sampling.max_tokens and answers[a.id] for a in arrivals)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():

@@ -27,6 +27,10 @@ class Driver(Protocol):
         """What is launched inside goes to `stream`."""
         ...
 
+    def use(self, stream: Any) -> None:
+        """What this thread launches from now on goes to `stream`: for who launches much, and always says where."""
+        ...
+
     def mark(self, stream: Any) -> Any:
         """An event at the present end of `stream`."""
         ...
@@ -51,6 +55,14 @@ class Driver(Protocol):
         """A copy of `tensor` on the host, in borrowed memory: there when the current stream has come so far."""
         ...
 
+    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory for copies, the caller's own for good."""
+        ...
+
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        """Between the device and memory of `keep`, in order with the current stream."""
+        ...
+
     def borrowed(self) -> list[Tensor]:
         """The memory borrowed since the last call."""
         ...
@@ -72,11 +84,17 @@ class CudaDriver:
         self.device = torch.device("cuda", device)
         self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
         self._borrowed: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def use(self, stream: torch.cuda.Stream) -> None:
+        # Mostly it is the current one already, and setting and restoring it each time is dear.
+        if torch._C._cuda_getCurrentRawStream(self.device.index) != stream.cuda_stream:
+            torch.cuda.set_stream(stream)
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -100,6 +118,14 @@ class CudaDriver:
 
     def download(self, tensor: Tensor) -> Tensor:
         return self._borrow(tensor).copy_(tensor, non_blocking=True)
+
+    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        block = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self._kept.append(block)
+        return block
+
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
 
     def borrowed(self) -> list[Tensor]:
         borrowed, self._borrowed = self._borrowed, []

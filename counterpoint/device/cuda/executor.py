@@ -13,6 +13,7 @@ are these and no others:
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -28,11 +29,9 @@ from counterpoint.device.cuda.graphs import DecodeGraphs
 from counterpoint.device.cuda.places import Place, Places
 from counterpoint.device.cuda.sampling import (
     Download,
-    Tail,
     download_chosen,
     download_prompts,
     sample_any,
-    tail_for,
     told_chosen,
     told_prompts,
 )
@@ -108,8 +107,7 @@ class CudaExecutor:
         """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
         match command:
             case Step():
-                with torch.inference_mode():
-                    self._launch(command)
+                self._launch(command)
             case Open():
                 self.tables.open(command)
             case Close():
@@ -130,17 +128,17 @@ class CudaExecutor:
         lane = self._lanes[step.lane]
         place = self.places.choose(lane.role, step.units)
         flight = Flight(step, place.units)
-        with self.driver.on(place.stream):
-            lane.follow(place)
-            flight.started = self.driver.mark(place.stream)
-            try:
-                self._fill(flight, place)
-            except Exception as error:
-                log.exception("step %d of lane %d failed", step.id, step.lane)
-                self._passes.pop(step.batch, None)
-                flight.error = f"{type(error).__name__}: {error}"
-            flight.borrowed = self.driver.borrowed()
-            flight.ended = self.driver.mark(place.stream)
+        self.driver.use(place.stream)
+        lane.follow(place)
+        flight.started = self.driver.mark(place.stream)
+        try:
+            self._fill(flight, place)
+        except Exception as error:
+            log.exception("step %d of lane %d failed", step.id, step.lane)
+            self._passes.pop(step.batch, None)
+            flight.error = f"{type(error).__name__}: {error}"
+        flight.borrowed = self.driver.borrowed()
+        flight.ended = self.driver.mark(place.stream)
         lane.took_off(flight, place)
 
     def _fill(self, flight: Flight, place: Place) -> None:
@@ -153,18 +151,17 @@ class CudaExecutor:
 
     def _decode(self, flight: Flight, place: Place) -> None:
         """A pass of decodes alone: a graph."""
-        segments, tables = flight.step.segments, self.tables
-        inputs = tables.decode_inputs(segments, self.graphs.bucket(len(segments)))
-        tail = tail_for(tables.settings.stages(torch.from_numpy(inputs[0, : len(segments)])))
-        graph = self.graphs.launch(place, inputs, tail)
-        if tail is not Tail.ANY:
-            flight.ids, flight.rows = self.driver.download(graph.ids_B), len(segments)
+        segments = flight.step.segments
+        graph, feed = self.graphs.launch(place, segments)
+        flight.over = functools.partial(graph.idle.append, feed)
+        if graph.logits_BV is None:
+            flight.ids, flight.rows = feed.ids_B, len(segments)
             return
-        assert graph.logits_BV is not None
         rows = pass_rows(segments)
         sampled = Sampled(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
+    @torch.inference_mode()
     def _layers(self, flight: Flight, place: Place) -> None:
         """Some layers of any pass, launched one operation after another."""
         step, decoder = flight.step, self.decoder
@@ -187,6 +184,7 @@ class CudaExecutor:
         if len(rows.slot_B):
             self._sample(flight, decoder.logits(x_TD, batch), rows, sampled)
 
+    @torch.inference_mode()
     def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:
         ids_B = sample_any(logits_BV, rows, self.tables)
         self.tables.put_sampled(sampled, ids_B)

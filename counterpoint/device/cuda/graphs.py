@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +23,12 @@ from torch import Tensor
 from counterpoint.device.cuda.attend import Plan
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.places import Place
-from counterpoint.device.cuda.sampling import Tail, sample_in_graph
+from counterpoint.device.cuda.sampling import Tail, sample_in_graph, tail_for
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.types import Segment
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -39,14 +40,24 @@ def buckets_for(max_rows: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """Host memory of one step: what goes in (`rows_3B` is `inputs_3B` for numpy) and what comes out."""
+
+    inputs_3B: Tensor
+    rows_3B: np.ndarray
+    ids_B: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """`inputs_3B` int32: slot, position and new page of each row (DeviceTables.decode_inputs). After a replay the sampled ids are
-    in `ids_B`, or (Tail.ANY) the logits in `logits_BV`."""
+    in `ids_B`, or (Tail.ANY) the logits in `logits_BV`. `idle`: feeds that no step on its way uses."""
 
     inputs_3B: Tensor
     ids_B: Tensor
     logits_BV: Tensor | None
     replay: Callable[[], None]
+    idle: list[Feed]
 
 
 class DecodeGraphs:
@@ -66,12 +77,18 @@ class DecodeGraphs:
     def bucket(self, rows: int) -> int:
         return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
-    def launch(self, place: Place, inputs_3B: np.ndarray, tail: Tail) -> Graph:
-        """Launch the step on the place's stream (which is current); the graph, whose results hold until its next launch."""
-        graph = self.graph(place, inputs_3B.shape[1], tail)
-        self.driver.upload(inputs_3B, graph.inputs_3B)
+    def launch(self, place: Place, segments: Sequence[Segment]) -> tuple[Graph, Feed]:
+        """Launch a step of decodes on the place's stream (which is current). The ids come to the feed's `ids_B`, or the logits
+        stay in the graph's, until its next launch. The feed goes back to `graph.idle` when it has been read."""
+        stages = self.tables.settings.rows["stages"][[s.slot for s in segments]]
+        graph = self.graph(place, self.bucket(len(segments)), tail_for(int(np.bitwise_or.reduce(stages))))
+        feed = graph.idle.pop() if graph.idle else self._feed(graph)
+        self.tables.decode_inputs(segments, feed.rows_3B)
+        self.driver.copy(feed.inputs_3B, graph.inputs_3B)
         graph.replay()
-        return graph
+        if graph.logits_BV is None:
+            self.driver.copy(graph.ids_B, feed.ids_B)
+        return graph, feed
 
     def capture(self, places: Iterable[Place], tails: Iterable[Tail]) -> None:
         """Capture all buckets of these, the largest first: the smaller ones then find their memory already there."""
@@ -105,10 +122,16 @@ class DecodeGraphs:
             self.tables.tokens[slot_B, start_B + 1] = sampled_B.clamp(min=0).to(torch.int32)
             ids_B.copy_(sampled_B)
 
+        idle_rows = np.empty((3, size), np.int32)
+        self.tables.decode_inputs((), idle_rows)
         with self.driver.on(place.stream), torch.inference_mode():
-            self.driver.upload(self.tables.decode_inputs((), size), inputs_3B)
+            self.driver.upload(idle_rows, inputs_3B)
             replay = self.driver.capture(place.stream, body)
-        return Graph(inputs_3B, ids_B, logits_BV, replay)
+        return Graph(inputs_3B, ids_B, logits_BV, replay, [])
+
+    def _feed(self, graph: Graph) -> Feed:
+        inputs_3B = self.driver.keep(tuple(graph.inputs_3B.shape), torch.int32)
+        return Feed(inputs_3B, inputs_3B.numpy(), self.driver.keep(tuple(graph.ids_B.shape), torch.int64))
 
     def _logits(self, slot_B: Tensor, start_B: Tensor, page_B: Tensor, place: Place) -> Tensor:
         tables = self.tables

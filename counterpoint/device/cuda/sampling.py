@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,9 @@ class Tail(enum.Enum):
     ANY = "any"
 
 
-def tail_for(stages: Stage) -> Tail:
+@functools.lru_cache
+def tail_for(stages: int) -> Tail:
+    """`stages`: what any of the rows asks for, as settings.Stage."""
     if stages & ~(Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P):
         return Tail.ANY
     if not stages & Stage.DRAW:

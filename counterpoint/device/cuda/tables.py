@@ -108,25 +108,23 @@ class DeviceTables:
             self.floats[at] = self.driver.upload(np.stack([rows[name] for name in FLOATS], 1))
             self.integers[at] = self.driver.upload(np.stack([rows[name] for name in INTEGERS], 1))
 
-    def decode_inputs(self, segments: Sequence[Segment], size: int) -> np.ndarray:
-        """Slot, position and new page (-1: none) of each row of a decode step, int32 [3, size]; the rows beyond the segments are
-        the spare slot's. On the way the new pages are booked: the step itself writes them. What else the segments bring (a slot
-        not sent yet, pages that are not the next one) is sent."""
+    def decode_inputs(self, segments: Sequence[Segment], inputs_3B: np.ndarray) -> None:
+        """Fill in slot, position and new page (-1: none) of each row of a decode step; the rows beyond the segments are the spare
+        slot's. On the way the new pages are booked: the step itself writes them. What else the segments bring (a slot not sent
+        yet, pages that are not the next one) is sent."""
         count = len(segments)
-        inputs = np.empty((3, size), np.int32)
-        inputs[0, :count] = slots = [s.slot for s in segments]
-        inputs[1, :count] = [s.start for s in segments]
-        inputs[0, count:], inputs[1, count:], inputs[2] = self.spare_slot, 0, -1
+        inputs_3B[0, :count] = slots = [s.slot for s in segments]
+        inputs_3B[1, :count] = [s.start for s in segments]
+        inputs_3B[0, count:], inputs_3B[1, count:], inputs_3B[2] = self.spare_slot, 0, -1
         paged = [(row, s) for row, s in enumerate(segments) if s.pages]
         used, page_tokens = self._pages_used, self.page_tokens
         plain = all(len(s.pages) == 1 and used[s.slot] == s.start // page_tokens for _, s in paged)
         if not plain or (self._unsent and not self._unsent.keys().isdisjoint(slots)):
             self.send(segments)
-            return inputs
+            return
         for row, segment in paged:
-            inputs[2, row] = segment.pages[0]
+            inputs_3B[2, row] = segment.pages[0]
             used[segment.slot] += 1
-        return inputs
 
     def batch(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> tuple[Batch, Sampled]:
         """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""

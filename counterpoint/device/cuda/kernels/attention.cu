@@ -31,6 +31,7 @@ constexpr int TILE = 16;   // tokens of one mma; a page holds a multiple of it
 constexpr int TILES = 2;   // of a unit
 constexpr int UNIT = TILES * TILE;
 constexpr int GROUP = 8;   // most query heads per KV head
+constexpr int LEAST = 4;   // units of a run, in the mean: shorter ones cost more to merge than they save
 constexpr int FAN = 16;    // partial results that are merged at a time
 
 struct Args {  // mirrored in attention.py
@@ -318,7 +319,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
       for (int i = threadIdx.x; i < kv_heads * group * D; i += WARPS * 32) out[s * p.out_stride + i] = T(0.0f);
 
   // This warp's run. Neighbouring runs are on different SMs, so that a small batch uses all of them.
-  const int total = kv_heads * cum[seqs], runs = min(int(gridDim.x) * WARPS, total), run = warp * gridDim.x + blockIdx.x;
+  const int total = kv_heads * cum[seqs], runs = min(int(gridDim.x) * WARPS, (total + LEAST - 1) / LEAST);
+  const int run = warp * gridDim.x + blockIdx.x;
   if (run >= runs) return;
   const int begin = begin_of(run, total, runs), end = begin_of(run + 1, total, runs);
   const Copier<D> copier(p, lane);
