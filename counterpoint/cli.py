@@ -47,6 +47,8 @@ def serve(config: Config) -> int:
     """
     from counterpoint import build
 
+    if config.server.api_key is None:
+        config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
     source = build.find_model(config)
     from counterpoint.serve.server import run
 

@@ -30,8 +30,9 @@ def positive(name: str, value: float | None) -> None:
         raise ConfigError(f"{name} is {value}: it must be more than 0")
 
 
-def setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def setting(default: Any, help: str, secret: bool = False) -> Any:
+    """`secret`: its value is never shown."""
+    return field(default=default, repr=not secret, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,12 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: a free one, printed")
     drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on")
     max_body_bytes: int = setting(16 * 2**20, "longest request body, in bytes")
+    api_key: str | None = setting(
+        None, "clients must send this as a Bearer token (/health and /metrics stay open); better COUNTERPOINT_API_KEY", secret=True
+    )
+    max_queued_requests: int | None = setting(None, "answers that may wait for their first token; beyond, 503; unset: no limit")
+    max_queued_tokens: int | None = setting(None, "prompt tokens that may wait for a first token; beyond, 503; unset: no limit")
+    request_timeout_s: float | None = setting(None, "after so long an unfinished answer is given up; unset: never")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
     event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
     timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")
@@ -116,7 +123,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be 0 to 65535")
-        positive("max_body_bytes", self.max_body_bytes)
+        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens", "request_timeout_s"):
+            positive(name, getattr(self, name))
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
+            raise ConfigError("api_key must be printable ASCII, and not empty")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}: it must be 0 or more")
 
@@ -190,7 +200,8 @@ def owner(key: str) -> str:
 
 def checked(key: str, value: Any) -> Any:
     """`value` if it has the type of setting `key`; an int stands for a float. Raises ConfigError."""
-    want = typing.get_type_hints(SECTIONS[owner(key)])[key]
+    section = SECTIONS[owner(key)]
+    want = typing.get_type_hints(section)[key]
     options = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
     for option in options:
         if typing.get_origin(option) is Literal:
@@ -205,7 +216,8 @@ def checked(key: str, value: Any) -> Any:
         for o in options
         if o is not types.NoneType
     ]
-    raise ConfigError(f"{key} is {value!r}: it must be {' or '.join(names)}")
+    shown = repr(value) if section.__dataclass_fields__[key].repr else "wrong"
+    raise ConfigError(f"{key} is {shown}: it must be {' or '.join(names)}")
 
 
 def _hint(key: str, known: Any) -> str:

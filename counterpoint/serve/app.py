@@ -21,7 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import counterpoint
+from counterpoint.config import ServerConfig
 from counterpoint.serve.client import EngineClient, EngineLost
+from counterpoint.serve.guard import ApiKey, Overloaded, Queue
 from counterpoint.serve.intake import Ask, Intake, apart
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
@@ -37,11 +39,12 @@ CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Service:
     """What the routes work with. `intake` is None until the model is ready."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, name: str, max_body_bytes: int) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics, name: str, config: ServerConfig) -> None:
         self.engine = engine
         self.metrics = metrics
         self.name = name
-        self.max_body_bytes = max_body_bytes
+        self.config = config
+        self.queue = metrics.queue = Queue(config.max_queued_requests, config.max_queued_tokens)
         self.intake: Intake | None = None
         self.started_s = 0
 
@@ -54,15 +57,22 @@ class Service:
 
     async def parsed(self, kind: type[Asked], request: Request) -> Asked:
         """The body as a request of `kind`. Raises ApiError."""
-        body = await read_body(request, self.max_body_bytes)
+        body = await read_body(request, self.config.max_body_bytes)
+        if issubclass(kind, GenerationRequest):
+            self.queue.check()
         return await apart(parse, len(body), kind, body)
 
     def generation(self, ask: Ask, intake: Intake) -> Generation:
-        return Generation(self.engine, ask, intake.text, self.metrics.cut_short)
+        """Raises EngineLost, or Overloaded: from here on it must be closed."""
+        self.engine.check()
+        place = self.queue.enter(ask.arrives)
+        return Generation(self.engine, ask, intake.text, place, self.metrics.cut_short, self.config.request_timeout_s)
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Counterpoint", version=counterpoint.__version__, description="The OpenAI API of one model.")
+    if service.config.api_key is not None:
+        app.add_middleware(ApiKey, key=service.config.api_key)
     app.add_middleware(RequestIds)
     add_error_handlers(app)
 
@@ -143,7 +153,9 @@ def documented(kind: type[GenerationRequest], what: str) -> dict[str, Any]:
             404: {"description": "Another model"},
             413: {"description": "The body is too large"},
             415: {"description": "The body is not JSON"},
-            503: {"description": "Loading, or the engine is lost"},
+            401: {"description": "The API key is missing or wrong"},
+            503: {"description": "Loading, too much waits already, or the engine is lost"},
+            504: {"description": "The answer took longer than the server allows"},
         },
     }
 
@@ -163,7 +175,9 @@ def document(app: FastAPI) -> Json:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status)
+        return JSONResponse(
+            error.body(), error.status, {"retry-after": str(error.retry_s)} if isinstance(error, Overloaded) else {}
+        )
 
     @app.exception_handler(EngineLost)
     async def engine_lost(_: Request, error: EngineLost) -> Response:

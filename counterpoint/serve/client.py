@@ -27,6 +27,7 @@ FROZEN_S = 4.0  # without a heartbeat for so long, the engine is not healthy
 LOST_S = 10.0  # and after so long, what runs in it is given up
 QUIT_S = 5.0
 
+Mail = asyncio.Queue["Delta | EngineLost | TimedOut"]
 State = Literal["loading", "ready", "frozen", "dead", "stopped"]
 log = logging.getLogger("counterpoint")
 
@@ -43,21 +44,32 @@ class EngineFailed(Exception):
         self.blame = blame
 
 
+class TimedOut(Exception):
+    """Some requests took longer than they may, and have been aborted."""
+
+
 class Stream:
     """The Deltas of some requests, in the order in which they come: `async with client.open(arrives) as deltas: async for ...`.
-    It ends when each request has had its finish; leaving the block aborts those that have not."""
+    It ends when each request has had its finish; leaving the block aborts those that have not.
+    After `timeout_s` from its opening, those that have not are aborted, and TimedOut is raised."""
 
-    def __init__(self, client: EngineClient, arrives: Iterable[Arrive]) -> None:
+    def __init__(self, client: EngineClient, arrives: Iterable[Arrive], timeout_s: float | None = None) -> None:
         self._client = client
         self._arrives = tuple(arrives)
         self._open = {arrive.id for arrive in self._arrives}
-        self._queue: asyncio.Queue[Delta | EngineLost] = asyncio.Queue()
+        self._queue: Mail = asyncio.Queue()
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Stream:
         self._client._enter(self._arrives, self._queue)
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for id in tuple(self._open):
             self.abort(id)
 
@@ -67,7 +79,7 @@ class Stream:
     async def __anext__(self) -> Delta:
         while self._open:
             delta = await self._queue.get()
-            if isinstance(delta, EngineLost):
+            if isinstance(delta, EngineLost | TimedOut):
                 raise delta
             if delta.id not in self._open:
                 continue
@@ -86,6 +98,12 @@ class Stream:
         self._open.discard(id)
         return self._client._leave(id, reason)
 
+    def _expire(self) -> None:
+        """At once, even if whoever reads is held up."""
+        for id in self._open:
+            self._client._leave(id, "timeout")
+        self._queue.put_nowait(TimedOut(f"the answer was not finished within {self._timeout_s:g} s"))
+
 
 class EngineClient:
     """`on_record` is called with the Record of each finished request. `system` names the function that builds the engine."""
@@ -101,7 +119,7 @@ class EngineClient:
         self.hello: wire.Hello | None = None
         self.error = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._queues: dict[str, asyncio.Queue[Delta | EngineLost]] = {}
+        self._queues: dict[str, Mail] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._silent_s = 0.0
         self._ready: asyncio.Future[wire.Hello] = asyncio.get_running_loop().create_future()
@@ -157,8 +175,8 @@ class EngineClient:
 
     # ------------------------------------------------------------ streams
 
-    def open(self, arrives: Iterable[Arrive]) -> Stream:
-        return Stream(self, arrives)
+    def open(self, arrives: Iterable[Arrive], timeout_s: float | None = None) -> Stream:
+        return Stream(self, arrives, timeout_s)
 
     def check(self) -> None:
         """Raises EngineLost unless the engine is ready."""
@@ -174,7 +192,7 @@ class EngineClient:
         if queues and self.state not in ("dead", "stopped"):
             self._send([Abort(id) for id in queues])
 
-    def _enter(self, arrives: Iterable[Arrive], queue: asyncio.Queue[Delta | EngineLost]) -> None:
+    def _enter(self, arrives: Iterable[Arrive], queue: Mail) -> None:
         self.check()
         for arrive in arrives:
             self._queues[arrive.id] = queue

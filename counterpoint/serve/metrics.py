@@ -14,6 +14,7 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from counterpoint.serve.guard import Queue
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Finish, Record, Stats
 
@@ -86,12 +87,13 @@ DISTRIBUTIONS = {
 
 
 class Metrics(Collector):
-    """`stats` and `hello` are set by the server as they change; `observe` takes each finished request."""
+    """`stats`, `hello` and `queue` are set by the server; `observe` takes each finished request."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.stats = Stats()
         self.hello: Hello | None = None
+        self.queue = Queue()
         self.finished = dict.fromkeys(Finish, 0)
         self.cut_short: set[str] = set()  # ids that a stop string ended: to the engine they are aborted
         self.histograms = {
@@ -143,6 +145,17 @@ class Metrics(Collector):
             for reason, count in self.finished.items():
                 counter.add_metric([*labels.values(), reason], count)
             yield counter
+        for what, count in (("requests", self.queue.requests), ("tokens", self.queue.tokens)):
+            help = f"Without a first token, by the HTTP process's count: {what}, which --max-queued-{what} limits."
+            gauge = GaugeMetricFamily(f"counterpoint_queued_{what}", help, labels=["model_name"])
+            gauge.add_metric([self.model], count)
+            yield gauge
+        refused = CounterMetricFamily(
+            "counterpoint_requests_refused", "Requests answered 503 as too much waited, by reason.", labels=["model_name", "reason"]
+        )
+        for reason, count in self.queue.refused.items():
+            refused.add_metric([self.model, reason], count)
+        yield refused
         yield self._split()
         for name, histogram in self.histograms.items():
             yield from self._histogram(name, histogram)

@@ -36,7 +36,12 @@ class ApiError(ValueError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        kinds = {404: "not_found_error", 503: "service_unavailable_error"}
+        kinds = {
+            401: "authentication_error",
+            404: "not_found_error",
+            503: "service_unavailable_error",
+            504: "timeout_error",
+        }
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

@@ -80,8 +80,8 @@ class Server:
         self.listener = listener
         self.name = config.model.served_name or source.name
         self.metrics = Metrics(self.name)
-        self.engine = EngineClient(config, on_record=self.metrics.observe, system=system)
-        self.service = Service(self.engine, self.metrics, self.name, config.server.max_body_bytes)
+        self.engine = EngineClient(config.replace(api_key=None), on_record=self.metrics.observe, system=system)
+        self.service = Service(self.engine, self.metrics, self.name, config.server)
         self.http = HttpServer(
             uvicorn.Config(
                 create_app(self.service),

@@ -18,11 +18,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from counterpoint.serve.answer import Answer, Piece
-from counterpoint.serve.client import EngineClient, EngineLost
+from counterpoint.serve.client import EngineClient, EngineLost, Stream, TimedOut
+from counterpoint.serve.guard import Place
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.replies import Json, Reply, usage_of
 from counterpoint.serve.text import Text
+from counterpoint.types import Delta
 
 Result = TypeVar("Result")
 encode = msgspec.json.Encoder().encode
@@ -34,20 +36,30 @@ class ClientGone(Exception):
 
 
 class Generation:
-    """One Ask on its way through the engine: an Answer for each choice, and the pieces as they come. The ids of requests that a
-    stop string ended go into `cut_short`: the engine will report them as aborted."""
+    """One Ask on its way through the engine: an Answer for each choice, and the pieces as they come. It holds `place` until each
+    choice has its first token, or until it is closed. The ids of requests that a stop string ended go into `cut_short`: the engine
+    will report them as aborted."""
 
-    def __init__(self, engine: EngineClient, ask: Ask, text: Text, cut_short: set[str]) -> None:
+    def __init__(
+        self, engine: EngineClient, ask: Ask, text: Text, place: Place, cut_short: set[str], timeout_s: float | None = None
+    ) -> None:
         self.engine = engine
         self.ask = ask
+        self.place = place
         self.cut_short = cut_short
+        self.timeout_s = timeout_s
         self.answers = [Answer(text, ask.options, arrive.prompt) for arrive in ask.arrives]
         self._choice = {arrive.id: index for index, arrive in enumerate(ask.arrives)}
 
+    def close(self) -> None:
+        self.place.leave()
+
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece, bool], None]:
-        """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed."""
-        async with self.engine.open(self.ask.arrives) as deltas:
-            async for delta in deltas:
+        """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed or an answer
+        that took too long."""
+        async with self.engine.open(self.ask.arrives, self.timeout_s) as deltas:
+            async for delta in unless_late(deltas):
+                self.place.served(delta.id)
                 choice = self._choice[delta.id]
                 piece = self.answers[choice].feed(delta)
                 if piece.cancel and deltas.abort(delta.id, "stop"):
@@ -101,24 +113,34 @@ class Generation:
         yield b"".join([*ready, DONE])
 
 
+async def unless_late(deltas: Stream) -> AsyncIterator[Delta]:
+    """Its TimedOut as an ApiError."""
+    try:
+        async for delta in deltas:
+            yield delta
+    except TimedOut as late:
+        raise ApiError(504, str(late), code="request_timeout") from None
+
+
 def event(body: Json) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
 class EventStream(Response):
-    """A response of server-sent events. Closes `events` as soon as the client leaves."""
+    """A response of the generation's server-sent events. Closes it as soon as the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        self.events = events
+    def __init__(self, generation: Generation, reply: Reply) -> None:
+        self.generation = generation
+        self.events = generation.events(reply)
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(ClientGone):
+        with contextlib.closing(self.generation), contextlib.suppress(ClientGone):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await unless_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -151,10 +173,10 @@ async def disconnected(receive: Receive) -> None:
 
 async def respond(request: Request, generation: Generation, reply: Reply) -> Response:
     if generation.ask.request.stream:
-        generation.engine.check()
-        return EventStream(generation.events(reply))
+        return EventStream(generation, reply)
     try:
-        body = await unless_gone(request.receive, generation.whole(reply))
+        with contextlib.closing(generation):
+            body = await unless_gone(request.receive, generation.whole(reply))
     except ClientGone:
         return Response(status_code=499)  # nobody reads this
     return Response(encode(body), media_type="application/json")

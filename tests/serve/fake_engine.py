@@ -77,6 +77,12 @@ class Row:
     def says(self, word: str) -> bool:
         return word.encode() in bytes(t for t in self.prompt if t < BYTES)
 
+    @property
+    def held_by(self) -> str:
+        """A prompt "HOLD UNTIL path" waits for that file."""
+        text = bytes(t for t in self.prompt if t < BYTES).decode(errors="replace")
+        return text.partition("HOLD UNTIL ")[2].partition(" ")[0]
+
     def token(self, position: int) -> int:
         sampling, n = self.sampling, position - self.prompt_tokens
         forced = [token for token, bias in sampling.logit_bias if bias >= 100]
@@ -125,6 +131,9 @@ class EchoExecutor:
             started_s = self.inbox.clock()
             slow = any(self.rows[segment.slot].says("TAKE LONG") and not segment.start for segment in step.segments)
             self.over.wait(LONG_STEP_S if slow else STEP_S)
+            for path in {row.held_by for row in (self.rows[s.slot] for s in step.segments) if row.held_by}:
+                while not os.path.exists(path) and not self.over.wait(STEP_S):
+                    pass
             self.inbox.put(self.done(step, started_s))
 
     def done(self, step: Step, started_s: float) -> StepDone:
