@@ -4,10 +4,10 @@ Owns: which attempt counts, the retry budget, and the client's token stream. Pro
 and one end; tokens of an attempt that was given up are never delivered; at most `retries` further attempts are made.
 Must not: choose workers (router.py does), know links, read a clock.
 
-An attempt has a *source* (the attempt that started its prefill, on worker `prefill`) and a decode worker. Attempts of one source
-differ only in the decode worker, and are made only while none has adopted it; when they are used up, the request stays where it was
-prefilled. When a worker is lost on which it depends, the request starts again behind the tokens that the client has
-(`Arrive.resumed`).
+An attempt may run whole on one worker. Otherwise it has a *source* (the attempt that started its prefill, on worker `prefill`) and
+a decode worker. Attempts of one source differ only in the decode worker, and are made only while none has adopted it; when they are
+used up, the request stays where it was prefilled. When a worker is lost on which it depends, the request starts again behind the
+tokens that the client has (`Arrive.resumed`).
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class Dispatch:
         return [Again(self.handoff, self.arrive)]
 
     def sent_to(self, prefill: str, decode: str) -> None:
-        """The current attempt runs on these workers."""
+        """The current attempt runs on these workers; one and the same does all of it, and nothing is handed on."""
         self.prefill, self.decode = prefill, decode
+        self.settled = prefill == decode
 
     # ------------------------------------------------------------ tokens
 

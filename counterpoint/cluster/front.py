@@ -13,11 +13,20 @@ from typing import NamedTuple
 from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import Action, Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
 from counterpoint.cluster.messages import Sampled
-from counterpoint.cluster.nouns import Ended, Order, Reroute, handoff_of
+from counterpoint.cluster.nouns import Ended, Grain, Order, Reroute, handoff_of
 from counterpoint.types import Arrive, Delta, Finish, Part
 
-# (request, worker to avoid, prefill worker if that is settled) -> (prefill worker, decode worker), or None: nobody can take it
-Pick = Callable[[Arrive, str, str], tuple[str, str] | None]
+
+class Route(NamedTuple):
+    """Where a request goes: one worker for all of it, or two and the grain in which KV is sent."""
+
+    prefill: str
+    decode: str
+    grain: Grain = Grain.LAYER
+
+
+# (request, worker to avoid, prefill worker if that is settled) -> Route, or None: nobody can take it
+Pick = Callable[[Arrive, str, str], Route | None]
 
 
 class ToWorker(NamedTuple):
@@ -129,17 +138,23 @@ class Front:
                 del self._given[name]
 
     def _start(self, dispatch: Dispatch, action: Again) -> None:
-        pair = self.pick(action.arrive, action.avoid, "")
-        if pair is None:
+        route = self.pick(action.arrive, action.avoid, "")
+        if route is None:
             self._act(dispatch, dispatch.no_worker())
             return
-        dispatch.sent_to(*pair)
-        self._out.append(ToWorker(pair[0], nouns.Start(action.handoff, action.arrive, 0, self.deadline_s), pair[1]))
+        prefill, decode, grain = route
+        dispatch.sent_to(prefill, decode)
+        if prefill == decode:
+            self._out.append(ToWorker(prefill, nouns.Plain(action.handoff, action.arrive)))
+        else:
+            start = nouns.Start(action.handoff, action.arrive, 0, self.deadline_s, grain)
+            self._out.append(ToWorker(prefill, start, decode))
 
     def _elsewhere(self, dispatch: Dispatch, action: Elsewhere) -> None:
-        pair = self.pick(dispatch.arrive, action.avoid, action.prefill)
-        if pair is None:
+        """The source stays where it is; only another decode worker will do."""
+        route = self.pick(dispatch.arrive, action.avoid, action.prefill)
+        if route is None or route.decode == action.prefill:
             self._act(dispatch, dispatch.no_worker())
             return
-        dispatch.sent_to(*pair)
-        self._out.append(ToWorker(action.prefill, nouns.Redirect(action.source, action.handoff, 0), pair[1]))
+        dispatch.sent_to(action.prefill, route.decode)
+        self._out.append(ToWorker(action.prefill, nouns.Redirect(action.source, action.handoff, 0), route.decode))

@@ -11,6 +11,8 @@ and the prefill side answers Drained for one that it does not know; a link that 
 
 from __future__ import annotations
 
+import msgspec
+
 import counterpoint.cluster.messages as wire
 from counterpoint.cluster import nouns
 from counterpoint.cluster.desk import Desk, LinkEnd
@@ -43,6 +45,7 @@ class Handoffs:
             nouns.Revoked: self._revoked,
             nouns.Verified: self._verified,
             nouns.Start: self._start,
+            nouns.Plain: self._plain,
             nouns.Redirect: self._redirect,
             nouns.Stay: self._stay,
             nouns.Settle: self._settle,
@@ -172,11 +175,14 @@ class Handoffs:
         if link is None or link.dead:
             self.desk.do(Ended(event.handoff, Part.PREFILL, Outcome.FAILED, "there is no link to the decode worker"))
             return
-        source = Source(self.desk, event.handoff, event.arrive, now + event.deadline_s, self._forget_source)
+        source = Source(self.desk, event.handoff, event.arrive, now + event.deadline_s, self._forget_source, event.grain)
         self.sources[source.id] = source
         self._parts[source.name] = source
         source.begin()
         self._attempt(now, source, event.handoff, link)
+
+    def _plain(self, now: float, event: nouns.Plain) -> None:
+        self.desk.do(Tell(msgspec.structs.replace(event.arrive, id=engine_id(event.handoff, Part.WHOLE))))
 
     def _redirect(self, now: float, event: nouns.Redirect) -> None:
         source = self.sources.get(event.source)
@@ -212,7 +218,7 @@ class Handoffs:
         if receiver is not None:
             receiver.stop(now, Outcome.ABORTED, "withdrawn")
         if source is None and receiver is None:
-            for part in (Part.PREFILL, Part.DECODE):
+            for part in Part:
                 self.desk.do(Tell(EngineAbort(engine_id(event.handoff, part))))
 
     def _drain(self, now: float, event: nouns.Drain) -> None:

@@ -58,7 +58,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     write_pages: int = 256
     max_quarantine_pages: int = 1 << 30
     remembered: int = 4096
-    grain: Grain = Grain.LAYER
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -116,6 +115,14 @@ class Start(msgspec.Struct, frozen=True):
     arrive: Arrive
     link: int
     deadline_s: float
+    grain: Grain = Grain.LAYER
+
+
+class Plain(msgspec.Struct, frozen=True):
+    """Do all of `arrive` here: nothing is handed on."""
+
+    handoff: HandoffId
+    arrive: Arrive
 
 
 class Redirect(msgspec.Struct, frozen=True, gc=False):
@@ -151,7 +158,7 @@ class Drain(msgspec.Struct, frozen=True, gc=False):
     on: bool
 
 
-Order = Start | Redirect | Stay | Settle | Withdraw | Drain  # from the front
+Order = Start | Plain | Redirect | Stay | Settle | Withdraw | Drain  # from the front
 
 Event = (
     Message | Linked | Unlinked | Fenced | Wrote | Revoked | Verified | Order | Admitted | Computed | Delta

@@ -42,6 +42,7 @@ class Source:
     arrive: Arrive
     deadline_s: float
     forget: Callable[[Source], None]
+    grain: Grain = Grain.LAYER
     sender: Sender | None = None
     pages: tuple[int, ...] = ()
     tokens: int = 0  # [0, tokens) are computed in every layer,
@@ -299,7 +300,7 @@ class Sender:
 
     def _post(self) -> None:
         """Post what is computed and not posted yet, as far as the grain allows."""
-        source, layers, grain = self.source, self.desk.geometry.layers, self.desk.rules.grain
+        source, layers, grain = self.source, self.desk.geometry.layers, self.source.grain
         if not source.pages or (grain is Grain.PROMPT and not source.complete):
             return
         full = source.page_edge(source.tokens)

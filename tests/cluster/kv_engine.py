@@ -100,7 +100,7 @@ class FakeEngine:
             if piece.arrive.part in self.closed:
                 return
             full = piece.names[: piece.total // PAGE_TOKENS]
-            if piece.arrive.part is Part.PREFILL:
+            if piece.arrive.part is not Part.DECODE:
                 full = full[: (piece.total - 1) // PAGE_TOKENS]
             hits = self.pool.find([str(name).encode() for name in full])
             fresh = len(piece.names) - len(hits)
@@ -116,9 +116,10 @@ class FakeEngine:
             piece.tokens = piece.ahead = len(hits) * PAGE_TOKENS
             piece.admitted = True
             self.waiting.pop(0)
-            if piece.arrive.part is Part.PREFILL:
+            if piece.arrive.part is not Part.DECODE:
                 self.active.append(piece)
-            self.out.append(Admitted(piece.arrive.id, tuple(piece.pages), len(hits)))
+            if piece.arrive.part is not Part.WHOLE:
+                self.out.append(Admitted(piece.arrive.id, tuple(piece.pages), len(hits)))
 
     def work(self) -> bool:
         """One layer group of a prompt, or one token."""
@@ -140,15 +141,17 @@ class FakeEngine:
             whole = (index + 1) * PAGE_TOKENS <= piece.ahead or piece.ahead == piece.total
             for region in range(2 * first, 2 * piece.layers):
                 self.kv[region][piece.pages[index]] = ((piece.names[index] + region) & MASK) if whole else 1
+        part = piece.arrive.part is Part.PREFILL
         if piece.layers < LAYERS:
-            self.out.append(Computed(piece.arrive.id, piece.tokens, piece.ahead, piece.layers))
+            self.out += [Computed(piece.arrive.id, piece.tokens, piece.ahead, piece.layers)] * part
             return
         piece.tokens = piece.ahead
         self.publish(piece)
-        self.out.append(Computed(piece.arrive.id, piece.tokens, piece.tokens, 0))
+        self.out += [Computed(piece.arrive.id, piece.tokens, piece.tokens, 0)] * part
         if piece.tokens == piece.total:
+            piece.adopted = not part
             self.token(piece)
-            if piece in self.active:
+            if part and piece in self.active:
                 self.active.remove(piece)
 
     def token(self, piece: Piece) -> None:
@@ -171,6 +174,7 @@ class FakeEngine:
             self.out.append(Delta(piece.arrive.id, finish=finish))
         if piece.adopted:
             self.check_kv(piece)
+        if piece.adopted or piece.arrive.part is Part.WHOLE:
             self.drop(piece)
 
     def drop(self, piece: Piece) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from counterpoint.cluster import nouns
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.messages import HandoffId
-from counterpoint.cluster.nouns import Command, Geometry, Rules, engine_id
+from counterpoint.cluster.nouns import Command, Geometry, Grain, Rules, engine_id
 from counterpoint.types import Admitted, Arrive, Computed, Delta, Part, Sampling
 
 ID = HandoffId("r", 1)
@@ -37,8 +37,9 @@ class Side:
 class Pair:
     """Pages of 4 tokens. The link is number 1 at the prefill worker's end and 2 at the other."""
 
-    def __init__(self, **rules) -> None:
+    def __init__(self, grain: Grain = Grain.LAYER, **rules) -> None:
         self.now = 100.0
+        self.grain = grain
         self.p = Side(Handoffs(Rules(**rules), Geometry(LAYERS, 4)))
         self.d = Side(Handoffs(Rules(**rules), Geometry(LAYERS, 4)))
         self.join(1, 2)
@@ -85,7 +86,7 @@ class Pair:
 
     def start(self, tokens: int = 10, deadline_s: float = 60.0, pages=(5, 6, 7), cached: int = 0) -> None:
         """It starts and has its pages on the prefill worker; the offer is on its way."""
-        self.tell(self.p, nouns.Start(ID, arrive(tokens), 1, deadline_s))
+        self.tell(self.p, nouns.Start(ID, arrive(tokens), 1, deadline_s, self.grain))
         self.tell(self.p, Admitted(P_NAME, tuple(pages), cached))
 
     def reserve(self, pages=(1, 2, 3), cached: int = 0) -> None:

@@ -23,7 +23,7 @@ from counterpoint.cluster.control import Address
 from counterpoint.cluster.courier import Courier, Identity
 from counterpoint.cluster.digest import Digest
 from counterpoint.cluster.dispatch import Deliver, Finished, OnLoss
-from counterpoint.cluster.front import Front, ToWorker
+from counterpoint.cluster.front import Front, Route, ToWorker
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.nouns import Geometry, Rules
 from counterpoint.cluster.transfer import Reach
@@ -211,11 +211,11 @@ class Cluster:
         self.avoid: set[str] = set()
         self.until(lambda: all(member.address for member in self.members.values()))
 
-    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> tuple[str, str] | None:
+    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
         names = [name for name in self.members if name not in self.avoid and name != avoid]
         prefill = prefill or names[0]
         names = [name for name in names if name != prefill]
-        return (prefill, names[0]) if names else None
+        return Route(prefill, names[0]) if names else None
 
     def submit(self, id: str, tokens: int = 30, max_tokens: int = 6) -> None:
         start = 1000 * len(self.arrives)  # no two prompts share a page

@@ -18,7 +18,7 @@ from kv_engine import LAYERS, PAGE_TOKENS, WORD_BYTES, FakeEngine, plain_memory,
 import counterpoint.cluster.messages as wire
 from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import Deliver, Finished, OnLoss
-from counterpoint.cluster.front import Front, ToWorker
+from counterpoint.cluster.front import Front, Route, ToWorker
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.ledger import Hold
 from counterpoint.cluster.nouns import Geometry, Grain, Outcome, Rules, engine_id
@@ -63,7 +63,6 @@ class World:
         self.now = 0.0
         self.rules = Rules(
             write_pages=rng.choice([1, 2, 100]),
-            grain=rng.choice(list(Grain)),
             max_quarantine_pages=rng.choice([6, 1000]),
             lease_s=rng.choice([2.0, 10.0]),
             dead_s=3.0 if weather == "storm" else 1e6,
@@ -238,11 +237,13 @@ class World:
         else:
             assert self.weather == "storm", f"{id} ended with {end}"
 
-    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> tuple[str, str] | None:
+    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
         names = [name for name in self.workers if name != avoid]
         prefill = prefill or self.rng.choice(names)
         others = [name for name in self.workers if name != prefill and (name != avoid or len(self.workers) == 2)]
-        return (prefill, self.rng.choice(others)) if others else None
+        if self.rng.random() < 0.1:
+            return Route(prefill, prefill)
+        return Route(prefill, self.rng.choice(others), self.rng.choice(list(Grain))) if others else None
 
     def take_order(self, worker: Worker) -> None:
         """The worker takes an order of the front; it dials before it starts anything."""
