@@ -5,7 +5,8 @@ Promises: every query ends in exactly one Record, whatever the server does; a fa
 Must not: decide when a query is sent (bench/replay.py), judge latencies (bench/report.py).
 
 Works with any server of the OpenAI API. `ignore_eos` and `continuous_usage_stats` are common extensions of it: the first makes
-every answer as long as the load says, the second says in every chunk how many tokens there are so far.
+every answer as long as the load says, the second says in every chunk how many tokens there are so far. `slo`, the query's targets,
+is an extension of this engine's own, which others ignore.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Target:
         body["stream_options"] = {"include_usage": True}
         if self.extensions:
             body["ignore_eos"] = True
+            if targets := {name: value for name, value in msgspec.structs.asdict(query.slo).items() if value is not None}:
+                body["slo"] = targets
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return msgspec.json.encode(body)
 

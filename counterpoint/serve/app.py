@@ -26,13 +26,23 @@ from counterpoint.serve.client import EngineClient, EngineLost
 from counterpoint.serve.guard import ApiKey, Overloaded, Queue
 from counterpoint.serve.intake import Ask, Intake, apart
 from counterpoint.serve.metrics import Metrics
-from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
+from counterpoint.serve.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    ModelRequest,
+    TokenizeRequest,
+    parse,
+)
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
 from counterpoint.serve.stream import ClientGone, Generation, read_body, respond
 
 LOADING_RETRY_S = 5
 REFERENCE = "#/components/schemas/{model}"
-Asked = TypeVar("Asked", bound=GenerationRequest)
+BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+Asked = TypeVar("Asked", bound=ModelRequest)
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -90,9 +100,23 @@ def create_app(service: Service) -> FastAPI:
         ask = await intake.completion(asked)
         return await respond(request, service.generation(ask, intake), CompletionReply(ask, intake.text, asked))
 
+    @app.post("/tokenize", **documented(TokenizeRequest, "The tokens of a text or of a conversation"))
+    async def tokenize(request: Request) -> Response:
+        intake = service.ready()
+        return json_response(await intake.tokenize(await service.parsed(TokenizeRequest, request)))
+
+    @app.post("/detokenize", **documented(DetokenizeRequest, "The text of tokens"))
+    async def detokenize(request: Request) -> Response:
+        intake = service.ready()
+        return json_response(await intake.detokenize(await service.parsed(DetokenizeRequest, request)))
+
     add_facts(app, service)
     app.openapi = lambda: document(app)
     return app
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def add_facts(app: FastAPI, service: Service) -> None:
@@ -136,8 +160,11 @@ def add_facts(app: FastAPI, service: Service) -> None:
         return {"version": counterpoint.__version__}
 
 
-def documented(kind: type[GenerationRequest], what: str) -> dict[str, Any]:
+def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:
     """Bodies are read by hand (their size is watched, and parsing is strict), so the document is told what they are."""
+    answer: Json = {"description": "The answer"}
+    if issubclass(kind, GenerationRequest):
+        answer = {"description": "Whole, or with `stream` as server-sent events", "content": {"text/event-stream": {}}}
     return {
         "summary": what,
         "response_model": None,
@@ -148,7 +175,7 @@ def documented(kind: type[GenerationRequest], what: str) -> dict[str, Any]:
             }
         },
         "responses": {
-            200: {"description": "Whole, or with `stream` as server-sent events", "content": {"text/event-stream": {}}},
+            200: answer,
             400: {"description": "The request is wrong, and the message says where"},
             404: {"description": "Another model"},
             413: {"description": "The body is too large"},
@@ -164,7 +191,7 @@ def document(app: FastAPI) -> Json:
     """The OpenAPI document, with the schemas of the bodies."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, bodies = models_json_schema([(kind, "validation") for kind in (ChatRequest, CompletionRequest)], ref_template=REFERENCE)
+        _, bodies = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REFERENCE)
         app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
     return app.openapi_schema
 

@@ -16,11 +16,23 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.serve.answer import AnswerOptions
-from counterpoint.serve.openai import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, GenerationRequest, Message
+from counterpoint.serve.openai import (
+    MAX_PROMPTS,
+    MAX_TEXT_CHARACTERS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    Targets,
+    TokenizeRequest,
+)
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
@@ -32,6 +44,7 @@ SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of n choices differ (the golden ratio's 64 bits)
 
 Result = TypeVar("Result")
+encode = msgspec.json.encode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,16 +82,11 @@ class Intake:
         self.context_tokens = min(hello.max_context_tokens, hello.kv_tokens)
         self.scheduler = scheduler
 
-    # ------------------------------------------------------------ the two endpoints
+    # ------------------------------------------------------------ the endpoints
 
     async def chat(self, request: ChatRequest) -> Ask:
         self.check_model(request.model)
-        options = dict(request.chat_template_kwargs or {})
-        if request.continue_final_message:
-            options |= {"continue_final_message": True, "add_generation_prompt": False}
-        elif request.add_generation_prompt is False:
-            options["add_generation_prompt"] = False
-        prompt = await apart(self._render, characters_of(request.messages), request.messages, options)
+        prompt = await apart(self._rendered, characters_of(request.messages), request.messages, template_options(request))
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return self._ask("chatcmpl", request, [prompt], limit, self.context_tokens, logprobs, "messages")
@@ -92,6 +100,18 @@ class Intake:
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
         return ask
 
+    async def tokenize(self, request: TokenizeRequest) -> bytes:
+        """The answer of /tokenize, as JSON. Raises ApiError."""
+        self.check_model(request.model)
+        size = len(request.prompt) if request.prompt is not None else characters_of(request.messages or ())
+        return await apart(self._tokenize, size, request)
+
+    async def detokenize(self, request: DetokenizeRequest) -> bytes:
+        """The answer of /detokenize, as JSON. Raises ApiError."""
+        self.check_model(request.model)
+        self._known(request.tokens, "tokens")
+        return await apart(self._detokenize, len(request.tokens), request.tokens)
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
             raise ApiError(
@@ -100,13 +120,30 @@ class Intake:
 
     # ------------------------------------------------------------ prompts
 
-    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> Prompt:
+    def _rendered(self, messages: Sequence[Message], options: dict[str, Any]) -> Prompt:
         """Raises ApiError if the template can't, or if it is hopelessly long."""
+        return self._encode([self._render(messages, options)], special=False, param="messages")[0]
+
+    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
         try:
-            text = self.text.render([message.for_template() for message in messages], **options)
+            return self.text.render([message.for_template() for message in messages], **options)
         except TextError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return self._encode([text], special=False, param="messages")[0]
+
+    def _tokenize(self, request: TokenizeRequest) -> bytes:
+        if request.messages is None:
+            text, special = request.prompt or "", request.add_special_tokens is not False
+        else:
+            text, special = self._render(request.messages, template_options(request)), bool(request.add_special_tokens)
+        if len(text) > MAX_TEXT_CHARACTERS:
+            message = f"the conversation has {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenised"
+            raise ApiError(400, message, param="messages")
+        tokens = self.text.encode([text], special)[0]
+        names = [self.text.piece(token) for token in tokens] if request.return_token_strs else None
+        return encode({"count": len(tokens), "max_model_len": self.context_tokens, "tokens": tokens, "token_strs": names})
+
+    def _detokenize(self, tokens: Sequence[int]) -> bytes:
+        return encode({"prompt": self.text.decode(tokens, skip_special=False)})
 
     async def _prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
         if not given:
@@ -158,7 +195,7 @@ class Intake:
                         id=f"{id}-{len(arrives)}",
                         prompt=prompt.tokens,
                         sampling=replace(sampling, seed=(seed + choice * SEED_STEP) & SEED_MASK),
-                        slo=self._slo(len(prompt.tokens)),
+                        slo=self._slo(request.slo or Targets(), len(prompt.tokens)),
                         priority=request.priority or 0,
                         salt=request.cache_salt or "",
                     )
@@ -192,12 +229,17 @@ class Intake:
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return limit
 
-    def _slo(self, prompt_tokens: int) -> Slo:
+    def _slo(self, given: Targets, prompt_tokens: int) -> Slo:
+        """What a request says of its targets beats what the server was told."""
         defaults = self.scheduler
         ttft_s = defaults.ttft_s
         if defaults.ttft_per_token_s is not None:
             ttft_s = max(ttft_s or 0.0, defaults.ttft_per_token_s * prompt_tokens)
-        return Slo(ttft_s=ttft_s, tpot_s=defaults.tpot_s, itl_s=defaults.itl_s)
+        return Slo(
+            ttft_s=given.ttft_s or ttft_s,
+            tpot_s=given.tpot_s or defaults.tpot_s,
+            itl_s=given.itl_s or defaults.itl_s,
+        )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> Sampling:
         def given(value: Any, default: Any) -> Any:
@@ -235,6 +277,15 @@ class Intake:
             if token >= self.vocab:
                 raise ApiError(400, f"{param}: token id {token} is not in the vocabulary of {self.vocab}", param=param)
         return tuple(tokens)
+
+
+def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    options = dict(request.chat_template_kwargs or {})
+    if request.continue_final_message:
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    elif request.add_generation_prompt is False:
+        options["add_generation_prompt"] = False
+    return options
 
 
 def characters_of(messages: Sequence[Message]) -> int:

@@ -21,6 +21,8 @@ MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even look
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_TARGET_S = 86_400
+MAX_TEXT_CHARACTERS = 2**22  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
 MAX_TOKENS = 2**31 - 1
 ERRORS_TOLD = 3
 HARMLESS_BYTES = 100  # the values under which an unsupported field does nothing are short
@@ -47,6 +49,7 @@ class ApiError(ValueError):
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Target = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -63,13 +66,32 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints take. Beside OpenAI's own fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
-    min_tokens, include_stop_str_in_output, skip_special_tokens, priority, cache_salt."""
+class Targets(BaseModel):
+    """Latency targets of one request, in seconds; what is not given is as the server was told. A wrong name is refused: it would
+    be a target that nobody heeds."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+    ttft_s: Target | None = None
+    tpot_s: Target | None = None
+    itl_s: Target | None = None
+
+
+class ModelRequest(BaseModel):
+    """What every endpoint takes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    # known fields that would change the answer, with the values under which they do not
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """What chat and completions take. Beside OpenAI's own fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
+    min_tokens, include_stop_str_in_output, skip_special_tokens, priority, cache_salt, slo."""
+
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        # known fields that would change the answer, with the values under which they do not
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
         "choice": (None, []),
@@ -88,7 +110,6 @@ class GenerationRequest(BaseModel):
         "use_beam_search": (None, False),
     }
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -110,6 +131,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    slo: Targets | None = None
 
     @pydantic.model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationRequest:
@@ -199,7 +221,30 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
-Request = TypeVar("Request", bound=GenerationRequest)
+class TokenizeRequest(ModelRequest):
+    """A text, or a conversation as the model would be given it."""
+
+    prompt: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,), "tools": (None, [])}
+
+    @pydantic.model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(ModelRequest):
+    tokens: TokenIds
+
+
+Request = TypeVar("Request", bound=ModelRequest)
 
 
 def parse(kind: type[Request], body: bytes) -> Request:

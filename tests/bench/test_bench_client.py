@@ -9,7 +9,7 @@ import pytest
 from counterpoint.bench.client import Reply, Target, read_stats
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.serve.metrics import Metrics
-from counterpoint.types import Stats
+from counterpoint.types import Slo, Stats
 
 
 def event(text: str | None = None, finish: str | None = None, total: int | None = None, choices: bool = True) -> bytes:
@@ -98,6 +98,13 @@ def test_made_prompts_go_as_token_ids():
     plain = json.loads(Target("http://x", "m", extensions=False).body(query, TokenRange(), 0))
     assert "ignore_eos" not in plain
     assert plain["stream_options"] == {"include_usage": True}
+
+
+def test_targets_are_told_to_servers_that_know_them():
+    query = Query(3, 0.0, 20, 5, slo=Slo(ttft_s=1.5, itl_s=0.2))
+    assert json.loads(Target("http://x", "m").body(query, TokenRange(), 0))["slo"] == {"ttft_s": 1.5, "itl_s": 0.2}
+    assert "slo" not in json.loads(Target("http://x", "m", extensions=False).body(query, TokenRange(), 0))
+    assert "slo" not in json.loads(Target("http://x", "m").body(Query(3, 0.0, 20, 5), TokenRange(), 0))
 
 
 def test_texts_and_messages_go_where_they_can():
