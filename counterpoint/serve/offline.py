@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,10 +24,32 @@ from counterpoint.serve.client import EngineLost
 from counterpoint.serve.engine_process import hello_of
 from counterpoint.serve.intake import Ask, Intake
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
+from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.types import Abort, Delta, Output
 
+AT_ONCE = 512  # choices that are with the engine, where there are many
 Mail = queue.SimpleQueue[Delta | EngineLost]
+
+
+class Finished:
+    """One ask and, once it is finished, its whole answer: `answers` and `pieces` by choice."""
+
+    def __init__(self, ask: Ask, text: Text) -> None:
+        self.ask = ask
+        self.answers = [Answer(text, ask.options, arrive.prompt) for arrive in ask.arrives]
+        self.pieces: list[list[Piece]] = [[] for _ in ask.arrives]
+
+    def feed(self, choice: int, delta: Delta) -> Piece:
+        piece = self.answers[choice].feed(delta)
+        self.pieces[choice].append(piece)
+        return piece
+
+    @property
+    def error(self) -> str:
+        """Why a choice of it failed; "" if none did."""
+        ends = (pieces[-1] for pieces in self.pieces)
+        return next((end.error or "the engine failed on this request" for end in ends if end.finish == "error"), "")
 
 
 class Offline:
@@ -92,6 +114,36 @@ class Offline:
         finally:
             self._leave([id for id, (_, answer) in answers.items() if not answer.finished])
 
+    def finish(self, asks: Iterable[Ask]) -> Iterator[Finished]:
+        """Each ask's whole answer, as soon as it is there; asks are taken so that AT_ONCE or more choices are with the engine while
+        there are any. A choice that fails has a piece with `finish` "error". Left early, it aborts what runs. Raises EngineLost."""
+        mail: Mail = queue.SimpleQueue()
+        coming = iter(asks)
+        open_: dict[str, tuple[Finished, int]] = {}
+        try:
+            while True:
+                while len(open_) < AT_ONCE and (ask := next(coming, None)) is not None:
+                    entered = Finished(ask, self.text)
+                    open_ |= {arrive.id: (entered, choice) for choice, arrive in enumerate(ask.arrives)}
+                    self._enter(ask, mail)
+                if not open_:
+                    return
+                delta = mail.get()
+                if isinstance(delta, EngineLost):
+                    raise delta
+                if delta.id not in open_:
+                    continue  # the rest of one that a stop string ended
+                answered, choice = open_[delta.id]
+                piece = answered.feed(choice, delta)
+                if piece.cancel:
+                    self._leave([delta.id], "stop")
+                if piece.finish:
+                    del open_[delta.id]
+                if all(answer.finished for answer in answered.answers):
+                    yield answered
+        finally:
+            self._leave(list(open_))
+
     def _enter(self, ask: Ask, mail: Mail) -> None:
         with self._lock:
             if self._lost is not None:
@@ -100,12 +152,12 @@ class Offline:
         for arrive in ask.arrives:
             self._inbox.put(arrive)
 
-    def _leave(self, ids: Sequence[str]) -> None:
+    def _leave(self, ids: Sequence[str], reason: str = "abort") -> None:
         with self._lock:
             for id in ids:
                 self._mail.pop(id, None)
         for id in ids:
-            self._inbox.put(Abort(id))
+            self._inbox.put(Abort(id, reason))
 
     # ------------------------------------------------------------ the engine's thread
 

@@ -33,6 +33,12 @@ def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
     }
 
 
+def whole_body(reply: Reply, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> Json:
+    """The body of a whole answer; `pieces` by choice."""
+    choices = [reply.whole(i, answer, pieces[i]) for i, answer in enumerate(answers)]
+    return reply.head | {"choices": choices, "usage": usage_of(reply.ask, answers)}
+
+
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 

@@ -22,7 +22,7 @@ from counterpoint.serve.client import EngineClient, EngineLost, Stream, TimedOut
 from counterpoint.serve.guard import Place
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
-from counterpoint.serve.replies import Json, Reply, usage_of
+from counterpoint.serve.replies import Json, Reply, usage_of, whole_body
 from counterpoint.serve.text import Text
 from counterpoint.types import Delta
 
@@ -73,8 +73,7 @@ class Generation:
         async with contextlib.aclosing(self.pieces()) as stream:
             async for choice, piece, _ in stream:
                 pieces[choice].append(piece)
-        choices = [reply.whole(i, answer, pieces[i]) for i, answer in enumerate(self.answers)]
-        return reply.head | {"choices": choices, "usage": usage_of(self.ask, self.answers)}
+        return whole_body(reply, self.answers, pieces)
 
     async def events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
         """Server-sent events. What is there at one time is sent at one time."""

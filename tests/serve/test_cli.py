@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import signal
 import subprocess
@@ -18,26 +17,6 @@ from serve_process import ROOT, Running
 from counterpoint.cli import status_of
 from counterpoint.config import SECTIONS, Config, ConfigError
 from counterpoint.flags import settings
-
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-    "eos_token_id": 257,
-}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The flags that name a model of random weights."""
-    path = tmp_path_factory.mktemp("tiny") / "config.json"
-    path.write_text(json.dumps(TINY))
-    return str(path)
 
 
 def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

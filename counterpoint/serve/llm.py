@@ -1,0 +1,149 @@
+"""LLM: the engine as an object of a Python program.
+
+    with counterpoint.LLM("smollm2", policy="chunked") as llm:
+        for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(answer.text)
+
+Owns: the shape of what goes in and comes out. Promises: the answers of the server for the same requests; all prompts are given to
+the engine together; answers come in the prompts' order; wrong settings and parameters raise before anything runs.
+Must not: know the engine (offline.py does), or read the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from counterpoint.config import Config
+from counterpoint.serve.client import EngineLost
+from counterpoint.serve.intake import Ask
+from counterpoint.serve.offline import Finished, Offline
+from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
+from counterpoint.serve.replies import usage_of
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How answers are chosen and when they end: the fields of the API, with its ranges. What is None is as the API has it, but for
+    `max_tokens`: 16 for texts, and as the context allows for chats."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those that are given."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id that ended it, if one did.
+    A token that ended it is the last of `token_ids`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What came of one prompt: `outputs`, `n` of them. The first one's fields are the output's own, too. `usage`: the API's."""
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Choice, ...]
+    usage: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+class LLM:
+    """`settings` are those of the command line, with underscores. Raises ConfigError or ModelError. To be closed, or used as a
+    context manager."""
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        self._engine = Offline(Config().replace(model=model, **settings))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
+    ) -> list[Output]:
+        """Continue each text, or list of token ids; `params` for all, or for each its own. Raises ApiError if a prompt or parameter
+        is wrong, EngineLost if the engine fails."""
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        every: Sequence[Any] = [prompts] if one else prompts
+        each = [params] * len(every) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(every):
+            raise ValueError(f"params has {len(each)} entries for {len(every)} prompts: give one, or one for each")
+        return self._outputs([self._completion(prompt, p) for prompt, p in zip(every, each, strict=True)])
+
+    def chat(
+        self, messages: Conversation | Sequence[Conversation], params: SamplingParams = SamplingParams(), **template: Any
+    ) -> list[Output]:
+        """Answer a conversation, or each of several; `template` goes to the model's chat template. Raises as `generate` does."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        every: Sequence[Any] = [messages] if one else messages
+        return self._outputs([self._chat(conversation, params, template) for conversation in every])
+
+    def _completion(self, prompt: Prompt, params: SamplingParams) -> Ask:
+        request = parse(CompletionRequest, msgspec.json.encode({"prompt": prompt} | params.fields()))
+        return asyncio.run(self._engine.intake.completion(request))
+
+    def _chat(self, messages: Conversation, params: SamplingParams, template: dict[str, Any]) -> Ask:
+        body = {"messages": messages, "chat_template_kwargs": template} | params.fields()
+        return asyncio.run(self._engine.intake.chat(parse(ChatRequest, msgspec.json.encode(body))))
+
+    def _outputs(self, asks: list[Ask]) -> list[Output]:
+        done = {finished.ask.id: output_of(finished) for finished in self._engine.finish(asks)}
+        return [done[ask.id] for ask in asks]
+
+
+def output_of(finished: Finished) -> Output:
+    """Raises EngineLost if a choice of it failed."""
+    if finished.error:
+        raise EngineLost(finished.error)
+    choices = tuple(
+        Choice("".join(piece.text for piece in pieces), tuple(answer.tokens), str(pieces[-1].finish), pieces[-1].stopped_by)
+        for answer, pieces in zip(finished.answers, finished.pieces, strict=True)
+    )
+    return Output(finished.ask.prompts[0].tokens, choices, usage_of(finished.ask, finished.answers))

@@ -1,0 +1,92 @@
+"""The engine in a program: counterpoint.LLM, on tiny random weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import counterpoint
+from counterpoint import LLM, SamplingParams
+from counterpoint.config import ConfigError
+from counterpoint.serve.openai import ApiError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> Iterator[LLM]:
+    with LLM(tiny, load_format="dummy", policy="chunked", cores=1) as engine:
+        yield engine
+
+
+def test_texts(llm: LLM):
+    outputs = llm.generate(["once", "twice upon", "once"], GREEDY)
+    assert [o.prompt_token_ids for o in outputs] == [tuple(b"once"), tuple(b"twice upon"), tuple(b"once")]
+    assert outputs[0] != outputs[1] and outputs[0].text == outputs[2].text
+    for output in outputs:
+        assert len(output.token_ids) == 6 and output.finish_reason == "length"
+        assert output.usage["completion_tokens"] == 6 and output.usage["prompt_tokens"] == len(output.prompt_token_ids)
+    assert llm.generate("once", GREEDY)[0].text == llm.generate(list(b"once"), GREEDY)[0].text == outputs[0].text
+    assert llm.generate([], GREEDY) == []
+
+
+def test_more_prompts_than_are_asked_at_once(llm: LLM):
+    outputs = llm.generate([f"{i}" for i in range(600)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    assert [bytes(o.prompt_token_ids).decode() for o in outputs] == [f"{i}" for i in range(600)]
+
+
+def test_each_its_own_parameters(llm: LLM):
+    params = [SamplingParams(seed=i, max_tokens=i + 1, n=i + 1, ignore_eos=True) for i in range(2)]
+    one, two = llm.generate(["once", "once"], params)
+    assert [len(c.token_ids) for c in one.outputs] == [1] and [len(c.token_ids) for c in two.outputs] == [2, 2]
+    with pytest.raises(ValueError, match="params"):
+        llm.generate(["once"], params)
+
+
+def test_stops(llm: LLM):
+    (free,) = llm.generate("once", SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40))
+    assert set(free.text) == {"a", "b"}
+    first = min(free.text.find("ab"), free.text.find("ba"))
+    (cut,) = llm.generate("once", SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40, stop=["ab", "ba"]))
+    assert cut.text == free.text[:first] and cut.finish_reason == "stop" and cut.outputs[0].stop_reason in ("ab", "ba")
+    (ended,) = llm.generate("once", SamplingParams(logit_bias={97: 100}, stop_token_ids=[97]))
+    assert (ended.text, ended.token_ids, ended.outputs[0].stop_reason) == ("", (97,), 97)
+
+
+def test_chats(llm: LLM):
+    messages = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(messages, GREEDY)
+    assert bytes(t for t in one.prompt_token_ids if t < 256).decode() == "user\nhi\nassistant\n"
+    assert [o.text for o in llm.chat([messages, messages], GREEDY)] == [one.text] * 2
+
+
+def test_what_is_wrong_is_named(llm: LLM):
+    for prompts, params, words in (
+        ("once", SamplingParams(temperature=9), "temperature"),
+        (["fine", ""], GREEDY, "prompt"),
+        ("x" * 600, GREEDY, "512"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            llm.generate(prompts, params)
+    with pytest.raises(ConfigError, match="polcy"):
+        LLM("smollm2", polcy="auto")
+    assert llm.generate("once", GREEDY)[0].finish_reason == "length"
+
+
+def test_a_closed_one_says_so(tiny: str):
+    before = threading.active_count()
+    llm = LLM(tiny, load_format="dummy", policy="serial", cores=1)
+    llm.close()
+    assert threading.active_count() <= before + 1
+    with pytest.raises(ConnectionError, match="closed"):
+        llm.generate("once", GREEDY)
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, counterpoint; print([m for m in ('torch', 'msgspec', 'counterpoint.serve') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert not hasattr(counterpoint, "Nothing")
