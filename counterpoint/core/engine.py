@@ -4,7 +4,9 @@ Owns: every request, slot, page and pass. Promises: deterministic (the same even
 pages are conserved; each request gets exactly its tokens and one finish; the oldest request always advances, so none starves.
 Must not: read a clock, touch a tensor, wait. Time enters with `handle` and `pump`.
 
-Freeing is deferred: a slot and its pages go back only when no pass names them, so nothing in flight reads a reused page.
+Freeing is deferred: a slot and its pages go back only when no pass names them, so nothing in flight reads a reused page. Pages of
+a request of which this engine has only a part (types.Part) are *kept*: others read or write them until Adopt or Release, so such a
+request is not preempted either.
 
 Room for pages is made in this order: free pages, then evicting cached ones, then preempting the request that is last in rank
 (it is recomputed later, from what the prefix cache still has). A request never preempts one ahead of it, and one preempted
@@ -24,15 +26,21 @@ from counterpoint.core.tally import Tally
 from counterpoint.ports import Fill, Policy
 from counterpoint.types import (
     Abort,
+    Admitted,
+    Adopt,
     Arrive,
     Close,
     Command,
+    Computed,
     Delta,
     Drop,
     Event,
     Finish,
     Open,
     Output,
+    Part,
+    Progress,
+    Release,
     Segment,
     Stats,
     Step,
@@ -76,6 +84,7 @@ class Engine:
         self._computing: dict[bytes, Request] = {}  # page name -> the running request that will publish it
         self._commands: list[Command] = []
         self._outputs: list[Output] = []
+        self._progress: list[Progress] = []
         self._serial = 0
         self._next_id = 0
 
@@ -88,6 +97,10 @@ class Engine:
             self._step_done(now, event)
         elif isinstance(event, Arrive):
             self._arrive(now, event)
+        elif isinstance(event, Adopt):
+            self._adopt(now, event)
+        elif isinstance(event, Release):
+            self._release(event)
         else:
             self._abort(now, event)
 
@@ -111,6 +124,11 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def take_progress(self) -> list[Progress]:
+        """For whoever moves KV: what has become of requests of which this engine has a part."""
+        progress, self._progress = self._progress, []
+        return progress
+
     @property
     def idle(self) -> bool:
         return not self.living
@@ -130,8 +148,10 @@ class Engine:
     def _arrive(self, now: float, arrive: Arrive) -> None:
         if arrive.id in self.living:
             return
-        request = Request(arrive, now, self._serial)
+        request = Request(arrive, now, self._serial, output=list(arrive.resumed), kept=arrive.part is not Part.WHOLE)
         self._serial += 1
+        if arrive.resumed or arrive.part is Part.DECODE:
+            request.prompt_told = len(arrive.prompt) - 1  # by whoever computed the prompt first
         problem = self._refusal(arrive)
         if problem:
             self._outputs += [Delta(arrive.id, finish=Finish.ERROR, error=problem), request.record(now, Finish.ERROR)]
@@ -146,6 +166,8 @@ class Engine:
             return "the prompt is empty"
         if answer < 1:
             return f"max_tokens is {answer}: it must be at least 1"
+        if len(arrive.resumed) >= answer:
+            return f"{len(arrive.resumed)} tokens of the answer are there already, and max_tokens is {answer}"
         asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
         if prompt + answer > limits.max_context_tokens:
             return f"{asked} the context of {limits.max_context_tokens} tokens"
@@ -157,6 +179,30 @@ class Engine:
         request = self.living.get(abort.id)
         if request is not None and request.phase is not Phase.DONE:
             self._finish(request, now, Finish.ABORT)
+
+    def _adopt(self, now: float, adopt: Adopt) -> None:
+        """Nobody outside touches the request's pages any more, and the KV of all its tokens is there: decode."""
+        request = self.living.get(adopt.id)
+        if request is None or request.phase is not Phase.HELD:
+            return
+        request.kept = False
+        request.phase = Phase.DECODE
+        if request.arrive.part is Part.DECODE:
+            request.scheduled = request.computed = request.target
+            self._publish(request)
+            request.output.append(adopt.token)
+            request.token_s.append(now)
+            self._open(request, request.pages)
+
+    def _release(self, release: Release) -> None:
+        request = self.living.get(release.id)
+        if request is None or not request.kept:
+            return
+        request.kept = False
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        request.phase = Phase.DONE
+        self._leave(request)
 
     def _step_done(self, now: float, done: StepDone) -> None:
         lane = self.state.lanes[done.lane]
@@ -173,6 +219,11 @@ class Engine:
                     self._finish(request, now, Finish.ERROR, done.error)
         if step.last_layer == self.limits.layers:
             self._pass_done(now, whole, done)
+        elif not done.error:
+            for segment, request in zip(whole.segments, whole.requests, strict=True):
+                if request.kept and request.phase is Phase.PREFILL:
+                    end = segment.start + segment.tokens
+                    self._progress.append(Computed(request.id, request.computed, end, step.last_layer))
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
         sampled = 0
@@ -181,10 +232,11 @@ class Engine:
             row = sampled
             sampled += segment.sample
             if request.phase is Phase.DONE:
-                if not request.passes:
-                    self._leave(request)
+                self._leave(request)
                 continue
             request.computed = segment.start + segment.tokens
+            if request.kept:
+                self._progress.append(Computed(request.id, request.computed, request.computed))
             if not (segment.sample and done.tokens[row] < 0):  # what gave no finite logits is no one's prefix
                 self._publish(request)
             if done.prompt_logprobs:
@@ -206,10 +258,10 @@ class Engine:
             self._finish(request, now, Finish.ERROR, "the model gave no finite logits for this request")
             return
         sampling = request.arrive.sampling
-        first = not request.output
+        first = len(request.output) == len(request.arrive.resumed)
         request.output.append(token)
         request.token_s.append(now)
-        request.phase = Phase.DECODE
+        request.phase = Phase.HELD if request.kept else Phase.DECODE
         self.tally.generated_tokens += 1
         finish, stopped_by = None, None
         if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.limits.eos_token_ids):
@@ -242,11 +294,12 @@ class Engine:
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         request.phase = Phase.DONE
-        if not request.passes:
-            self._leave(request)
+        self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """The last trace of a finished request."""
+        """The last trace of a finished request, unless a pass names it or its pages are kept."""
+        if request.passes or request.kept:
+            return
         del self.living[request.id]
         self._vacate(request)
 
@@ -254,7 +307,9 @@ class Engine:
         """Give back slot and pages, if it has them. No pass names the request."""
         if request.slot < 0:
             return
-        self._commands.append(Close(request.slot))
+        if request.opened:
+            self._commands.append(Close(request.slot))
+        request.opened = False
         self._slots.append(request.slot)
         request.slot = -1
         self.pages.release(request.pages)
@@ -291,7 +346,7 @@ class Engine:
             admitted = self._try_admit(request, now)
             if admitted:
                 request.blocked_s = None
-                backlog += request.remaining_prefill
+                backlog += request.remaining_prefill if request.phase is Phase.PREFILL else 0
             elif admitted is False:
                 request.blocked_s = now if request.blocked_s is None else request.blocked_s
                 if now - request.blocked_s >= self.limits.max_bypass_s:
@@ -304,11 +359,12 @@ class Engine:
         hits: list[int] = []
         if limits.prefix_cache:
             self._name_pages(request, len(tokens) // size)
-            usable = request.names[: (len(tokens) - 1) // size]  # at least one token is computed
-            if request.arrive.sampling.prompt_logprobs is not None:
+            fetched = request.arrive.part is Part.DECODE and request.kept
+            usable = request.names[: (len(tokens) - (not fetched)) // size]  # at least one token is computed, here or elsewhere
+            if not fetched and request.arrive.sampling.prompt_logprobs is not None:
                 usable = usable[: request.prompt_told // size]  # what is to be told of must be computed
             hits = self.pages.find(usable)
-            if len(hits) < len(usable) and usable[len(hits)] in self._computing:
+            if not fetched and len(hits) < len(usable) and usable[len(hits)] in self._computing:
                 return None
         all_pages = request.preemptions >= limits.max_preemptions
         wanted = max(len(tokens), request.most_tokens) if all_pages else len(tokens)
@@ -328,7 +384,6 @@ class Engine:
         request.phase = Phase.PREFILL
         request.slot = self._slots.pop()
         request.pages = hits + taken
-        request.pages_sent = len(hits)
         request.target = len(tokens)
         request.scheduled = request.computed = len(hits) * size
         request.published = len(hits)
@@ -336,11 +391,24 @@ class Engine:
         if request.admitted_s is None:
             request.admitted_s = now
             request.cached_tokens = request.computed
-            self.tally.prompt_tokens += len(tokens)
+            if request.arrive.part is not Part.DECODE:
+                self.tally.prompt_tokens += len(tokens)
+        self.state.running[request.id] = request
+        if request.kept:
+            self._progress.append(Admitted(request.id, tuple(request.pages), len(hits)))
+            if request.arrive.part is Part.DECODE:
+                request.phase = Phase.HELD
+                return
         for name in request.names[len(hits) :]:
             self._computing.setdefault(name, request)
-        self.state.running[request.id] = request
-        self._commands.append(Open(request.slot, tokens, len(request.arrive.prompt), tuple(hits), request.arrive.sampling))
+        self._open(request, hits)
+
+    def _open(self, request: Request, pages: list[int]) -> None:
+        """Give the executor the request's row, with `pages` as the start of its block table."""
+        request.opened = True
+        request.pages_sent = len(pages)
+        arrive = request.arrive
+        self._commands.append(Open(request.slot, request.tokens, len(arrive.prompt), tuple(pages), arrive.sampling))
 
     # ------------------------------------------------------------ prefix index
 
@@ -453,8 +521,7 @@ class Engine:
                 lane.aside = None
             for request in whole.requests:
                 request.passes -= 1
-                if not request.passes:
-                    self._leave(request)
+                self._leave(request)
 
     def _cover(self, request: Request, tokens: int) -> bool:
         """Make the block table long enough for `tokens`; may preempt requests that come after this one."""
@@ -473,7 +540,8 @@ class Engine:
         hold all their pages, will finish and give pages back) or a pass still names it."""
         victim = request
         for other in self.state.running.values():
-            if other.rank > victim.rank and other.phase is not Phase.DONE and other.preemptions < self.limits.max_preemptions:
+            movable = other.phase is not Phase.DONE and not other.kept
+            if movable and other.rank > victim.rank and other.preemptions < self.limits.max_preemptions:
                 victim = other
         if victim is request:
             return False

@@ -16,6 +16,7 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # holds nothing
     PREFILL = "prefill"  # holds a slot and pages; computed < target
     DECODE = "decode"  # one token at a time
+    HELD = "held"  # holds a slot and pages that others read or write (types.Part)
     DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
 
 
@@ -35,6 +36,7 @@ class Request:
     passes: int = 0  # passes not yet complete that name this request
     lane: int = -1  # of its latest pass
     slot: int = -1
+    opened: bool = False  # the executor has its row
     pages: list[int] = field(default_factory=list)  # block table
     pages_sent: int = 0  # of `pages`, those the executor knows
     names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
@@ -45,6 +47,7 @@ class Request:
     blocked_s: float | None = None  # since when it is first in line and does not fit
     preemptions: int = 0
     yielding: bool = False  # to be preempted when its passes are complete
+    kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
 
     @property
     def id(self) -> str:

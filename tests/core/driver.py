@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.request import Phase
 from counterpoint.ports import Estimator, Policy
-from counterpoint.types import Arrive, Close, Delta, Drop, Open, Record, Sampling, Step, StepDone
+from counterpoint.types import Arrive, Close, Delta, Drop, Open, Progress, Record, Sampling, Step, StepDone
 
 VOCAB = 50
 
@@ -55,7 +55,8 @@ class Device:
     def submit(self, command: Open | Step | Drop | Close) -> None:
         if isinstance(command, Open):
             assert command.slot not in self.rows
-            self.rows[command.slot] = Row(list(command.tokens), list(command.pages), len(command.pages) * self.page_tokens)
+            there = min(len(command.pages) * self.page_tokens, len(command.tokens) - 1)
+            self.rows[command.slot] = Row(list(command.tokens), list(command.pages), there)
         elif isinstance(command, Close):
             assert command.slot not in {s.slot for steps in self.queue.values() for step in steps for s in step.segments}
             del self.rows[command.slot]
@@ -133,9 +134,10 @@ class Harness:
         self.ends: dict[str, Delta] = {}
         self.records: dict[str, Record] = {}
         self.commands: list = []
+        self.progress: list[Progress] = []
 
     def arrive(self, id: str, prompt, max_tokens: int = 4, **kwargs) -> None:
-        arrive_only = {k: kwargs.pop(k) for k in ("priority", "salt", "slo") if k in kwargs}
+        arrive_only = {k: kwargs.pop(k) for k in ("priority", "salt", "slo", "part", "resumed") if k in kwargs}
         arrive = Arrive(
             id=id, prompt=tuple(prompt), sampling=Sampling(max_tokens=max_tokens, temperature=0, **kwargs), **arrive_only
         )
@@ -151,6 +153,7 @@ class Harness:
             self.device.submit(command)
         for output in self.engine.take_outputs():
             self.take(output)
+        self.progress += self.engine.take_progress()
         self.check()
 
     def take(self, output: Delta | Record) -> None:
@@ -187,13 +190,13 @@ class Harness:
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
         engine.pages.check(held)
-        assert {r.slot for r in engine.state.running.values()} == set(self.device.rows)
+        assert {r.slot for r in engine.state.running.values() if r.opened} == set(self.device.rows)
         for request in engine.living.values():
             assert 0 <= request.computed <= request.scheduled
             if request.phase is Phase.WAITING:
                 assert not request.pages and request.slot < 0 and request in engine.waiting
         if not self.device.busy():
-            assert engine.idle, "work waits and nothing runs"
+            assert engine.idle or any(r.kept for r in engine.living.values()), "work waits and nothing runs"
 
     def check_answers(self) -> None:
         for id, arrive in self.sent.items():
