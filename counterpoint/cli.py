@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -107,6 +108,36 @@ def generate(
         engine = Offline(config, status.update)
     with engine:
         show_completions(engine.complete(prompt, **options), len(prompt))
+
+
+@app.command(group=USE)
+@settings("model", "device", "scheduler")
+def batch(
+    file: Annotated[Path, flag("requests in OpenAI's batch format, a line of JSON each")],
+    *,
+    out: Annotated[Path, Parameter(name=("--out", "-o"), help="where answers go; those that are there are kept", group=ASKING)],
+    config: Config,
+) -> int:
+    """Answer a file of requests, without a server; run it again to go on after an interruption.
+
+    counterpoint batch requests.jsonl -o answers.jsonl --model smollm2
+    """
+    from rich.progress import Progress
+
+    from counterpoint.serve.batch import answer, left_to_do
+    from counterpoint.serve.offline import Offline
+
+    lines, notes = left_to_do(file, out), Console(stderr=True, highlight=False)
+    if not lines:
+        notes.print(f"nothing is left to do: {out} has every answer", soft_wrap=True)
+        return 0
+    with notes.status("starting the engine") as status:
+        engine = Offline(config, status.update)
+    with engine, Progress(console=notes) as bar:
+        task = bar.add_task("answering", total=len(lines))
+        failed = answer(lines, out, engine, lambda done, failed, total: bar.update(task, completed=done))
+    notes.print(f"{len(lines)} answered, {failed} of them with an error: {out}", soft_wrap=True)
+    return 1 if failed else 0
 
 
 def show_completions(pieces: Any, count: int) -> None:

@@ -19,7 +19,7 @@ from cyclopts import Group, Parameter
 from counterpoint.config import SECTIONS, Config, from_file
 
 TITLES = {"model": "Model", "device": "Device", "scheduler": "Scheduler", "server": "Server"}
-POSITIONAL = "model"  # the setting that is also the command's argument
+POSITIONAL = "model"  # the setting that is also the argument of a command that has no other
 
 
 def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -30,6 +30,10 @@ def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         own = inspect.signature(function)
         hints = typing.get_type_hints(function, include_extras=True)
         flags = [flag(section, field) for section in sections for field in dataclasses.fields(SECTIONS[section])]
+        if any(
+            p.kind is p.POSITIONAL_OR_KEYWORD for p in own.parameters.values() if p.name != "config"
+        ):  # an argument of its own comes first
+            flags = [p.replace(kind=p.KEYWORD_ONLY) for p in flags]
         file = Parameter(help="YAML file of settings; flags beat it", group=Group("Settings", sort_key=1))
         parameters = [
             *(p for p in flags if p.kind is p.POSITIONAL_OR_KEYWORD),

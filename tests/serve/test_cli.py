@@ -47,7 +47,7 @@ def test_help_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
     )
     assert "heavy: []" in done.stdout
-    for word in ("serve", "chat", "generate", "pull", "models", "bench", "simulate", "demo", "--version", "Measure"):
+    for word in ("serve", "chat", "generate", "batch", "pull", "models", "bench", "simulate", "demo", "--version", "Measure"):
         assert word in done.stdout
 
 
@@ -111,6 +111,7 @@ def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, words: str)
         (["generate"], "--prompt"),
         (["chat", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["bench"], "--url"),
+        (["batch", "nowhere.jsonl", "-o", "out.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):

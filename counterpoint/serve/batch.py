@@ -1,0 +1,153 @@
+"""A file of requests, answered without a server, in OpenAI's batch format.
+
+Owns: the two formats and what is left to do. Promises: each line of the input has in the end one line in the output, in the order
+in which they finish; a run that was cut short goes on where it was, whatever was half written; an input that is wrong as a whole is
+refused before anything runs, and a request that is wrong gets its error as its answer.
+Must not: show progress, or load a model.
+
+Input, a line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body"}.
+Output, a line each: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from counterpoint.config import ConfigError
+from counterpoint.serve.intake import Ask
+from counterpoint.serve.offline import Finished, Offline
+from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, parse
+from counterpoint.serve.replies import ChatReply, CompletionReply, Json, whole_body
+
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
+
+
+class Line(msgspec.Struct):
+    """A request of the input."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class Done(msgspec.Struct):
+    """What is looked at of a line of the output."""
+
+    custom_id: str
+
+
+decode = msgspec.json.Decoder(Line).decode
+decode_done = msgspec.json.Decoder(Done).decode
+
+
+def left_to_do(source: Path, out: Path) -> list[Line]:
+    """The requests of `source` that have no answer in `out`. A last line that was cut off is cut off `out`. Raises ConfigError."""
+    lines = read_requests(source)
+    done = answered(out) if out.exists() else set()
+    return [line for line in lines if line.custom_id not in done]
+
+
+def read_requests(path: Path) -> list[Line]:
+    lines: dict[str, Line] = {}
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if not data.strip():
+                    continue
+                try:
+                    line = decode(data)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"{path}:{number}: not a request of a batch: {error}") from None
+                if line.custom_id in lines:
+                    raise ConfigError(f"{path}:{number}: custom_id {line.custom_id[:100]!r} is there twice: give each its own")
+                lines[line.custom_id] = line
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return list(lines.values())
+
+
+def answered(path: Path) -> set[str]:
+    """The ids in an output."""
+    done: set[str] = set()
+    with path.open("r+b") as file:
+        whole = 0
+        for number, data in enumerate(file, 1):
+            if not data.endswith(b"\n"):
+                file.truncate(whole)
+                break
+            whole += len(data)
+            try:
+                done.add(decode_done(data).custom_id)
+            except msgspec.DecodeError:
+                raise ConfigError(f"{path}:{number}: not an answer of a batch: choose another file with -o") from None
+    return done
+
+
+def answer(lines: list[Line], out: Path, engine: Offline, progress: Progress) -> int:
+    """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
+    failed = count = 0
+    names: dict[str, tuple[Line, ChatReply | CompletionReply]] = {}
+    with out.open("ab") as file:
+
+        def tell(line: Line, status: int, body: Json, id: str) -> None:
+            nonlocal failed, count
+            failed, count = failed + (status != 200), count + 1
+            write(file, line.custom_id, status, body, id)
+            progress(count, failed, len(lines))
+
+        def asks() -> Iterator[Ask]:
+            for line in lines:
+                try:
+                    reply = ask_of(line, engine)
+                except ApiError as error:
+                    tell(line, error.status, error.body(), "")
+                else:
+                    names[reply.ask.id] = line, reply
+                    yield reply.ask
+
+        for finished in engine.finish(asks()):
+            line, reply = names.pop(finished.ask.id)
+            tell(line, *outcome(finished, reply), finished.ask.id)
+    return failed
+
+
+def ask_of(line: Line, engine: Offline) -> ChatReply | CompletionReply:
+    """Raises ApiError."""
+    body = bytes(line.body)
+    if line.method != "POST":
+        raise ApiError(405, f"method is {line.method[:20]!r}: it must be POST")
+    if line.url == "/v1/chat/completions":
+        chat = parse(ChatRequest, body)
+        return ChatReply(asyncio.run(engine.intake.chat(unstreamed(chat))), engine.text)
+    if line.url == "/v1/completions":
+        completion = parse(CompletionRequest, body)
+        return CompletionReply(asyncio.run(engine.intake.completion(unstreamed(completion))), engine.text, completion)
+    raise ApiError(404, f"url is {line.url[:100]!r}: it must be /v1/chat/completions or /v1/completions")
+
+
+def unstreamed(request: Asked) -> Asked:
+    if request.stream:
+        raise ApiError(400, "stream has no meaning in a batch: leave it out", param="stream")
+    return request
+
+
+def outcome(finished: Finished, reply: ChatReply | CompletionReply) -> tuple[int, Json]:
+    if finished.error:
+        return 500, ApiError(500, finished.error).body()
+    return 200, whole_body(reply, finished.answers, finished.pieces)
+
+
+def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:
+    """At once: what is told is on its way to the disk."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
+    file.write(msgspec.json.encode(line) + b"\n")
+    file.flush()
