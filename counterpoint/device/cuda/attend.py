@@ -192,7 +192,7 @@ def best_decode(
     """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream. `chained` as in kernels/layer.py."""
     from counterpoint.device.cuda import fused
     from counterpoint.device.cuda.kernels.attention import DecodeAttention
-    from counterpoint.device.cuda.kernels.library import KernelError
+    from counterpoint.device.cuda.kernels.nvcc import KernelError
 
     def by_triton(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
         return fused.decode_attention(q, k, v, table_BP, length_B, units)

@@ -21,7 +21,7 @@ from torch import Tensor
 from counterpoint.config import ConfigError
 from counterpoint.device.cuda.attend import Plan, Planner, attention, best_planner, decode_by_torch
 from counterpoint.device.cuda.kernels.layer import LayerKernels
-from counterpoint.device.cuda.kernels.library import KernelError
+from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.products import Products
 from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.spec import ModelSpec

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from counterpoint.device.cuda.kernels.gemm import MAX_ROWS, SkinnyGemm, wgmma_header
 from counterpoint.device.cuda.kernels.layer import FEW_BYTES, FEW_ROWS, LayerKernels
-from counterpoint.device.cuda.kernels.library import KernelError, architecture, load
+from counterpoint.device.cuda.kernels.nvcc import KernelError, architecture, load
 
 log = logging.getLogger(__name__)
 

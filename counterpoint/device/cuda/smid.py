@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 SPIN_CYCLES = 20_000  # a block stays for about 10 microseconds, so that the next ones go to other SMs
 

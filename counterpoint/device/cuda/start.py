@@ -30,7 +30,7 @@ from counterpoint.device.cuda.executor import CudaExecutor, Reports
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions, granularity
 from counterpoint.device.cuda.kernels.floor import FilterFloor
-from counterpoint.device.cuda.kernels.library import KernelError
+from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Products, build_tiles

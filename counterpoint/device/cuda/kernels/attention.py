@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 Layout = Literal["HND", "NHD"]
 TILE_TOKENS = 16

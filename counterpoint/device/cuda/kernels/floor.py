@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 
 class FilterFloor:

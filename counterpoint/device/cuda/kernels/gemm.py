@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 MAX_ROWS = 128
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 HEAD_DIMS = (64, 128, 256)
 MOST_FEATURES = 16384  # of a norm's row

@@ -22,7 +22,7 @@ import torch
 from counterpoint.device.cuda.green import Part, Partitions
 from counterpoint.device.cuda.kernels.attention import DecodeAttention, Layout
 from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
-from counterpoint.device.cuda.kernels.library import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
 GEMMS_NK = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)}
