@@ -299,6 +299,7 @@ def test_echoed_logprobs_are_all_there_for_long_and_known_prompts(server: Runnin
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "not-a-type"}}}),
         ("regex", "a+"),
+        ("prompt_logprobs", -1),
     ],
 )
 def test_wrong_fields_are_named(server: Running, field: str, value: Any):
