@@ -175,7 +175,7 @@ class Handoffs:
         if link is None or link.dead:
             self.desk.do(Ended(event.handoff, Part.PREFILL, Outcome.FAILED, "there is no link to the decode worker"))
             return
-        source = Source(self.desk, event.handoff, event.arrive, now + event.deadline_s, self._forget_source, event.grain)
+        source = Source(self.desk, event.handoff, event.arrive, now + event.deadline_s, now, self._forget_source, event.grain)
         self.sources[source.id] = source
         self._parts[source.name] = source
         source.begin()

@@ -238,15 +238,34 @@ class Reroute(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class Times(msgspec.Struct, frozen=True, gc=False):
+    """When things were done, in seconds after Start. `admitted_s`: the prompt had its pages and the handoff was offered;
+    `reserved_s`: the decode worker had its own; `prefilled_s`: the first token was sampled; `written_s`: the last byte was in
+    place; `adopted_s`: the decode worker had said so. `page_layers`: how much was sent."""
+
+    admitted_s: float
+    reserved_s: float
+    prefilled_s: float
+    written_s: float
+    adopted_s: float
+    page_layers: int
+
+    @property
+    def visible_s(self) -> float:
+        """What the transfer cost behind the prefill (cluster/transfer.py predicts it)."""
+        return max(0.0, self.written_s - max(self.prefilled_s, self.reserved_s))
+
+
 class Ended(msgspec.Struct, frozen=True):
     """This worker's `part` is decided; said once. `handoff`: with Part.PREFILL that of the source. `first`: with ADOPTED, the
-    token that prefill sampled."""
+    token that prefill sampled. `times`: with SENT."""
 
     handoff: HandoffId
     part: Part
     outcome: Outcome
     reason: str = ""
     first: Sampled | None = None
+    times: Times | None = None
 
 
 Command = Send | Tell | Write | Cancel | Grant | Revoke | Verify | Fence | Reroute | Ended

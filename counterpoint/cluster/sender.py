@@ -28,7 +28,7 @@ import counterpoint.cluster.messages as wire
 from counterpoint.cluster.desk import Desk, LinkEnd
 from counterpoint.cluster.ledger import Hold
 from counterpoint.cluster.messages import HandoffId, Sampled
-from counterpoint.cluster.nouns import Cancel, Ended, Grain, Outcome, Reroute, Send, Tell, Write, engine_id
+from counterpoint.cluster.nouns import Cancel, Ended, Grain, Outcome, Reroute, Send, Tell, Times, Write, engine_id
 from counterpoint.types import Abort as EngineAbort
 from counterpoint.types import Admitted, Adopt, Arrive, Computed, Delta, Finish, Part, Release
 
@@ -41,8 +41,11 @@ class Source:
     id: HandoffId
     arrive: Arrive
     deadline_s: float
+    started_s: float
     forget: Callable[[Source], None]
     grain: Grain = Grain.LAYER
+    admitted_s: float = 0.0
+    prefilled_s: float = 0.0
     sender: Sender | None = None
     pages: tuple[int, ...] = ()
     tokens: int = 0  # [0, tokens) are computed in every layer,
@@ -78,7 +81,7 @@ class Source:
     def admitted(self, now: float, event: Admitted) -> None:
         if self.over is not None:
             return
-        self.pages = event.pages
+        self.pages, self.admitted_s = event.pages, now
         self.tokens = self.ahead = event.cached * self.desk.geometry.page_tokens
         self.desk.ledger.hold(self.name, self.hold, event.pages)
         self._advance(now)
@@ -93,6 +96,7 @@ class Source:
         elif delta.finish is not None:
             self.end(now, Outcome.ABORTED if delta.finish is Finish.ABORT else Outcome.FAILED, delta.error)
         elif self.first is None:
+            self.prefilled_s = now
             self.first = Sampled(delta.tokens[0], delta.logprobs[0] if delta.logprobs else None, delta.cached_tokens)
             self._advance(now)
 
@@ -117,12 +121,12 @@ class Source:
             self.staying = True
             self.settle()
 
-    def end(self, now: float, outcome: Outcome, reason: str = "") -> None:
+    def end(self, now: float, outcome: Outcome, reason: str = "", times: Times | None = None) -> None:
         """The request is decided as far as this worker goes."""
         if self.over is not None:
             return
         self.over = outcome
-        self.desk.do(Ended(self.id, Part.PREFILL, outcome, reason))
+        self.desk.do(Ended(self.id, Part.PREFILL, outcome, reason, times=times))
         if outcome in (Outcome.ABORTED, Outcome.FAILED):
             self.desk.do(Tell(EngineAbort(self.name)))
         sender, self.sender = self.sender, None
@@ -185,6 +189,8 @@ class Sender:
     lease_end_s: float = 0.0
     park_end_s: float = 0.0
     stopped_s: float = 0.0
+    reserved_s: float = 0.0
+    written_s: float = 0.0
     reservation: wire.Reserve | None = None
     sent: int = 0
     edge: int = 0
@@ -208,7 +214,7 @@ class Sender:
         elif self.state is SendState.STREAMING:
             self._post()
             if self.source.complete and not self.ops and self.sent == len(self.source.pages):
-                self.state = SendState.SENT
+                self.state, self.written_s = SendState.SENT, now
                 self._say(now)
 
     def leased(self, now: float) -> None:
@@ -222,7 +228,7 @@ class Sender:
             if message.cached + len(message.pages) != pages:
                 self.fail(now, f"{message.cached} + {len(message.pages)} pages were reserved, the request has {pages}")
                 return
-            self.reservation = message
+            self.reservation, self.reserved_s = message, now
             self.sent = self.edge = message.cached
             self.state = SendState.STREAMING
             self.source.keep()
@@ -247,7 +253,18 @@ class Sender:
             self.state = SendState.RELEASED
             self.forget(self)
             self.source.sender = None
-            self.source.end(now, Outcome.SENT)
+            self.source.end(now, Outcome.SENT, times=self._times(now))
+
+    def _times(self, now: float) -> Times:
+        source, began = self.source, self.source.started_s
+        return Times(
+            admitted_s=source.admitted_s - began,
+            reserved_s=self.reserved_s - began,
+            prefilled_s=source.prefilled_s - began,
+            written_s=self.written_s - began,
+            adopted_s=now - began,
+            page_layers=self.written,
+        )
 
     def tick(self, now: float) -> None:
         rules = self.desk.rules

@@ -198,6 +198,17 @@ def test_answers_equal_those_of_one_engine(policies, seed):
     assert pools.adopted() > 0
 
 
+def test_answers_of_preempted_requests_too():
+    """Once adopted, a request is like any other: it may be preempted, and is computed again where it is."""
+    pools = Pools(3, ("chunked", "chunked"), pages=24)
+    for number in range(12):
+        pools.submit(f"r{number}", [number] * 7, max_tokens=40)
+        pools.turn()
+    pools.run(60_000)
+    pools.check_answers()
+    assert sum(worker.engine.stats().preemptions for worker in pools.workers.values()) > 0 and pools.adopted() > 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_clients_that_leave_at_any_moment_leave_nothing(seed):
     pools = Pools(seed, ("chunked", "multiplex"), pages=40)
