@@ -109,6 +109,10 @@ class Courier:
         """A mover has notices."""
         self._soon(self._take_notices)
 
+    def inspect(self, look: Callable[[Handoffs], None]) -> None:
+        """Call `look` on the courier's thread: for metrics, which must not read what is being changed."""
+        self._soon(lambda: look(self.handoffs))
+
     def close(self) -> None:
         """Hang up, stop. The movers are closed by whoever made them."""
         if self._thread.is_alive():

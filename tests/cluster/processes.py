@@ -142,7 +142,7 @@ class Worker:
             except (EOFError, OSError):
                 words = "quit"  # the test is gone
             if words == "census":
-                self.inbox.put(("census", self.census()))
+                self.courier.inspect(lambda _: self.inbox.put(("census", self.census())))
             elif isinstance(words, tuple):
                 self.courier.order(*words)
             else:
@@ -226,7 +226,9 @@ class Cluster:
         self.serve()
 
     def hold(self, name: str, **kwargs) -> None:
+        """It is in force when this returns."""
         self.members[name].pipe.send(Hold(**kwargs))
+        self.census(name)
 
     def until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
         """Let the front work until `done`."""
@@ -322,6 +324,14 @@ class Cluster:
         self.members[name].pipe.close()
         self.members[name] = Member(name, self.kind, port)
         self.until(lambda: self.members[name].address is not None)
+
+    def make_whole(self) -> None:
+        """Everybody is there and works."""
+        for name, member in tuple(self.members.items()):
+            if not member.there:
+                self.restart(name)
+            self.members[name].signal(signal.SIGCONT)
+            self.hold(name)
 
     def close(self) -> None:
         for member in self.members.values():

@@ -57,9 +57,9 @@ def keep_no_quarantine(patch: pytest.MonkeyPatch) -> None:
 def release_early(patch: pytest.MonkeyPatch) -> None:
     """Give source pages back while writes read them."""
 
-    def broken(self, now, outcome, reason=""):
+    def broken(self, now, outcome, *args, **kwargs):
         self.in_flight = 0
-        end(self, now, outcome, reason)
+        end(self, now, outcome, *args, **kwargs)
 
     end = Source.end
     patch.setattr(Source, "end", broken)
