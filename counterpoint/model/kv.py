@@ -10,6 +10,7 @@ Shapes: R flat rows (pages * page_tokens), K KV heads, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,17 +32,24 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         by_head: bool = False,
+        storage: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Raises ValueError if `pages` or `page_tokens` is not positive; torch's own error if memory is short."""
+        """`storage`: zeroed uint8 arrays to live in (K and V of layer 0, of layer 1, …) instead of memory of its own, as processes
+        that share a pool need. Raises ValueError if `pages` or `page_tokens` is not positive or the storage does not fit;
+        torch's own error if memory is short."""
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}")
         inner = (spec.kv_heads, page_tokens) if by_head else (page_tokens, spec.kv_heads)
         shape = (spec.layers, pages, *inner, spec.head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
-        k, v = (zeros(shape, dtype, torch.device(device)) for _ in range(2))
-        self.k = (k.transpose(2, 3) if by_head else k).unbind(0)
-        self.v = (v.transpose(2, 3) if by_head else v).unbind(0)
+        if storage is None:
+            k, v = (zeros(shape, dtype, torch.device(device)).unbind(0) for _ in range(2))
+        else:
+            layers = [over(array, shape[1:], dtype) for array in storage]
+            k, v = tuple(layers[0::2]), tuple(layers[1::2])
+        self.k = tuple(layer.transpose(1, 2) for layer in k) if by_head else k
+        self.v = tuple(layer.transpose(1, 2) for layer in v) if by_head else v
         self.bytes = pages * page_bytes(spec, page_tokens, dtype)
 
 
@@ -50,6 +58,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def over(array: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the memory of `array`. Raises ValueError if it has another size."""
+    wanted = math.prod(shape) * dtype.itemsize
+    if array.nbytes != wanted:
+        raise ValueError(f"storage of {array.nbytes} bytes for a layer of {wanted}")
+    return torch.from_numpy(array).view(dtype).view(shape)
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
