@@ -76,6 +76,12 @@ def map_pool(fd: int, blob: Blob) -> Pool:
     return Pool(mapped, grants, ends, Memory(regions, blob.page_bytes))
 
 
+def same_memory(a: Memory, b: Memory) -> bool:
+    """Whether two descriptions are of the very same bytes."""
+    where = [[(region.ctypes.data, region.nbytes) for region in memory.regions] for memory in (a, b)]
+    return where[0] == where[1] and a.page_bytes == b.page_bytes
+
+
 def _blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
@@ -133,7 +139,7 @@ class ShmLink:
     # ------------------------------------------------------------ the interface (port.py)
 
     def register(self, memory: Memory) -> bytes:
-        if self._pool is None or memory is not self._pool.memory:
+        if self._pool is None or not same_memory(memory, self._pool.memory):
             raise LinkError("this pool is not in shared memory: make it with ShmLink.allocate")
         self._thread.start()
         return msgspec.msgpack.encode(self._blob)

@@ -1,0 +1,246 @@
+"""Two real workers (model, CPU executor, engine, courier, mover) against one: every token must be the same."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from counterpoint.cluster import nouns
+from counterpoint.cluster.courier import Courier, Identity
+from counterpoint.cluster.digest import make_digest
+from counterpoint.cluster.dispatch import Deliver
+from counterpoint.cluster.front import Front, Route, ToWorker
+from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.nouns import Geometry, Grain, Rules
+from counterpoint.cluster.transfer import Reach
+from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.loop import run
+from counterpoint.core.policy import Chunked, Multiplex
+from counterpoint.device.cores import usable_cores
+from counterpoint.device.cpu import CpuExecutor
+from counterpoint.device.link.kvpool import layout_of, memory_of
+from counterpoint.device.link.local import LocalLink
+from counterpoint.device.link.port import Link
+from counterpoint.device.link.shm import ShmLink
+from counterpoint.device.link.tcp import TcpLink
+from counterpoint.device.tables import Tables
+from counterpoint.device.wall import WallInbox
+from counterpoint.model.decoder import Decoder
+from counterpoint.model.kv import KVPool, page_bytes
+from counterpoint.ports import Policy
+from counterpoint.types import Arrive, Delta, Finish, Output, Sampling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "device"))
+from rig import PAGE, TINY, VOCAB, tiny_decoder
+
+CORES = usable_cores()[:2]
+MAX_RUNNING, PAGES = 8, 200
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return tiny_decoder()
+
+
+class Machine:
+    """An engine on its executor, in a thread. `deliver` gets what it says, on that thread."""
+
+    def __init__(self, decoder: Decoder, policy: Policy, deliver, storage=None) -> None:
+        self.inbox = WallInbox()
+        self.kv = KVPool(TINY, PAGES, PAGE, decoder.kv_dtype, storage=storage)
+        tables = Tables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
+        self.executor = CpuExecutor(decoder, self.kv, tables, policy.lanes, CORES, self.inbox)
+        limits = Limits(PAGES, PAGE, MAX_RUNNING, TINY.max_context_tokens, 96, TINY.eos_token_ids, len(CORES), TINY.layers)
+        self.engine = Engine(limits, policy)
+        self.deliver = deliver
+        self.thread = threading.Thread(target=lambda: run(self.engine, self.inbox, self.executor, self.deliver), daemon=True)
+
+    def close(self) -> None:
+        self.inbox.stop()
+        self.thread.join()
+        self.executor.close()
+
+
+class Worker:
+    """A machine with a courier. What it reports goes to `report(name, words)`, from two threads."""
+
+    def __init__(self, name: str, decoder: Decoder, policy: Policy, mover, report) -> None:
+        self.name = name
+        self.tell_front = report
+        self.mover: Link = mover(lambda: self.courier.wake())
+        storage = None
+        if isinstance(self.mover, ShmLink):
+            layer_bytes = page_bytes(TINY, PAGE, decoder.kv_dtype) // (2 * TINY.layers)
+            storage = self.mover.allocate(PAGES, layer_bytes, 2 * TINY.layers).regions
+        self.machine = Machine(decoder, policy, self.deliver, storage)
+        memory, kind = memory_of(self.machine.kv), self.mover.kind
+        digest = make_digest(TINY, "dummy 3", str(decoder.kv_dtype), PAGE, layout_of(self.machine.kv))
+        reach = Reach("this process", "this host", "cpu", (kind,))
+        identity = Identity(name, digest, reach, memory, {kind: self.mover}, {kind: self.mover.register(memory)})
+        self.courier = Courier(identity, Handoffs(Rules(), Geometry(TINY.layers, PAGE)), self)
+        self.courier.start()
+        self.machine.thread.start()
+
+    def deliver(self, outputs: list[Output], engine: Engine) -> None:
+        for output in (*engine.take_progress(), *outputs):
+            if not isinstance(output, nouns.Admitted | nouns.Computed | Delta):
+                continue
+            self.courier.tell(output)
+            if isinstance(output, Delta):
+                self.tell_front(self.name, output)
+
+    def engine(self, event: nouns.EngineEvent) -> None:
+        self.machine.inbox.put(event)
+
+    def report(self, command) -> None:
+        self.tell_front(self.name, command)
+
+    def close(self) -> None:
+        self.courier.close()
+        self.mover.close()
+        self.machine.close()
+
+
+class Pools:
+    """A front for two workers; `p` prefills for `d`."""
+
+    def __init__(self, decoder: Decoder, kind: str, policies: tuple[Policy, Policy]) -> None:
+        names: dict[str, LocalLink] = {}
+
+        def mover(name: str):
+            makers = {
+                "tcp": lambda wake: TcpLink(wake, sums=True),
+                "shm": lambda wake: ShmLink(wake, sums=True),
+                "local": lambda wake: LocalLink(wake, name, names),
+            }
+            return makers[kind]
+
+        self.lock = threading.Lock()
+        grains = iter(list(Grain) * 100)
+        self.front = Front(lambda *_: Route("p", "d", next(grains)), deadline_s=60.0)
+        self.got: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.ends: dict[str, Finish] = {}
+        self.times: list[nouns.Times] = []
+        self.handed = 0
+        self.all_there = threading.Event()
+        self.expected = 0
+        self.workers = {
+            name: Worker(name, decoder, policy, mover(name), self.hear) for name, policy in zip("pd", policies, strict=True)
+        }
+
+    def hear(self, name: str, words) -> None:
+        with self.lock:
+            if isinstance(words, nouns.Ended):
+                self.handed += words.outcome is nouns.Outcome.ADOPTED
+                self.times += [words.times] if words.times is not None else []
+            self.front.report(name, words)
+            self.serve()
+
+    def serve(self) -> None:
+        for item in self.front.take():
+            if isinstance(item, ToWorker):
+                to = self.workers[item.decode].courier.address if item.decode else None
+                self.workers[item.worker].courier.order(item.order, to)
+            elif isinstance(item.news, Deliver):
+                self.got.setdefault(item.id, []).extend(token.token for token in item.news.tokens)
+                self.cached.setdefault(item.id, item.news.tokens[0].cached_tokens)
+            else:
+                self.ends[item.id] = item.news.finish
+                if len(self.ends) == self.expected:
+                    self.all_there.set()
+
+    def answer(self, arrives: list[Arrive]) -> dict[str, list[int]]:
+        self.expected = len(arrives)
+        for arrive in arrives:
+            with self.lock:
+                self.front.submit(arrive)
+                self.serve()
+        assert self.all_there.wait(60), f"only {sorted(self.ends)} ended"
+        assert all(end in (Finish.STOP, Finish.LENGTH) for end in self.ends.values()), self.ends
+        return self.got
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+
+def alone(decoder: Decoder, arrives: list[Arrive]) -> dict[str, list[int]]:
+    """The answers of one machine."""
+    got: dict[str, list[int]] = {}
+    left = {arrive.id for arrive in arrives}
+    done = threading.Event()
+
+    def deliver(outputs: list[Output], engine: Engine) -> None:
+        for output in outputs:
+            if isinstance(output, Delta):
+                got.setdefault(output.id, []).extend(output.tokens)
+                if output.finish is not None:
+                    left.discard(output.id)
+        if not left:
+            done.set()
+
+    machine = Machine(decoder, Chunked(32, len(CORES)), deliver)
+    machine.thread.start()
+    for arrive in arrives:
+        machine.inbox.put(arrive)
+    assert done.wait(60)
+    machine.close()
+    return got
+
+
+def requests() -> list[Arrive]:
+    """Greedy and seeded, short and long, half with the same beginning; some end with their first token."""
+    chance = random.Random(4)
+    beginning = [chance.randrange(VOCAB) for _ in range(40)]
+    arrivals = []
+    for n in range(24):
+        prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(3, 50))]
+        sampling = Sampling(max_tokens=1 if n % 8 == 5 else 10, temperature=0.8 * (n % 4 == 3), seed=n, ignore_eos=n % 2 == 0)
+        arrivals.append(Arrive(id=f"r{n}", prompt=tuple(beginning * (n % 2) + prompt), sampling=sampling))
+    return arrivals
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp", "shm"])
+@pytest.mark.parametrize("policies", ["chunked", "multiplexed"])
+def test_every_token_is_that_of_one_machine(decoder, kind, policies):
+    if policies == "multiplexed" and len(CORES) < 2:
+        pytest.skip("one core can't be split")
+    make = (
+        (lambda: Multiplex(96, 2, 1, TINY.layers, layer_group=1))
+        if policies == "multiplexed"
+        else (lambda: Chunked(32, len(CORES)))
+    )
+    arrives = requests()
+    pools = Pools(decoder, kind, (make(), make()))
+    got = pools.answer(arrives)
+    want = alone(decoder, arrives)
+    left = [worker.machine.engine.pages.available for worker in pools.workers.values()]
+    pools.close()
+    assert got == want
+    assert pools.handed >= 15, "few were handed over"
+    assert len(pools.times) == pools.handed and all(t.adopted_s >= t.written_s >= t.admitted_s for t in pools.times)
+    assert max(pools.cached.values()) >= 36, "the prefill worker's prefix hits are not told"
+    assert left == [PAGES, PAGES], "a page was not given back"
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_seen_as_bytes(dtype, by_head):
+    pool = KVPool(TINY, 6, PAGE, dtype, by_head=by_head)
+    memory = memory_of(pool)
+    assert (memory.pages, memory.layers) == (6, TINY.layers)
+    pool.v[2][3] = 1.5
+    touched = [
+        (number, page) for number, region in enumerate(memory.regions) for page in range(6) if region.reshape(6, -1)[page].any()
+    ]
+    assert touched == [(5, 3)]
+    memory.regions[0].reshape(6, -1)[4] = np.asarray(memory.regions[5].reshape(6, -1)[3])
+    assert (pool.k[0][4] == 1.5).all()
+    assert layout_of(pool).startswith("head" if by_head else "token")
