@@ -31,8 +31,8 @@ from counterpoint.serve.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     ModelRequest,
+    SampledRequest,
     TokenizeRequest,
     parse,
 )
@@ -68,7 +68,7 @@ class Service:
     async def parsed(self, kind: type[Asked], request: Request) -> Asked:
         """The body as a request of `kind`. Raises ApiError."""
         body = await read_body(request, self.config.max_body_bytes)
-        if issubclass(kind, GenerationRequest):
+        if issubclass(kind, SampledRequest):
             self.queue.check()
         return await apart(parse, len(body), kind, body)
 
@@ -163,7 +163,7 @@ def add_facts(app: FastAPI, service: Service) -> None:
 def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:
     """Bodies are read by hand (their size is watched, and parsing is strict), so the document is told what they are."""
     answer: Json = {"description": "The answer"}
-    if issubclass(kind, GenerationRequest):
+    if issubclass(kind, SampledRequest):
         answer = {"description": "Whole, or with `stream` as server-sent events", "content": {"text/event-stream": {}}}
     return {
         "summary": what,

@@ -23,7 +23,7 @@ from counterpoint.config import ConfigError
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, parse
-from counterpoint.serve.replies import ChatReply, CompletionReply, Json, whole_body
+from counterpoint.serve.replies import ChatReply, CompletionReply, Json, Reply
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
@@ -94,7 +94,7 @@ def answered(path: Path) -> set[str]:
 def answer(lines: list[Line], out: Path, engine: Offline, progress: Progress) -> int:
     """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
     failed = count = 0
-    names: dict[str, tuple[Line, ChatReply | CompletionReply]] = {}
+    names: dict[str, tuple[Line, Reply]] = {}
     with out.open("ab") as file:
 
         def tell(line: Line, status: int, body: Json, id: str) -> None:
@@ -119,7 +119,7 @@ def answer(lines: list[Line], out: Path, engine: Offline, progress: Progress) ->
     return failed
 
 
-def ask_of(line: Line, engine: Offline) -> ChatReply | CompletionReply:
+def ask_of(line: Line, engine: Offline) -> Reply:
     """Raises ApiError."""
     body = bytes(line.body)
     if line.method != "POST":
@@ -139,10 +139,10 @@ def unstreamed(request: Asked) -> Asked:
     return request
 
 
-def outcome(finished: Finished, reply: ChatReply | CompletionReply) -> tuple[int, Json]:
+def outcome(finished: Finished, reply: Reply) -> tuple[int, Json]:
     if finished.error:
         return 500, ApiError(500, finished.error).body()
-    return 200, whole_body(reply, finished.answers, finished.pieces)
+    return 200, reply.whole_body(finished.answers, finished.pieces)
 
 
 def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:

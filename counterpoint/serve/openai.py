@@ -87,9 +87,10 @@ class ModelRequest(BaseModel):
     model: str | None = None
 
 
-class GenerationRequest(ModelRequest):
-    """What chat and completions take. Beside OpenAI's own fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
-    min_tokens, include_stop_str_in_output, skip_special_tokens, priority, cache_salt, slo."""
+class SampledRequest(ModelRequest):
+    """What every request for an answer takes, whichever API it speaks. Beside OpenAI's own fields: top_k, min_p,
+    repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
+    cache_salt, slo."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
@@ -110,10 +111,7 @@ class GenerationRequest(ModelRequest):
         "use_beam_search": (None, False),
     }
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -124,7 +122,6 @@ class GenerationRequest(ModelRequest):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -132,6 +129,15 @@ class GenerationRequest(ModelRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     slo: Targets | None = None
+
+
+class GenerationRequest(SampledRequest):
+    """What chat and completions take."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
     @pydantic.model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationRequest:

@@ -1,24 +1,58 @@
 """What goes back to clients of the OpenAI API: chunks of a stream and whole answers, for chat and for completions.
 
-Owns: the shape of an answer. Promises: a stream's parts, joined, are the whole answer; each choice has exactly one finish_reason
-and nothing after it; log-probabilities' bytes, joined, are the answer's bytes.
+Owns: the shape of an answer, and what the shape of any API must be able to do (Reply). Promises: a stream's parts, joined, are the
+whole answer; each choice has exactly one finish_reason and nothing after it; log-probabilities' bytes, joined, are the answer's.
 Must not: wait for anything, or decide what is shown (answer.py does).
 """
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from counterpoint.serve.answer import Answer, Entry, Piece
 from counterpoint.serve.intake import Ask
-from counterpoint.serve.openai import CompletionRequest
+from counterpoint.serve.openai import ApiError, CompletionRequest
 from counterpoint.serve.text import Text
 from counterpoint.types import TokenLogprobs
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+
+
+class Reply(Protocol):
+    """How one API writes the answer to `ask`: whole, or as a stream's events (in bytes, as `event` makes them)."""
+
+    ask: Ask
+
+    def whole_body(self, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> Json:
+        """`pieces` by choice."""
+        ...
+
+    def beginning(self) -> Iterator[bytes]:
+        """What can be said before anything has come of the engine."""
+        ...
+
+    def step(self, choice: int, piece: Piece, answers: Sequence[Answer]) -> Iterator[bytes]: ...
+
+    def ending(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """After the last piece of every choice."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """In place of all that was to come."""
+        ...
+
+
+def event(body: Json, name: str = "") -> bytes:
+    """A server-sent event."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode(body) + b"\n\n"
 
 
 def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
@@ -31,12 +65,6 @@ def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[:: ask.n])},
     }
-
-
-def whole_body(reply: Reply, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> Json:
-    """The body of a whole answer; `pieces` by choice."""
-    choices = [reply.whole(i, answer, pieces[i]) for i, answer in enumerate(answers)]
-    return reply.head | {"choices": choices, "usage": usage_of(reply.ask, answers)}
 
 
 def finite(logprob: float) -> float:
@@ -64,17 +92,72 @@ class Spelling:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class ChatReply:
+class ChoiceReply(abc.ABC):
+    """What chat and completions have in common: several choices, each a chain of chunks, and [DONE]."""
+
+    def __init__(self, ask: Ask, text: Text, kind: str, chunk_kind: str) -> None:
+        self.ask = ask
+        self.spelling = Spelling(text)
+        self.head: Json = {"id": ask.id, "object": kind, "created": ask.created_s, "model": ask.model}
+        self.chunk_head = self.head | {"object": chunk_kind}
+        self._opened: set[int] = set()
+
+    def whole_body(self, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> Json:
+        choices = [self.whole(i, answer, pieces[i]) for i, answer in enumerate(answers)]
+        return self.head | {"choices": choices, "usage": usage_of(self.ask, answers)}
+
+    def beginning(self) -> Iterator[bytes]:
+        return iter(())
+
+    def step(self, choice: int, piece: Piece, answers: Sequence[Answer]) -> Iterator[bytes]:
+        for part in self._parts(choice, piece, answers[choice]):
+            request = self.ask.request
+            usage: Json = {"usage": usage_of(self.ask, answers)} if request.usage_always else {}
+            if request.usage_at_end:
+                usage = usage or {"usage": None}
+            yield event(self.chunk_head | {"choices": [part]} | usage)
+
+    def ending(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        if self.ask.request.usage_at_end or self.ask.request.usage_always:
+            yield event(self.chunk_head | {"choices": [], "usage": usage_of(self.ask, answers)})
+        yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def _parts(self, choice: int, piece: Piece, answer: Answer) -> Iterator[Json]:
+        if choice not in self._opened and (piece.tokens or piece.finish):  # all is known of the prompt
+            self._opened.add(choice)
+            opening = self.opening(choice, answer)
+            if opening is not None:
+                yield opening
+        counted = self.ask.request.usage_always and piece.tokens and not piece.finish
+        if piece.text or piece.entries or counted:
+            yield self.part(choice, piece)
+        if piece.finish:
+            yield self.closing(choice, piece)
+
+    @abc.abstractmethod
+    def opening(self, choice: int, answer: Answer) -> Json | None:
+        """What begins the stream of a choice, before its first token."""
+
+    @abc.abstractmethod
+    def part(self, choice: int, piece: Piece) -> Json: ...
+
+    @abc.abstractmethod
+    def closing(self, choice: int, piece: Piece) -> Json: ...
+
+    @abc.abstractmethod
+    def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json: ...
+
+
+class ChatReply(ChoiceReply):
     """Answers of /v1/chat/completions."""
 
     def __init__(self, ask: Ask, text: Text) -> None:
-        self.ask = ask
-        self.spelling = Spelling(text)
-        self.head: Json = {"id": ask.id, "object": "chat.completion", "created": ask.created_s, "model": ask.model}
-        self.chunk_head = self.head | {"object": "chat.completion.chunk"}
+        super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
 
     def opening(self, choice: int, answer: Answer) -> Json | None:
-        """What begins the stream of a choice, before its first token."""
         return self._part(choice, {"role": "assistant", "content": ""})
 
     def part(self, choice: int, piece: Piece) -> Json:
@@ -116,16 +199,13 @@ class ChatReply:
         }
 
 
-class CompletionReply:
+class CompletionReply(ChoiceReply):
     """Answers of /v1/completions."""
 
     def __init__(self, ask: Ask, text: Text, request: CompletionRequest) -> None:
-        self.ask = ask
+        super().__init__(ask, text, "text_completion", "text_completion")
         self.echo = bool(request.echo)
         self.top = bool(request.logprobs)
-        self.spelling = Spelling(text)
-        self.head: Json = {"id": ask.id, "object": "text_completion", "created": ask.created_s, "model": ask.model}
-        self.chunk_head = self.head
 
     def opening(self, choice: int, answer: Answer) -> Json | None:
         if not self.echo:
@@ -194,9 +274,6 @@ class CompletionReply:
             name = self.spelling.exact(token)
             top[name if name not in top else f"token_id:{token}"] = finite(logprob)
         return top
-
-
-Reply = ChatReply | CompletionReply
 
 
 def stop_reason(ask: Ask, piece: Piece) -> Json:

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,13 +21,11 @@ from counterpoint.serve.client import EngineClient, EngineLost, Stream, TimedOut
 from counterpoint.serve.guard import Place
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
-from counterpoint.serve.replies import Json, Reply, usage_of, whole_body
+from counterpoint.serve.replies import Json, Reply, encode
 from counterpoint.serve.text import Text
 from counterpoint.types import Delta
 
 Result = TypeVar("Result")
-encode = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -73,43 +70,27 @@ class Generation:
         async with contextlib.aclosing(self.pieces()) as stream:
             async for choice, piece, _ in stream:
                 pieces[choice].append(piece)
-        return whole_body(reply, self.answers, pieces)
+        return reply.whole_body(self.answers, pieces)
 
     async def events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
         """Server-sent events. What is there at one time is sent at one time."""
-        request = self.ask.request
-        always, at_end = request.usage_always, request.usage_at_end
-        opened: set[int] = set()
-        ready: list[bytes] = []
-
-        def chunk(choice: Json) -> None:
-            usage = {"usage": usage_of(self.ask, self.answers)} if always else {"usage": None} if at_end else {}
-            ready.append(event(reply.chunk_head | {"choices": [choice]} | usage))
-
+        ready = list(reply.beginning())
         try:
+            if ready:
+                yield b"".join(ready)
+                ready.clear()
             async with contextlib.aclosing(self.pieces()) as stream:
                 async for choice, piece, more in stream:
-                    if choice not in opened and (piece.tokens or piece.finish):  # all is known of the prompt
-                        opened.add(choice)
-                        opening = reply.opening(choice, self.answers[choice])
-                        if opening is not None:
-                            chunk(opening)
-                    if piece.text or piece.entries or (always and piece.tokens and not piece.finish):
-                        chunk(reply.part(choice, piece))
-                    if piece.finish:
-                        chunk(reply.closing(choice, piece))
+                    ready += reply.step(choice, piece, self.answers)
                     if ready and not more:
                         yield b"".join(ready)
                         ready.clear()
+            ready += reply.ending(self.answers)
         except EngineLost as error:
-            yield b"".join([*ready, event(ApiError(503, str(error), code="engine_lost").body())])
-            return
+            ready.append(reply.failure(ApiError(503, str(error), code="engine_lost")))
         except ApiError as error:
-            yield b"".join([*ready, event(error.body())])
-            return
-        if at_end or always:
-            ready.append(event(reply.chunk_head | {"choices": [], "usage": usage_of(self.ask, self.answers)}))
-        yield b"".join([*ready, DONE])
+            ready.append(reply.failure(error))
+        yield b"".join(ready)
 
 
 async def unless_late(deltas: Stream) -> AsyncIterator[Delta]:
@@ -119,10 +100,6 @@ async def unless_late(deltas: Stream) -> AsyncIterator[Delta]:
             yield delta
     except TimedOut as late:
         raise ApiError(504, str(late), code="request_timeout") from None
-
-
-def event(body: Json) -> bytes:
-    return b"data: " + encode(body) + b"\n\n"
 
 
 class EventStream(Response):
