@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from counterpoint.types import Command, Event, Lane, Step, StepDone, Work
+from counterpoint.types import Command, Event, Lane, PolicyReport, Step, StepDone, Work
 
 if TYPE_CHECKING:
     from counterpoint.core.request import Request
@@ -80,4 +80,8 @@ class Policy(Protocol):
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         """A step has come back, while `beside` ran on another lane: for policies that learn."""
+        ...
+
+    def report(self) -> PolicyReport:
+        """How well it has predicted, and what it decided, since the start."""
         ...

@@ -119,7 +119,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A step has left the device. `tokens`: one sampled id per segment with `sample`, in segment order, in the step that holds
     the pass's last layer; else empty. An id of -1 says that row could not be sampled (non-finite logits): that request
     fails, alone. `error` fails every request of the step. Times are the device's own, on the inbox's clock, in seconds.
-    `units` are those the step really ran on."""
+    `units` are those the step really ran on; `active_units`: how many of them had work, on average (0: not known)."""
 
     step: int
     lane: int
@@ -129,6 +129,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     units: int = 0
+    active_units: float = 0.0
     error: str = ""
 
 
@@ -172,6 +173,13 @@ class Work(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_layer: int = 0
     last_layer: int = 0
     layers: int = 0
+
+    @property
+    def kind(self) -> str:
+        """prefill, decode or mixed."""
+        if not self.prefill_tokens:
+            return "decode"
+        return "mixed" if self.decode_batch else "prefill"
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -296,10 +304,24 @@ class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
 Progress = Admitted | Computed
 
 
+class PolicyReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a policy knows of itself. `errors`: (kind of step, median and 95th percentile of |predicted - actual| / actual over its
+    latest steps, how many those are). `cells`: (name of a cell of corrections, mean ratio of actual to predicted, guard on top).
+    `decisions` and `fallbacks` (reasons why the device was not split while both phases had work) are counts by name."""
+
+    errors: tuple[tuple[str, float, float, int], ...] = ()
+    cells: tuple[tuple[str, float, float], ...] = ()
+    decisions: dict[str, int] = {}
+    fallbacks: dict[str, int] = {}
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine's gauges and counters now. Pages: free + cached (unreferenced, evictable) + in use = total.
     `split_s` is the time each (prefill units, decode units) pair was in force, as [[prefill, decode, seconds], ...];
-    0 units: that side had no step in flight."""
+    0 units: that side had no step in flight. `lane_s`: what each lane did with its time, as (role, what, seconds): busy, launch
+    (a step is in flight and the device has not begun it) and, with none in flight, why (core/tally.py: Idle).
+    `step_s`: device time by (prefill, decode or mixed; units asked for; units it ran on). `active_unit_s`: units with work times
+    seconds, where the device tells. `overtakes`: prefills put aside between two layer groups for a shorter one."""
 
     waiting: int = 0
     running: int = 0
@@ -315,5 +337,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     finished: dict[str, int] = {}
     steps: int = 0
     split_s: tuple[tuple[int, int, float], ...] = ()
+    lane_s: tuple[tuple[str, str, float], ...] = ()
+    step_s: tuple[tuple[str, int, int, float], ...] = ()
+    active_unit_s: float = 0.0
     units_total: int = 0
     resplits: int = 0
+    overtakes: int = 0
+    policy: PolicyReport = PolicyReport()

@@ -11,8 +11,9 @@ is an extension of this engine's own, which others ignore.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import httpx
@@ -20,7 +21,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
-from counterpoint.types import Finish, Record, Stats
+from counterpoint.types import Finish, PolicyReport, Record, Stats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,22 +86,44 @@ SAMPLES = {
     "counterpoint_preemptions_total": "preemptions",
     "counterpoint_steps_total": "steps",
     "counterpoint_resplits_total": "resplits",
+    "counterpoint_overtakes_total": "overtakes",
     "counterpoint_units": "units_total",
 }
-SPLIT_SAMPLE = "counterpoint_split_seconds_total"
+PREFIX = "counterpoint_"
 
 
 def read_stats(text: str) -> Stats | None:
     """The engine's figures from a /metrics page; None if it is not one of this engine's."""
     found: dict[str, Any] = {}
-    splits = []
+    tables: dict[str, list[tuple[dict[str, str], float]]] = collections.defaultdict(list)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in SAMPLES:
                 found[SAMPLES[sample.name]] = found.get(SAMPLES[sample.name], 0) + int(sample.value)
-            elif sample.name == SPLIT_SAMPLE:
-                splits.append((int(sample.labels["prefill_units"]), int(sample.labels["decode_units"]), sample.value))
-    return Stats(**found, split_s=tuple(splits)) if "pages_total" in found else None
+            elif sample.name.startswith(PREFIX):
+                tables[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
+    if "pages_total" not in found:
+        return None
+    return Stats(
+        **found,
+        split_s=tuple((int(at["prefill_units"]), int(at["decode_units"]), s) for at, s in tables["split_seconds_total"]),
+        lane_s=tuple((at["lane"], at["state"], s) for at, s in tables["lane_seconds_total"]),
+        step_s=tuple((at["kind"], int(at["units"]), int(at["realised_units"]), s) for at, s in tables["step_seconds_total"]),
+        active_unit_s=sum(s for _, s in tables["active_unit_seconds_total"]),
+        policy=read_policy(tables),
+    )
+
+
+def read_policy(tables: Mapping[str, list[tuple[dict[str, str], float]]]) -> PolicyReport:
+    quantiles = {(at["kind"], at["quantile"]): value for at, value in tables["prediction_error_ratio"]}
+    steps = {at["kind"]: int(value) for at, value in tables["prediction_steps"]}
+    guards = {at["cell"]: value for at, value in tables["prediction_guard"]}
+    return PolicyReport(
+        errors=tuple((kind, quantiles[kind, "0.5"], quantiles[kind, "0.95"], count) for kind, count in steps.items()),
+        cells=tuple((at["cell"], ratio, guards[at["cell"]]) for at, ratio in tables["prediction_ratio"]),
+        decisions={at["decision"]: int(count) for at, count in tables["decisions_total"]},
+        fallbacks={at["reason"]: int(count) for at, count in tables["fallbacks_total"]},
+    )
 
 
 async def scrape(http: httpx.AsyncClient, target: Target) -> Stats | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.types import Finish, Record, Slo, Stats
+from counterpoint.types import Finish, PolicyReport, Record, Slo, Stats
 
 PERCENTILES = (50, 90, 95, 99)
 KINDS_OF_ERROR = 10  # the commonest messages are counted
@@ -151,7 +151,7 @@ def _goodput(
 
 
 def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None) -> dict[str, Any]:
-    """What the engine did: cached prompt tokens, preemptions, and how its units were split over time."""
+    """What the engine did: cached prompt tokens, preemptions, how its units were split over time, how well it predicted."""
     ran = [r for r in records if completed(r)]
     prompts = sum(r.prompt_tokens for r in ran)
     result: dict[str, Any] = {
@@ -160,12 +160,31 @@ def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None
     }
     if stats is None:
         return result
-    result["preemptions"] = stats.preemptions - (before.preemptions if before else 0)
-    result["resplits"] = stats.resplits - (before.resplits if before else 0)
-    earlier = {(p, d): seconds for p, d, seconds in before.split_s} if before else {}
-    spent = [(p, d, seconds - earlier.get((p, d), 0.0)) for p, d, seconds in stats.split_s]
+    before = before or Stats()
+    result["preemptions"] = stats.preemptions - before.preemptions
+    result["overtakes"] = stats.overtakes - before.overtakes
+    result["resplits"] = stats.resplits - before.resplits
+    result |= _splits(stats, before)
+    result |= _lanes(stats, before)
+    result |= _policy(stats.policy, before.policy)
+    return result
+
+
+def _since(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Rows of (names ..., seconds) less those of `before`, without the empty ones."""
+    earlier = {row[:-1]: row[-1] for row in before}
+    spent = [(*row[:-1], row[-1] - earlier.get(row[:-1], 0.0)) for row in sorted(now)]
+    return [row for row in spent if row[-1] > 0]
+
+
+def _splits(stats: Stats, before: Stats) -> dict[str, Any]:
+    """How long each split was in force; units with work as a share of all, while anything ran."""
+    spent = _since(stats.split_s, before.split_s)
     total = sum(seconds for _, _, seconds in spent)
     both = sum(seconds for p, d, seconds in spent if p and d)
+    active = stats.active_unit_s - before.active_unit_s
+    result: dict[str, Any] = {"resplits_per_s": _per(stats.resplits - before.resplits, total)}
+    result["active_share"] = active / (stats.units_total * total) if active and total else None
     result["split_share"] = [
         {
             "prefill_units": p,
@@ -174,10 +193,40 @@ def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None
             "share": seconds / total if total else None,
             "share_while_both": seconds / both if p and d and both else None,
         }
-        for p, d, seconds in sorted(spent)
-        if seconds > 0
+        for p, d, seconds in spent
     ]
     return result
+
+
+def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
+    """What each lane did with its time, and on which units steps really ran."""
+    spent = _since(stats.lane_s, before.lane_s)
+    total: collections.Counter[str] = collections.Counter()
+    for role, _, seconds in spent:
+        total[role] += seconds
+    return {
+        "lane_share": [
+            {"lane": role, "state": what, "seconds": seconds, "share": seconds / total[role]} for role, what, seconds in spent
+        ],
+        "unit_seconds": [
+            {"kind": kind, "units": asked, "realised_units": ran, "seconds": seconds}
+            for kind, asked, ran, seconds in _since(stats.step_s, before.step_s)
+        ],
+    }
+
+
+def _policy(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
+    """Errors are of the latest steps and corrections those in force at the end; counts are of this run."""
+    return {
+        "prediction_error": {kind: {"p50": median, "p95": high, "steps": steps} for kind, median, high, steps in report.errors},
+        "prediction_cells": [{"cell": cell, "ratio": ratio, "guard": guard} for cell, ratio, guard in report.cells],
+        "decisions": _counted(report.decisions, before.decisions),
+        "fallbacks": _counted(report.fallbacks, before.fallbacks),
+    }
+
+
+def _counted(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in sorted(now.items()) if count > before.get(name, 0)}
 
 
 LATE_S = 0.05

@@ -24,6 +24,7 @@ LATENCIES = {
     "longest_gap": "longest gap",
     "e2el": "whole answer (E2E)",
 }
+SEEN = 0.005  # splits that were in force for less of the time are in the file alone
 POINTS = ("mean", "p50", "p90", "p99", "max")
 
 
@@ -84,8 +85,27 @@ def facts(result: Result) -> list[str]:
     if result.get("pages_free_after") is not None:
         found.append(f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after")
     for split in result.get("split_share", ()):
+        if split["share"] < SEEN:
+            continue
         units = f"prefill on {split['prefill_units']} units, decode on {split['decode_units']}"
         found.append(f"{units}: {share(split['share'])} of the busy time")
+    return found + inside(result)
+
+
+def inside(result: Result) -> list[str]:
+    """What the engine tells of its lanes and its predictions."""
+    found = []
+    lanes: dict[str, list[str]] = {}
+    for part in sorted(result.get("lane_share", ()), key=lambda part: -part["share"]):
+        lanes.setdefault(part["lane"], []).append(f"{part['state']} {share(part['share'])}")
+    found += [f"{lane} lane: {', '.join(parts)}" for lane, parts in lanes.items()]
+    if result.get("active_share") is not None:
+        found.append(f"units with work while anything ran: {share(result['active_share'])}")
+    for kind, error in result.get("prediction_error", {}).items():
+        found.append(f"{kind} steps predicted within {share(error['p50'])} (p50), {share(error['p95'])} (p95)")
+    for name in ("decisions", "fallbacks"):
+        if result.get(name):
+            found.append(f"{name}: {', '.join(f'{key} {count:,}' for key, count in result[name].items())}")
     return found
 
 

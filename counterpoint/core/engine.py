@@ -115,6 +115,7 @@ class Engine:
             for lane in self.state.lanes.values():
                 while lane.has_room and self._feed(lane, now):
                     progress = True
+        self.tally.settle(self.state, bool(self.waiting))
         commands, self._commands = self._commands, []
         return commands
 
@@ -135,6 +136,7 @@ class Engine:
 
     def stats(self) -> Stats:
         return self.tally.stats(
+            self.policy.report(),
             waiting=len(self.waiting),
             running=len(self.state.running),
             pages_total=self.pages.total,
@@ -446,19 +448,26 @@ class Engine:
         if whole is not None and not whole.alive:
             return False  # given up when its steps in flight have come back
         if whole is not None and lane.aside is None and self.policy.preempts(lane.lane, whole, self.state, now):
-            lane.open, lane.aside, whole = None, whole, None
+            lane.open, lane.aside = None, whole
+            if self._begin(lane, now):
+                self.tally.overtakes += 1
+                return True
+            lane.open, lane.aside = whole, None
         if whole is None:
-            fill = self.policy.fill(lane.lane, self.state, now)
-            whole = self._make_pass(lane, fill) if fill is not None else None
-            if fill is None or whole is None:
-                lane.open, lane.aside = lane.aside, None
-                return False
-            self._launch(lane, whole, fill.units, fill.layers or self.limits.layers)
-            return True
+            return self._begin(lane, now)
         turn = self.policy.advance(lane.lane, whole, self.state, now)
         if turn is None:
             return False
         self._launch(lane, whole, *turn)
+        return True
+
+    def _begin(self, lane: LaneState, now: float) -> bool:
+        """Launch the first step of a new pass on a lane without an open one; False if the policy has none or no page is left."""
+        fill = self.policy.fill(lane.lane, self.state, now)
+        whole = self._make_pass(lane, fill) if fill is not None else None
+        if fill is None or whole is None:
+            return False
+        self._launch(lane, whole, fill.units, fill.layers or self.limits.layers)
         return True
 
     def _make_pass(self, lane: LaneState, fill: Fill) -> Pass | None:

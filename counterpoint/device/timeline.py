@@ -134,10 +134,9 @@ class Timeline:
 
 def span(step: Step, done: StepDone) -> Span:
     work = step.work
-    kind = "mixed" if work.prefill_tokens and work.decode_batch else "prefill" if work.prefill_tokens else "decode"
     return Span(
         lane=done.lane,
-        kind=kind,
+        kind=work.kind,
         started_s=done.started_s,
         ended_s=done.ended_s,
         units=done.units or step.units,

@@ -61,6 +61,8 @@ COUNTERS = (
     Figure("preemptions", "num_preemptions", "Requests put back into the queue.", lambda s: s.preemptions),
     Figure("steps", "", "Steps that have come back from the device.", lambda s: s.steps),
     Figure("resplits", "", "Changes of the split between the lanes.", lambda s: s.resplits),
+    Figure("overtakes", "", "Prefills put aside between two layer groups for a shorter one.", lambda s: s.overtakes),
+    Figure("active_unit_seconds", "", "Units with work x seconds, where the device tells.", lambda s: s.active_unit_s),
 )
 
 
@@ -157,6 +159,8 @@ class Metrics(Collector):
             refused.add_metric([self.model, reason], count)
         yield refused
         yield self._split()
+        yield from self._lanes()
+        yield from self._policy()
         for name, histogram in self.histograms.items():
             yield from self._histogram(name, histogram)
         if self.hello is not None:
@@ -174,6 +178,52 @@ class Metrics(Collector):
         for prefill, decode, seconds in self.stats.split_s:
             split.add_metric([self.model, str(prefill), str(decode)], seconds)
         return split
+
+    def _lanes(self) -> Iterator[Metric]:
+        lanes = CounterMetricFamily(
+            "counterpoint_lane_seconds",
+            "What each lane did: busy, launch (a step is in flight, not begun), or why it had none: nothing (to do), fused "
+            "(another lane runs its phase), units (others hold them), policy (held back), memory (requests wait for pages).",
+            labels=["model_name", "lane", "state"],
+        )
+        for role, what, seconds in self.stats.lane_s:
+            lanes.add_metric([self.model, role, what], seconds)
+        yield lanes
+        steps = CounterMetricFamily(
+            "counterpoint_step_seconds",
+            "Time steps took on the device, by kind, units asked for and units they ran on.",
+            labels=["model_name", "kind", "units", "realised_units"],
+        )
+        for kind, asked, ran, seconds in self.stats.step_s:
+            steps.add_metric([self.model, kind, str(asked), str(ran)], seconds)
+        yield steps
+
+    def _policy(self) -> Iterator[Metric]:
+        report = self.stats.policy
+        errors = GaugeMetricFamily(
+            "counterpoint_prediction_error_ratio",
+            "|predicted - actual| / actual of the latest steps' durations.",
+            labels=["model_name", "kind", "quantile"],
+        )
+        seen = GaugeMetricFamily("counterpoint_prediction_steps", "Over how many steps.", labels=["model_name", "kind"])
+        for kind, median, high, steps in report.errors:
+            errors.add_metric([self.model, kind, "0.5"], median)
+            errors.add_metric([self.model, kind, "0.95"], high)
+            seen.add_metric([self.model, kind], steps)
+        ratio = GaugeMetricFamily("counterpoint_prediction_ratio", "Mean of actual over predicted.", labels=["model_name", "cell"])
+        guard = GaugeMetricFamily("counterpoint_prediction_guard", "Factor on top, for slow steps.", labels=["model_name", "cell"])
+        for cell, mean, high in report.cells:
+            ratio.add_metric([self.model, cell], mean)
+            guard.add_metric([self.model, cell], high)
+        yield from (errors, seen, ratio, guard)
+        for name, label, help, counts in (
+            ("decisions", "decision", "What the policy decided.", report.decisions),
+            ("fallbacks", "reason", "Why the device was not split while both phases had work.", report.fallbacks),
+        ):
+            counter = CounterMetricFamily(f"counterpoint_{name}", help, labels=["model_name", label])
+            for key, count in counts.items():
+                counter.add_metric([self.model, key], count)
+            yield counter
 
     def _histogram(self, name: str, histogram: prometheus_client.Histogram) -> Iterator[Metric]:
         (known,) = histogram.collect()

@@ -9,7 +9,7 @@ import pytest
 from counterpoint.bench.client import Reply, Target, read_stats
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.serve.metrics import Metrics
-from counterpoint.types import Slo, Stats
+from counterpoint.types import PolicyReport, Slo, Stats
 
 
 def event(text: str | None = None, finish: str | None = None, total: int | None = None, choices: bool = True) -> bytes:
@@ -138,8 +138,18 @@ def test_our_servers_figures_are_read_from_its_own_page():
         generated_tokens=1000,
         steps=11,
         split_s=((0, 2, 1.5), (1, 1, 2.25)),
+        lane_s=(("decode", "busy", 1.25), ("prefill", "memory", 0.5)),
+        step_s=(("decode", 2, 1, 0.75), ("mixed", 2, 2, 0.5)),
+        active_unit_s=2.5,
         resplits=12,
+        overtakes=3,
         units_total=2,
+        policy=PolicyReport(
+            errors=(("decode", 0.1, 0.25, 40),),
+            cells=(("decode on 2 beside", 1.5, 1.25),),
+            decisions={"split": 7},
+            fallbacks={"fused gains more": 6},
+        ),
     )
     assert read_stats(metrics.render().decode()) == metrics.stats
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from counterpoint.bench.report import summarise, wilson
-from counterpoint.types import Finish, Slo, Stats
+from counterpoint.types import Finish, PolicyReport, Slo, Stats
 
 
 @pytest.fixture
@@ -173,3 +173,35 @@ def test_details_keep_one_entry_per_request(three):
     assert result["itls"][0] == pytest.approx([0.1, 0.5])
     assert result["ttfts"] == pytest.approx([0.5, 0.2, 0.1])
     assert "ids" not in summarise(three)
+
+
+def test_the_engines_inside_is_of_this_run_only(record):
+    before = Stats(
+        lane_s=(("decode", "busy", 1.0),),
+        step_s=(("decode", 2, 2, 1.0),),
+        policy=PolicyReport(decisions={"split": 4, "fused": 1}),
+    )
+    after = Stats(
+        units_total=2,
+        split_s=((0, 2, 4.0),),
+        lane_s=(("decode", "busy", 4.0), ("decode", "memory", 1.0)),
+        step_s=(("decode", 2, 2, 1.0), ("decode", 2, 1, 3.0)),
+        active_unit_s=6.0,
+        resplits=2,
+        policy=PolicyReport(
+            errors=(("decode", 0.1, 0.2, 9),),
+            cells=(("decode on 2", 1.1, 1.3),),
+            decisions={"split": 6, "fused": 1},
+            fallbacks={"fused gains more": 1},
+        ),
+    )
+    result = summarise([record("a", 0.0, (0.5,))], stats=after, stats_before=before)
+    assert [(part["state"], part["seconds"], part["share"]) for part in result["lane_share"]] == [
+        ("busy", 3.0, 0.75),
+        ("memory", 1.0, 0.25),
+    ]
+    assert result["unit_seconds"] == [{"kind": "decode", "units": 2, "realised_units": 1, "seconds": 3.0}]
+    assert (result["active_share"], result["resplits_per_s"]) == (0.75, 0.5)
+    assert result["prediction_error"] == {"decode": {"p50": 0.1, "p95": 0.2, "steps": 9}}
+    assert result["prediction_cells"] == [{"cell": "decode on 2", "ratio": 1.1, "guard": 1.3}]
+    assert result["decisions"] == {"split": 2} and result["fallbacks"] == {"fused gains more": 1}

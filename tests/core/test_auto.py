@@ -131,7 +131,8 @@ def test_belief_learns_and_its_guard_covers_what_happens(truth):
         belief.observe(Step(i, 0, i, 0, 6, 2, (), work), StepDone(i, 0, started_s=0.0, ended_s=took, units=2), None)
     assert belief.seconds(work, 2) == pytest.approx(raw * truth, rel=0.1)
     assert belief.guarded(work, 2) >= belief.seconds(work, 2)
-    median, high = belief.errors()["decode"]
+    ((kind, median, high, steps),) = belief.errors()
+    assert (kind, steps) == ("decode", 200)
     assert median < 0.1 and high < 0.4
 
 

@@ -17,6 +17,7 @@ Owns: all of that. Promises: a decision in well under a millisecond. Must not: k
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from counterpoint.core.policy.pick import chunks, whole_prompts
 from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Estimator, Fill
-from counterpoint.types import Lane, Role, Step, StepDone, Work
+from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone, Work
 
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.92  # share of the target that is aimed at
@@ -57,6 +58,8 @@ class Auto:
         self.shares = (levels[len(levels) // 2], units - levels[len(levels) // 2])
         self.belief = Belief(estimator)
         self.choice: Option | None = None
+        self.decisions: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._waiting: tuple[Request, ...] = ()
         self._priced: dict[tuple[int, ...], list[Option]] = {}
         self._priced_version = 0
@@ -91,6 +94,9 @@ class Auto:
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         self.belief.observe(step, done, beside)
 
+    def report(self) -> PolicyReport:
+        return PolicyReport(self.belief.errors(), self.belief.cells(), dict(self.decisions), dict(self.fallbacks))
+
     # ------------------------------------------------------------ lanes
 
     def _fill_decode(self, lane: Lane, state: State, now: float) -> Fill | None:
@@ -111,6 +117,7 @@ class Auto:
                 return None
             return Fill(picks + chunks(self._by_urgency(prefills, now), self.choice.chunk), self.units)
         if prefilling and self._pauses(decodes, state, now):
+            self.decisions["pause"] += 1
             return None
         units = min(self.choice.units, state.free_units(lane))
         return Fill(picks, units) if units else None
@@ -164,7 +171,25 @@ class Auto:
             stick = STICK if stays else 1.0
             return (round(late + slow, 2), -(option.gain + HASTE * option.rate / fastest) * stick)
 
-        return min(found, key=cost)
+        best = min(found, key=cost)
+        self._note(best, found, allowed_s, need)
+        return best
+
+    def _note(self, best: Option, found: list[Option], allowed_s: float, need: float) -> None:
+        """Count what was decided, and why the device is not split."""
+        self.decisions["fused" if best.chunk else "split"] += 1
+        if best.period_s > allowed_s:
+            self.decisions["none meets tpot"] += 1
+        if not best.chunk:
+            return
+        splits = [option for option in found if not option.chunk]
+        in_time = [option for option in splits if option.period_s <= allowed_s]
+        if not in_time:
+            self.fallbacks["no split meets tpot"] += 1
+        elif all(option.rate < need for option in in_time) and best.rate >= need:
+            self.fallbacks["no split meets ttft"] += 1
+        else:
+            self.fallbacks["fused gains more"] += 1
 
     def _price(self, backlog: Backlog, batch: int, context: int) -> list[Option]:
         if self._priced_version != self.belief.version or len(self._priced) > 4096:

@@ -11,8 +11,8 @@ step took longer than guarded, and decays slowly.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
+from collections.abc import Iterable
 
 from counterpoint.ports import Estimator
 from counterpoint.types import Step, StepDone, Work
@@ -23,12 +23,6 @@ LEARN = 0.1  # weight of the newest step in the mean ratio
 RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
 KEPT = 512  # latest errors of each kind
-
-
-def kind_of(work: Work) -> str:
-    if not work.prefill_tokens:
-        return "decode"
-    return "mixed" if work.decode_batch else "prefill"
 
 
 class Belief:
@@ -42,11 +36,11 @@ class Belief:
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
         """Expected duration, in seconds."""
-        return self.estimator.seconds(work, units, beside) * self._ratio((kind_of(work), units, beside is not None))
+        return self.estimator.seconds(work, units, beside) * self._ratio((work.kind, units, beside is not None))
 
     def guarded(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
         """A duration that most such steps stay under."""
-        cell = (kind_of(work), units, beside is not None)
+        cell = (work.kind, units, beside is not None)
         return self.estimator.seconds(work, units, beside) * self._ratio(cell) * self.guard.get(cell, 1.0)
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
@@ -57,7 +51,7 @@ class Belief:
         raw = self.estimator.seconds(step.work, step.units, other)
         if raw <= 0:
             return
-        kind = kind_of(step.work)
+        kind = step.work.kind
         cell = (kind, step.units, other is not None)
         before = self._ratio(cell)
         expected = raw * before
@@ -73,9 +67,13 @@ class Belief:
             self._moved = 0.0
             self.version += 1
 
-    def errors(self) -> dict[str, tuple[float, float]]:
-        """Median and 95th percentile of |predicted - actual| / actual of the latest steps, by kind."""
-        return {kind: (_quantile(errors, 0.5), _quantile(errors, 0.95)) for kind, errors in self._errors.items()}
+    def errors(self) -> tuple[tuple[str, float, float, int], ...]:
+        """By kind of step: median and 95th percentile of |predicted - actual| / actual of the latest ones, and their number."""
+        return tuple((kind, *_quantiles(errors, 0.5, 0.95), len(errors)) for kind, errors in sorted(self._errors.items()))
+
+    def cells(self) -> tuple[tuple[str, float, float], ...]:
+        """Every correction: (cell, mean ratio of actual to predicted, guard on top of it)."""
+        return tuple((_name(cell), self.ratio[cell], self.guard[cell]) for cell in sorted(self.ratio))
 
     def _ratio(self, cell: Cell) -> float:
         """The cell's correction; before it has one, that of the nearest units of its kind."""
@@ -87,8 +85,11 @@ class Belief:
         return self.ratio[min(near, key=lambda known: (abs(known[1] - cell[1]), known[2] != cell[2]))]
 
 
-def _quantile(values: deque[float], share: float) -> float:
-    ordered: list[float] = []
-    for value in values:
-        bisect.insort(ordered, value)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _name(cell: Cell) -> str:
+    kind, units, beside = cell
+    return f"{kind} on {units}{' beside' if beside else ''}"
+
+
+def _quantiles(values: Iterable[float], *shares: float) -> list[float]:
+    ordered = sorted(values)
+    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]

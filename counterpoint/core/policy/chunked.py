@@ -14,7 +14,7 @@ from counterpoint.core.policy.pick import chunks
 from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Fill
-from counterpoint.types import Lane, Role, Step, StepDone
+from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
 
 
 class Chunked:
@@ -40,3 +40,6 @@ class Chunked:
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         pass
+
+    def report(self) -> PolicyReport:
+        return PolicyReport()

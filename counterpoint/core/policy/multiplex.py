@@ -17,7 +17,7 @@ from counterpoint.core.policy.pick import whole_prompts
 from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Fill
-from counterpoint.types import Lane, Role, Step, StepDone
+from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
 
 FORGET = 0.2  # weight of the newest step in a moving average
 
@@ -68,6 +68,9 @@ class Multiplex:
         else:
             token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
             self._token_layer_unit_s = _blend(self._token_layer_unit_s, took * step.units / token_layers)
+
+    def report(self) -> PolicyReport:
+        return PolicyReport()
 
     def _prefill_units(self, lane: Lane, state: State) -> int:
         """All that decode leaves: its share is kept for it as long as it has requests, in flight or not."""

@@ -11,7 +11,7 @@ from counterpoint.core.policy.pick import whole_prompts
 from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Fill
-from counterpoint.types import Lane, Role, Step, StepDone
+from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
 
 
 class Serial:
@@ -36,3 +36,6 @@ class Serial:
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         pass
+
+    def report(self) -> PolicyReport:
+        return PolicyReport()
