@@ -54,6 +54,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `stop_token_ids` end the request beside the model's own end-of-sequence ids (which `ignore_eos` switches off);
     before `min_tokens` output tokens, neither can be sampled. `logprobs`: how many alternatives to report beside the sampled
     token's own log-probability (0: only its own), None: none at all. Log-probabilities are those of the raw logits.
+
+    `grammar`, where there is one, is what the answer's text must obey, as text that executors understand (device/grammar.py). It
+    goes before everything else: a token that it forbids is never sampled, and where it allows only the end, the answer ends,
+    `ignore_eos` and `min_tokens` or not.
     """
 
     max_tokens: int
@@ -71,6 +75,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
+
+    @property
+    def lockstep(self) -> bool:
+        """Its next token can't be sampled before the host knows the last one."""
+        return bool(self.grammar)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,10 +125,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     reason: str = "abort"
 
 
+NOT_FINITE, NO_GRAMMAR = -1, -2
+UNSAMPLED = {
+    NOT_FINITE: "the model gave no finite logits for this request",
+    NO_GRAMMAR: "the grammar of this request could not be followed: it costs too much",
+}
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A step has left the device. `tokens`: one sampled id per segment with `sample`, in segment order, in the step that holds
-    the pass's last layer; else empty. An id of -1 says that row could not be sampled (non-finite logits): that request
-    fails, alone. `error` fails every request of the step. Times are the device's own, on the inbox's clock, in seconds.
+    the pass's last layer; else empty. An id below 0 says that the row could not be sampled, and why (types.UNSAMPLED): that
+    request fails, alone. `error` fails every request of the step. Times are the device's own, on the inbox's clock, in seconds.
     `units` are those the step really ran on; `active_units`: how many of them had work, on average (0: not known)."""
 
     step: int

@@ -25,6 +25,7 @@ from counterpoint.core.state import LaneState, Pass, State
 from counterpoint.core.tally import Tally
 from counterpoint.ports import Fill, Policy
 from counterpoint.types import (
+    UNSAMPLED,
     Abort,
     Admitted,
     Adopt,
@@ -257,7 +258,7 @@ class Engine:
 
     def _token(self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None) -> None:
         if token < 0:
-            self._finish(request, now, Finish.ERROR, "the model gave no finite logits for this request")
+            self._finish(request, now, Finish.ERROR, UNSAMPLED[token])
             return
         sampling = request.arrive.sampling
         first = len(request.output) == len(request.arrive.resumed)
@@ -266,7 +267,8 @@ class Engine:
         request.phase = Phase.HELD if request.kept else Phase.DECODE
         self.tally.generated_tokens += 1
         finish, stopped_by = None, None
-        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.limits.eos_token_ids):
+        heeds_eos = sampling.grammar or not sampling.ignore_eos  # a grammar's end is sampled only where nothing else may be
+        if token in sampling.stop_token_ids or (heeds_eos and token in self.limits.eos_token_ids):
             finish, stopped_by = Finish.STOP, token
         elif len(request.output) >= sampling.max_tokens:
             finish = Finish.LENGTH

@@ -79,14 +79,15 @@ class Request:
         return (-self.arrive.priority, self.serial)
 
     def can_decode(self, lane: int) -> bool:
-        """The next token may be scheduled on `lane` now: nothing is in flight, or one step of the same lane is and the answer
-        is not sure to end with it."""
+        """The next token may be scheduled on `lane` now: nothing is in flight, or one step of the same lane is, the next token does
+        not wait for that one's, and the answer is not sure to end with it."""
         if self.yielding or self.phase is not Phase.DECODE:
             return False
         ahead = self.scheduled - self.computed
         if ahead == 0:
             return True
-        return ahead == 1 and self.lane == lane and len(self.output) + ahead < self.arrive.sampling.max_tokens
+        sampling = self.arrive.sampling
+        return ahead == 1 and self.lane == lane and not sampling.lockstep and len(self.output) + ahead < sampling.max_tokens
 
     def record(self, now: float, finish: Finish) -> Record:
         return Record(

@@ -193,6 +193,8 @@ class Harness:
         assert {r.slot for r in engine.state.running.values() if r.opened} == set(self.device.rows)
         for request in engine.living.values():
             assert 0 <= request.computed <= request.scheduled
+            if request.arrive.sampling.lockstep:
+                assert request.scheduled <= len(request.tokens), "a token is to be computed that nobody knows yet"
             if request.phase is Phase.WAITING:
                 assert not request.pages and request.slot < 0 and request in engine.waiting
         if not self.device.busy():

@@ -302,6 +302,25 @@ def test_one_step_ahead_changes_no_token():
         h.check_answers()
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_grammar_runs_in_lockstep_and_its_end_is_the_end(name):
+    h = harness(name, depth=2)
+    prompt = tuple(range(11))
+    h.arrive("free", range(40, 47), max_tokens=30)
+    h.arrive("bound", prompt, max_tokens=9, grammar="g")
+    ahead = 0
+    while h.step():
+        free = h.engine.living.get("free")
+        ahead += free is not None and free.scheduled > len(free.tokens)
+    assert ahead, "the others run ahead as before"
+    h.check_answers()
+    eos = answer(prompt, 9)[4]
+    h = harness(name, depth=2, eos_token_ids=(eos,))
+    h.arrive("bound", prompt, max_tokens=9, grammar="g", ignore_eos=True)
+    h.drain()
+    assert (h.got["bound"], h.ends["bound"].stopped_by) == (answer(prompt, 9, (eos,)), eos)
+
+
 requests = st.lists(
     st.tuples(
         st.integers(1, 60),  # prompt length
@@ -310,6 +329,7 @@ requests = st.lists(
         st.integers(0, 5),  # steps finished before it arrives
         st.sampled_from([None, None, None, 1, 4, 9]),  # abort after so many events
         st.integers(-1, 1),  # priority
+        st.booleans(),  # a grammar
     ),
     min_size=1,
     max_size=14,
@@ -341,9 +361,10 @@ def test_any_sequence_of_events(name, depth, layer_group, pages, prefix_cache, l
     choice = itertools.cycle(choices)
     aborts: list[tuple[int, str]] = []
     events = 0
-    for number, (length, max_tokens, family, pause, abort, priority) in enumerate(load):
+    for number, (length, max_tokens, family, pause, abort, priority, bound) in enumerate(load):
         prompt = [family] * (length // 2) + [(number * 7 + i) % 50 for i in range(length - length // 2)]
-        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, priority=priority, slo=Slo(ttft_s=1.0))
+        grammar = "g" * bound
+        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, priority=priority, slo=Slo(ttft_s=1.0), grammar=grammar)
         if abort is not None:
             aborts.append((events + abort, f"r{number}"))
         for _ in range(pause):

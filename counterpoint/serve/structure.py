@@ -1,0 +1,74 @@
+"""Structure: from what a client says an answer must look like to a grammar (types.Sampling.grammar).
+
+Owns: the words of a schema, pattern, list or grammar, as one text that executors understand (a grammar in llguidance's own form).
+Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most BLANKS
+blanks, so no answer is blanks for ever; an empty schema asks for an object.
+Must not: compile: a text made here may still prove wrong or too costly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+BLANKS = 32
+MAX_CHARACTERS = 2**17  # of a grammar
+JSON_OBJECT: dict[str, Any] = {"type": "object"}
+EVERYTHING = ({}, True)  # schemas that anything satisfies
+
+
+class StructureError(ValueError):
+    """Nothing can be held to this; the message says why."""
+
+
+def from_json_schema(schema: Any, strict: bool = True) -> str:
+    """A JSON text that satisfies `schema`. Not `strict`: keywords that can't be enforced are passed over, and oneOf is read as
+    anyOf. Raises StructureError."""
+    if not isinstance(schema, dict | bool):
+        raise StructureError("a schema is an object")
+    if schema in EVERYTHING:
+        schema = JSON_OBJECT
+    options = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}"}
+    options |= {"item_separator": ",", "key_separator": ":", "lenient": not strict, "coerce_one_of": not strict}
+    try:
+        return bounded(LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options))
+    except ValueError as error:
+        raise StructureError(str(error)) from None
+
+
+def from_json_object() -> str:
+    """Any JSON object."""
+    return from_json_schema(JSON_OBJECT)
+
+
+def from_regex(pattern: str) -> str:
+    """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
+    return bounded(LLMatcher.grammar_from_regex(pattern))
+
+
+def from_choice(choices: Sequence[str]) -> str:
+    """One of these texts. Raises StructureError."""
+    if not choices or not all(choices):
+        raise StructureError("give at least one text, none of them empty")
+    return from_lark("start: " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices))
+
+
+def from_lark(grammar: str) -> str:
+    """A text of this grammar, in llguidance's dialect of Lark (rule `start`), or in llama.cpp's GBNF (rule `root`). Raises
+    StructureError."""
+    try:
+        return bounded(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
+    except StructureError:
+        raise
+    except Exception as error:  # the converter raises plain Exception, and IndexError on what it did not expect
+        raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
+
+
+def bounded(grammar: str) -> str:
+    if len(grammar) > MAX_CHARACTERS:
+        raise StructureError(f"it has {len(grammar)} characters: at most {MAX_CHARACTERS} are taken")
+    return grammar
