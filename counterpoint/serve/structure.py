@@ -1,8 +1,8 @@
 """Structure: from what a client says an answer must look like to a grammar (types.Sampling.grammar).
 
 Owns: the words of a schema, pattern, list or grammar, as one text that executors understand (a grammar in llguidance's own form).
-Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most BLANKS
-blanks, so no answer is blanks for ever; an empty schema asks for an object.
+Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most
+BLANKS blanks, so no answer is blanks for ever; an empty schema asks for an object.
 Must not: compile: a text made here may still prove wrong or too costly.
 """
 
@@ -32,10 +32,19 @@ def from_json_schema(schema: Any, strict: bool = True) -> str:
         raise StructureError("a schema is an object")
     if schema in EVERYTHING:
         schema = JSON_OBJECT
-    options = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}"}
-    options |= {"item_separator": ",", "key_separator": ":", "lenient": not strict, "coerce_one_of": not strict}
     try:
-        return bounded(LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options))
+        grammar = LLMatcher.grammar_from_json_schema(
+            msgspec.json.encode(schema).decode(),
+            overrides={
+                "whitespace_flexible": True,
+                "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
+                "item_separator": ",",
+                "key_separator": ":",
+                "lenient": not strict,
+                "coerce_one_of": not strict,
+            },
+        )
+        return bounded(grammar)
     except ValueError as error:
         raise StructureError(str(error)) from None
 
