@@ -83,7 +83,7 @@ def test_the_clients_own_errors(server: Running):
 @pytest.fixture(scope="module")
 def langchain(server: Running) -> Any:
     module = pytest.importorskip("langchain_openai")
-    return module.ChatOpenAI(model="echo", base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30, stream_usage=True)
+    return module.ChatOpenAI(model="echo", base_url=f"{server.url}/v1", api_key="none", max_retries=0, stream_usage=True)
 
 
 def test_langchain_whole(langchain: Any):
