@@ -9,7 +9,7 @@ import pytest
 from bench_server import Fake, running
 
 from counterpoint.bench import replay
-from counterpoint.bench.client import SAMPLES, SPLIT_SAMPLE, Target
+from counterpoint.bench.client import SAMPLES, Target
 from counterpoint.bench.replay import replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import Lengths, PrefixGroups, Query, TokenRange, prompt_ids, synthetic
@@ -121,7 +121,7 @@ def test_nobody_there_is_said_at_once():
 def page(free: int, cached: int, both_s: float, running: int = 0) -> str:
     values = {"pages_total": 100, "pages_free": free, "pages_cached": cached, "running": running, "waiting": 0}
     lines = [f"{sample} {values[field]}" for sample, field in SAMPLES.items() if field in values]
-    lines.append(f'{SPLIT_SAMPLE}{{prefill_units="1",decode_units="1"}} {both_s}')
+    lines.append(f'counterpoint_split_seconds_total{{prefill_units="1",decode_units="1"}} {both_s}')
     return "\n".join(lines) + "\n"
 
 
