@@ -1,4 +1,4 @@
-"""Answer: from the Deltas of one choice to the text a client may see.
+"""Answer: from the Deltas of one choice to what a client may see.
 
 Owns: detokenising across tokens, stop strings, the log-probability entries, the finish reason. Promises: nothing of a stop string
 is ever let out, nor anything that might become one; the text is the same however the tokens are cut into Deltas, so a stream and a
@@ -11,8 +11,9 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from counterpoint.serve.speech import CallStart, Content, Plain, Said, Voice, joined
 from counterpoint.serve.text import Text
 from counterpoint.types import Delta, Finish, TokenLogprobs
 
@@ -72,10 +73,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What one Delta gave: maybe no text. `tokens`: how many it had. `finish` is "stop", "length", "abort" or "error";
+    """What one Delta gave: maybe nothing. `tokens`: how many it had. `finish` is "stop", "length", "abort" or "error";
     `stopped_by` a stop string or token id. `cancel`: the engine must be told that no more is wanted."""
 
-    text: str = ""
+    said: tuple[Said, ...] = ()
     entries: tuple[Entry, ...] = ()
     tokens: int = 0
     finish: str | None = None
@@ -83,10 +84,16 @@ class Piece:
     cancel: bool = False
     error: str = ""
 
+    @property
+    def text(self) -> str:
+        """What of it is the answer's content."""
+        return "".join(part.text for part in self.said if isinstance(part, Content))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How a choice's tokens are shown. `discard`: the tokens are not wanted (only what is known of the prompt is)."""
+    """How a choice's tokens are shown. `voice` makes what tells reasoning and calls from content; stop strings count in content
+    alone. `marks`: special tokens that it must see. `discard`: the tokens are not wanted (only what is known of the prompt is)."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -94,21 +101,27 @@ class AnswerOptions:
     min_tokens: int = 0
     logprobs: bool = False
     discard: bool = False
+    voice: Callable[[], Voice] = Plain
+    marks: frozenset[int] = frozenset()
 
 
 class Answer:
+    """One choice. `reasoning_tokens` of its tokens were thought; it has called `calls` tools."""
+
     def __init__(self, text: Text, options: AnswerOptions, prompt: Sequence[int] = ()) -> None:
         self.text = text
         self.options = options
         self.tokens: list[int] = []
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
+        self.calls = 0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's last tokens, as many as are known
         self.finished = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._voice = options.voice()
         self._stops = Stops(options.stops, options.include_stop)
         self._entries: deque[Entry] = deque()
         self._made = 0  # characters made of tokens so far
-        self._sent = 0  # characters let out so far
         for token in prompt[-TAIL_TOKENS:]:  # so that the first token may finish a character which the prompt began
             self._characters(token)
 
@@ -118,48 +131,76 @@ class Answer:
             return Piece()
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.prompt_logprobs += delta.prompt_logprobs or ()
-        shown: list[str] = []
+        said: list[Said] = []
         for at, token in enumerate(delta.tokens):
             self.tokens.append(token)
             last = at == len(delta.tokens) - 1
             if self.options.discard or (last and delta.stopped_by is not None and not self.options.include_stop):
                 continue
-            out, stop = self._take(token, delta.logprobs[at] if delta.logprobs else None)
-            shown.append(out)
-            if stop is not None:
-                return self._end("".join(shown), at + 1, "stop", stop, cancel=delta.finish is None)
+            stop = self._take(token, delta.logprobs[at] if delta.logprobs else None, said)
+            if stop is not None or self._voice.over:
+                return self._end(said, at + 1, "stop", stop, cancel=delta.finish is None)
         if delta.finish is None:
-            text = "".join(shown)
-            self._sent += len(text)
-            return Piece(text, self._entries_before(self._sent, whole=True), len(delta.tokens))
-        return self._finish("".join(shown), delta)
+            return Piece(self._told(said), self._entries_before(self._sent(), whole=True), len(delta.tokens))
+        return self._finish(said, delta)
 
-    def _take(self, token: int, logprobs: TokenLogprobs | None) -> tuple[str, str | None]:
+    def _take(self, token: int, logprobs: TokenLogprobs | None, said: list[Said]) -> str | None:
+        """What `token` says is put behind `said`; the stop string that was met, or None."""
         if len(self.tokens) == 1 and self.text.bytes_of(token)[:1] not in CONTINUATION:
             self._utf8.reset()
         made = self._characters(token)
         if self.options.logprobs:
             self._entries.append(Entry(token, logprobs, self._made, self._made + len(made)))
         self._made += len(made)
-        if len(self.tokens) < self.options.min_tokens:
-            return made, None
-        return self._stops.feed(made)
+        before = self._voice.reasoning
+        heard = self._voice.feed(made)
+        self.reasoning_tokens += before or self._voice.reasoning
+        return self._until_stop(heard, said)
 
-    def _finish(self, text: str, delta: Delta) -> Piece:
+    def _until_stop(self, heard: list[Said], said: list[Said]) -> str | None:
+        for part in heard:
+            if not isinstance(part, Content):
+                self._say(self._stops.flush(), said)
+                said.append(part)
+            elif len(self.tokens) < self.options.min_tokens:
+                said.append(part)
+            else:
+                size = len(self._stops.held) + len(part.text)
+                out, stop = self._stops.feed(part.text)
+                self._say(out, said)
+                if stop is not None:
+                    self._made -= size - len(out)  # what is not let out has not been said
+                    return stop
+        return None
+
+    def _say(self, text: str, said: list[Said]) -> None:
+        if text:
+            said.append(Content(text))
+
+    def _told(self, said: list[Said]) -> tuple[Said, ...]:
+        self.calls += sum(isinstance(part, CallStart) for part in said)
+        return joined(said) if len(said) > 1 else tuple(said)
+
+    def _finish(self, said: list[Said], delta: Delta) -> Piece:
         assert delta.finish is not None
         left = "" if self.options.discard or not self.tokens else self._utf8.decode(b"", final=True)
-        rest, stop = self._stops.feed(left)
-        text += rest
+        heard = [*self._voice.feed(left), *self._voice.end(delta.finish is Finish.STOP)]
+        stop = self._until_stop(heard, said)
         if stop is None:
-            text += self._stops.flush()
-            return self._end(text, len(delta.tokens), str(delta.finish), delta.stopped_by, error=delta.error)
-        return self._end(text, len(delta.tokens), "stop", stop)
+            self._say(self._stops.flush(), said)
+            return self._end(said, len(delta.tokens), str(delta.finish), delta.stopped_by, error=delta.error)
+        return self._end(said, len(delta.tokens), "stop", stop)
 
-    def _end(self, text: str, tokens: int, finish: str, by: str | int | None, cancel: bool = False, error: str = "") -> Piece:
+    def _end(
+        self, said: list[Said], tokens: int, finish: str, by: str | int | None, cancel: bool = False, error: str = ""
+    ) -> Piece:
         self.finished = True
-        self._sent += len(text)
-        entries = self._entries_before(self._sent, whole=finish != Finish.STOP or not isinstance(by, str), final=True)
-        return Piece(text, entries, tokens, finish, by, cancel, error)
+        entries = self._entries_before(self._sent(), whole=finish != Finish.STOP or not isinstance(by, str), final=True)
+        return Piece(self._told(said), entries, tokens, finish, by, cancel, error)
+
+    def _sent(self) -> int:
+        """Characters let out so far, or told by what was let out."""
+        return self._made - self._voice.held - len(self._stops.held)
 
     def _entries_before(self, sent: int, whole: bool, final: bool = False) -> tuple[Entry, ...]:
         """The entries of the text that has been let out: those that end in it, and at the end those that begin in it.
@@ -177,6 +218,6 @@ class Answer:
         return bool(self._utf8.getstate()[0])
 
     def _characters(self, token: int) -> str:
-        if self.options.skip_special and self.text.is_special(token):
+        if self.options.skip_special and self.text.is_special(token) and token not in self.options.marks:
             return ""
         return self._utf8.decode(self.text.bytes_of(token))
