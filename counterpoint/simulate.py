@@ -30,6 +30,7 @@ from counterpoint.device.sim import SimExecutor, VirtualInbox
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
+from counterpoint.perf.active import ActiveUnits
 from counterpoint.perf.perturbed import Perturbed
 from counterpoint.perf.roofline import ELEMENT_BYTES, Roofline
 from counterpoint.ports import Estimator, Executor, Inbox
@@ -141,7 +142,8 @@ def simulate(
     tokens = TokenRange.within(machine.model.vocab)
     for query in reshape.without_texts(queries):
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
-    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host_s)
+    active = ActiveUnits(physics) if isinstance(physics, Roofline) else None
+    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host_s, active=active)
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)

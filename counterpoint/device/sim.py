@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from counterpoint.ports import Estimator
-from counterpoint.types import Close, Command, Event, Open, Step, StepDone
+from counterpoint.types import Close, Command, Event, Open, Step, StepDone, Work
 
 Alarm = Callable[[], Event | None]
 NextToken = Callable[[int, int], int]
+ActiveUnits = Callable[[Work, int], float]
 
 
 def fake_token(seed: int, position: int) -> int:
@@ -83,17 +84,25 @@ class SimExecutor:
     """ports.Executor of one simulated device. `physics` says what a step takes, alone and beside another.
 
     `host_s` is the time from the submission of a step to the moment at which the device could start it: hidden while an earlier
-    step still runs, felt when the lane has run dry. `token` makes the sampled ids from (seed of the request, position).
+    step still runs, felt when the lane has run dry. `token` makes the sampled ids from (seed of the request, position). `active`:
+    how many of its units a step keeps at work; None: not told.
     """
 
     def __init__(
-        self, physics: Estimator, inbox: VirtualInbox, layers: int, host_s: float = 0.0, token: NextToken = fake_token
+        self,
+        physics: Estimator,
+        inbox: VirtualInbox,
+        layers: int,
+        host_s: float = 0.0,
+        token: NextToken = fake_token,
+        active: ActiveUnits | None = None,
     ) -> None:
         self.physics = physics
         self.inbox = inbox
         self.layers = layers
         self.host_s = host_s
         self.token = token
+        self.active = active
         self._seeds: dict[int, int] = {}  # of the open slots
         self._lanes: dict[int, SimLane] = {}
 
@@ -171,6 +180,7 @@ class SimExecutor:
             started_s=running.started_s,
             ended_s=self.inbox.now,
             units=step.units,
+            active_units=self.active(step.work, step.units) if self.active else 0.0,
         )
 
     def _sampled(self, step: Step) -> tuple[int, ...]:

@@ -118,9 +118,9 @@ class Roofline:
         rows = work.prefill_tokens + work.decode_batch
         layer = self.layer_cost(on_grid(rows), units)
         if work.prefill_tokens:
-            layer += self._prefill_attention(work, units)
+            layer += self.prefill_attention(work, units)
         if work.decode_batch:
-            layer += self._decode_attention(work, units)
+            layer += self.decode_attention(work, units)
         seconds = layer.seconds
         if work.prefill_tokens:
             seconds = max(seconds, self.device.layer_launch_s)
@@ -147,15 +147,19 @@ class Roofline:
     def product(self, product: Product, rows: int, units: int) -> Cost:
         """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
         that rows reach (expected number, routing uniform)."""
+        return self.tiled(product, rows, units)[0]
+
+    def tiled(self, product: Product, rows: int, units: int) -> tuple[Cost, float]:
+        """The cost of `product`, and how many units have a tile on average."""
         if rows == 0:
-            return Cost(0.0, 0.0, 0.0)
+            return Cost(0.0, 0.0, 0.0), 0.0
         reached = product.experts * (1 - (1 - product.taken / product.experts) ** rows) if product.experts > 1 else 1.0
         each = rows * product.taken / reached
         columns, inner = product.columns, product.inner
         moved = self.weight_bytes * (reached * columns * inner + rows * product.taken * (columns + inner))
         flops = 2.0 * rows * product.taken * columns * inner
         gemm = self.device.gemm
-        best = math.inf
+        best, working = math.inf, 0.0
         for tile_rows, tile_columns, efficiency in gemm.tiles:
             if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
                 continue  # a smaller tile holds all the rows
@@ -166,10 +170,12 @@ class Roofline:
                     break
                 spill = 0.0 if split == 1 else 8.0 * rows * product.taken * columns * split  # float32 partial sums, out and in
                 busy = int(FINE * busy_units(tiles * split, units))
-                best = min(best, rounded_max((moved + spill) / self.gemm_read[busy], padded / self.gemm_flops[busy]))
-        return Cost(best, moved, flops)
+                seconds = rounded_max((moved + spill) / self.gemm_read[busy], padded / self.gemm_flops[busy])
+                if seconds < best:
+                    best, working = seconds, busy / FINE
+        return Cost(best, moved, flops), working
 
-    def _prefill_attention(self, work: Work, units: int) -> Cost:
+    def prefill_attention(self, work: Work, units: int) -> Cost:
         """One layer. The reused tokens per request are not in Work: sum n*r over sum n is their mean, weighted by n."""
         model, tokens = self.model, work.prefill_tokens
         width = model.heads * model.head_dim
@@ -180,7 +186,7 @@ class Roofline:
         compute_s = flops / (busy * self.unit_flops * self.device.attention.efficiency)
         return Cost(rounded_max(moved / self.device.attention.read_bandwidth.at(units), compute_s), moved, flops)
 
-    def _decode_attention(self, work: Work, units: int) -> Cost:
+    def decode_attention(self, work: Work, units: int) -> Cost:
         """One layer, split over the KV cache so that all units read."""
         flops = 4.0 * self.model.heads * self.model.head_dim * work.decode_context
         moved = float(self.kv_bytes * work.decode_context)
