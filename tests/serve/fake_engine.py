@@ -7,21 +7,23 @@ stands, each token is a letter drawn from (seed, position). Some words make the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterpoint.build import System, make_limits
+from counterpoint.build import System, cpu_policy, make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.policy import make_policy
 from counterpoint.device.wall import WallInbox
 from counterpoint.spec.model import ModelSpec
 from counterpoint.spec.source import Source
-from counterpoint.types import Command, Open, Sampling, Segment, Step, StepDone, TokenLogprobs
+from counterpoint.types import Command, Lane, Open, Sampling, Segment, Step, StepDone, TokenLogprobs
 
 BYTES, TURN, END, VOCAB = 256, 256, 257, 260
 STEP_S = 0.001
@@ -47,12 +49,21 @@ def system(config: Config, inbox: WallInbox, progress: object = None) -> System:
     policy = make_policy(config.scheduler, 1, SPEC.layers)
     return System(
         engine=Engine(limits, policy),
-        executor=EchoExecutor(inbox),
+        executor=EchoExecutor(inbox, policy.lanes),
         spec=SPEC,
         source=Source("spec", "", "echo"),
         limits=limits,
         lanes="one lane that echoes",
     )
+
+
+def two_lane_system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    """Two units and four layers, so that every policy does what it can."""
+    spec = dataclasses.replace(SPEC, layers=4)
+    limits = make_limits(config, spec, config.device.kv_pages or 1024, units=2)
+    policy, _ = cpu_policy(config, spec, 2, "float16")
+    executor = EchoExecutor(inbox, policy.lanes, spec.layers)
+    return System(Engine(limits, policy), executor, spec, Source("spec", "", "echo"), limits, "lanes that echo")
 
 
 @dataclass
@@ -72,7 +83,8 @@ class Row:
             return prompt
         end = len(prompt) - 1 - prompt[::-1].index(END)
         begin = max(i for i in range(end) if prompt[i] == TURN)
-        return prompt[prompt.index(ord("\n"), begin) + 1 : end]
+        said = prompt[begin + 1 : end]
+        return said[said.index(ord("\n")) + 1 :] if ord("\n") in said else said
 
     def says(self, word: str) -> bool:
         return word.encode() in bytes(t for t in self.prompt if t < BYTES)
@@ -104,13 +116,17 @@ class Row:
 
 
 class EchoExecutor:
-    def __init__(self, inbox: WallInbox) -> None:
+    """A thread for each lane."""
+
+    def __init__(self, inbox: WallInbox, lanes: Sequence[Lane], layers: int = SPEC.layers) -> None:
         self.inbox = inbox
+        self.layers = layers
         self.rows: dict[int, Row] = {}
-        self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        self.thread.start()
+        self.steps: dict[int, queue.SimpleQueue[Step | None]] = {lane.id: queue.SimpleQueue() for lane in lanes}
+        self.threads = [threading.Thread(target=self.work, args=(steps,), daemon=True) for steps in self.steps.values()]
+        for thread in self.threads:
+            thread.start()
 
     def submit(self, command: Command) -> None:
         if isinstance(command, Open):
@@ -119,24 +135,37 @@ class EchoExecutor:
                 raise RuntimeError("the device is lost, as asked")
             self.rows[command.slot] = row
         elif isinstance(command, Step):
-            self.steps.put(command)
+            self.steps[command.lane].put(command)
 
     def close(self) -> None:
         self.over.set()
-        self.steps.put(None)
-        self.thread.join()
+        for steps in self.steps.values():
+            steps.put(None)
+        for thread in self.threads:
+            thread.join()
 
-    def work(self) -> None:
-        while (step := self.steps.get()) is not None:
+    def work(self, steps: queue.SimpleQueue[Step | None]) -> None:
+        while (step := steps.get()) is not None:
             started_s = self.inbox.clock()
             slow = any(self.rows[segment.slot].says("TAKE LONG") and not segment.start for segment in step.segments)
             self.over.wait(LONG_STEP_S if slow else STEP_S)
             for path in {row.held_by for row in (self.rows[s.slot] for s in step.segments) if row.held_by}:
                 while not os.path.exists(path) and not self.over.wait(STEP_S):
                     pass
-            self.inbox.put(self.done(step, started_s))
+            self.inbox.put(self.answer(step, started_s))
+
+    def answer(self, step: Step, started_s: float) -> StepDone:
+        """What goes wrong in a step is its error, as with the executors that compute."""
+        try:
+            return self.done(step, started_s)
+        except Exception as error:
+            return StepDone(
+                step.id, step.lane, started_s=started_s, ended_s=self.inbox.clock(), units=step.units, error=repr(error)
+            )
 
     def done(self, step: Step, started_s: float) -> StepDone:
+        if step.last_layer < self.layers:
+            return StepDone(step.id, step.lane, started_s=started_s, ended_s=self.inbox.clock(), units=step.units)
         rows = [(segment, self.rows[segment.slot]) for segment in step.segments]
         sampled = [(s, row) for s, row in rows if s.sample]
         tokens = tuple(-1 if row.says("GIVE NAN") else row.token(s.start + s.tokens) for s, row in sampled)
@@ -151,7 +180,7 @@ class EchoExecutor:
             prompt_logprobs=tuple(self.about_prompt(s, row) for s, row in rows),
             started_s=started_s,
             ended_s=self.inbox.clock(),
-            units=1,
+            units=step.units,
             error="a failed step, as asked" if any(row.says("FAIL THE STEP") for _, row in rows) else "",
         )
 
