@@ -264,7 +264,7 @@ class Finish(enum.StrEnum):
     ERROR = "error"
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Delta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
     """New tokens of one request. The last one has `finish`; `error` explains Finish.ERROR. `cached_tokens`: prompt tokens served
     from the prefix cache, set with the first token. A stop token is the last of `tokens` and `stopped_by` names it."""
 

@@ -189,7 +189,7 @@ class Engine:
         if request is None or request.phase is not Phase.HELD:
             return
         request.kept = False
-        request.phase = Phase.DECODE
+        self.state.move(request, Phase.DECODE)
         if request.arrive.part is Part.DECODE:
             request.scheduled = request.computed = request.target
             self._publish(request)
@@ -204,7 +204,7 @@ class Engine:
         request.kept = False
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-        request.phase = Phase.DONE
+        self.state.move(request, Phase.DONE)
         self._leave(request)
 
     def _step_done(self, now: float, done: StepDone) -> None:
@@ -229,7 +229,7 @@ class Engine:
                     self._progress.append(Computed(request.id, request.computed, end, step.last_layer))
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
-        sampled = 0
+        sampled, size = 0, self.limits.page_tokens
         for index, (segment, request) in enumerate(zip(whole.segments, whole.requests, strict=True)):
             request.passes -= 1
             row = sampled
@@ -240,8 +240,8 @@ class Engine:
             request.computed = segment.start + segment.tokens
             if request.kept:
                 self._progress.append(Computed(request.id, request.computed, request.computed))
-            if not (segment.sample and done.tokens[row] < 0):  # what gave no finite logits is no one's prefix
-                self._publish(request)
+            if request.computed >= (request.published + 1) * size and not (segment.sample and done.tokens[row] < 0):
+                self._publish(request)  # what gave no finite logits is no one's prefix
             if done.prompt_logprobs:
                 self._tell_prompt(request, segment, done.prompt_logprobs[index])
             if segment.sample:
@@ -260,11 +260,13 @@ class Engine:
         if token < 0:
             self._finish(request, now, Finish.ERROR, UNSAMPLED[token])
             return
-        sampling = request.arrive.sampling
-        first = len(request.output) == len(request.arrive.resumed)
+        arrive = request.arrive
+        sampling = arrive.sampling
+        first = len(request.output) == len(arrive.resumed)
         request.output.append(token)
         request.token_s.append(now)
-        request.phase = Phase.HELD if request.kept else Phase.DECODE
+        if request.phase is Phase.PREFILL:
+            self.state.move(request, Phase.HELD if request.kept else Phase.DECODE)
         self.tally.generated_tokens += 1
         finish, stopped_by = None, None
         heeds_eos = sampling.grammar or not sampling.ignore_eos  # a grammar's end is sampled only where nothing else may be
@@ -272,16 +274,8 @@ class Engine:
             finish, stopped_by = Finish.STOP, token
         elif len(request.output) >= sampling.max_tokens:
             finish = Finish.LENGTH
-        self._outputs.append(
-            Delta(
-                request.id,
-                (token,),
-                logprobs=() if logprobs is None else (logprobs,),
-                finish=finish,
-                stopped_by=stopped_by,
-                cached_tokens=request.cached_tokens if first else 0,
-            )
-        )
+        told = () if logprobs is None else (logprobs,)
+        self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, request.cached_tokens if first else 0))
         if finish is not None:
             self._end(request, now, finish)
 
@@ -297,7 +291,7 @@ class Engine:
         self.tally.finished(finish)
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-        request.phase = Phase.DONE
+        self.state.move(request, Phase.DONE)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -325,7 +319,7 @@ class Engine:
         """Back to the queue, at its old rank; its tokens stay."""
         self._publish(request)
         self._vacate(request)
-        request.phase = Phase.WAITING
+        self.state.move(request, Phase.WAITING)
         request.yielding = False
         request.scheduled = request.computed = request.published = request.pages_sent = 0
         request.preemptions += 1
@@ -339,11 +333,7 @@ class Engine:
         behind it that do, for at most `max_bypass_s`."""
         if not self.waiting or not self._slots:
             return
-        backlog = sum(
-            r.target - r.computed
-            for r in self.state.running.values()
-            if r.phase is Phase.PREFILL and not r.computed and not r.passes
-        )
+        backlog = sum(r.target for r in self.state.prefilling.values() if not r.computed and not r.passes)
         for request in tuple(itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)):
             if not self._slots or backlog >= self.limits.max_pass_tokens:
                 return
@@ -385,7 +375,7 @@ class Engine:
     def _enter(self, request: Request, now: float, tokens: tuple[int, ...], hits: list[int], taken: list[int]) -> None:
         size = self.limits.page_tokens
         self.waiting.remove(request)
-        request.phase = Phase.PREFILL
+        self.state.move(request, Phase.PREFILL)
         request.slot = self._slots.pop()
         request.pages = hits + taken
         request.target = len(tokens)
@@ -401,7 +391,7 @@ class Engine:
         if request.kept:
             self._progress.append(Admitted(request.id, tuple(request.pages), len(hits)))
             if request.arrive.part is Part.DECODE:
-                request.phase = Phase.HELD
+                self.state.move(request, Phase.HELD)
                 return
         for name in request.names[len(hits) :]:
             self._computing.setdefault(name, request)
@@ -477,16 +467,19 @@ class Engine:
         requests: list[Request] = []
         segments: list[Segment] = []
         prefill_tokens = squares = reused = prefills = batch = context = samples = 0
+        size, lane_id = self.limits.page_tokens, lane.lane.id
         for request, tokens in fill.picks:
             if request.yielding or request.slot < 0:  # preempted to make room for one before it
                 continue
             start, end = request.scheduled, request.scheduled + tokens
-            if not self._cover(request, end):
+            pages = request.pages
+            if end > len(pages) * size and not self._cover(request, end):
                 continue
             sample = end >= request.target
-            segments.append(Segment(request.slot, start, tokens, sample, tuple(request.pages[request.pages_sent :])))
+            fresh = tuple(pages[request.pages_sent :]) if request.pages_sent < len(pages) else ()
+            segments.append(Segment(request.slot, start, tokens, sample, fresh))
             requests.append(request)
-            request.pages_sent = len(request.pages)
+            request.pages_sent = len(pages)
             samples += sample
             if request.phase is Phase.DECODE:
                 batch += 1
@@ -498,12 +491,12 @@ class Engine:
                 prefills += 1
             request.scheduled = end
             request.passes += 1
-            request.lane = lane.lane.id
+            request.lane = lane_id
         if not segments:
             return None
         layers = self.limits.layers
         work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
-        return Pass(self._new_id(), lane.lane.id, requests, tuple(segments), work)
+        return Pass(self._new_id(), lane_id, requests, tuple(segments), work)
 
     def _launch(self, lane: LaneState, whole: Pass, units: int, layers: int) -> None:
         first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -24,9 +25,9 @@ def root_name(salt: str) -> bytes:
 def page_names(tokens: Sequence[int], page_tokens: int, before: bytes) -> list[bytes]:
     """Names of the full pages of `tokens`, which follow a page named `before`."""
     names = []
-    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        content = array.array("q", tokens[start : start + page_tokens]).tobytes()
-        before = hashlib.blake2b(before + content, digest_size=16).digest()
+    content, size = array.array("q", tokens).tobytes(), 8 * page_tokens
+    for start in range(0, len(content) - size + 1, size):
+        before = hashlib.blake2b(before + content[start : start + size], digest_size=16).digest()
         names.append(before)
     return names
 
@@ -40,7 +41,7 @@ class Pages:
         self._holders = [0] * total
         self._name: list[bytes | None] = [None] * total
         self._index: dict[bytes, int] = {}
-        self._cached: dict[int, None] = {}  # insertion order is eviction order
+        self._cached: OrderedDict[int, None] = OrderedDict()  # its order is eviction's (a dict's first key is slow to find)
 
     @property
     def free(self) -> int:
@@ -120,8 +121,7 @@ class Pages:
         assert all(self._name[page] is None for page in self._free), "a free page still has a name"
 
     def _evict(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        page, _ = self._cached.popitem(last=False)
         name = self._name[page]
         assert name is not None
         del self._index[name]

@@ -54,13 +54,20 @@ class State:
         self.overlap = overlap
         self.lanes = {lane.id: LaneState(lane) for lane in lanes}
         self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
+        self.prefilling: dict[str, Request] = {}  # those in Phase.PREFILL, in the same order
+
+    def move(self, request: Request, phase: Phase) -> None:
+        """The one way in which a request's phase changes (the engine's)."""
+        request.phase = phase
+        if phase is Phase.PREFILL:
+            self.prefilling[request.id] = request
+        else:
+            self.prefilling.pop(request.id, None)
 
     def prefills(self, lane: Lane) -> list[Request]:
         """Requests whose prompt has tokens to schedule on `lane`, in order of admission."""
         return [
-            r
-            for r in self.running.values()
-            if r.phase is Phase.PREFILL and r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
+            r for r in self.prefilling.values() if r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
         ]
 
     def decodes(self, lane: Lane) -> list[Request]:
@@ -69,7 +76,7 @@ class State:
 
     @property
     def has_prefill(self) -> bool:
-        return any(r.phase is Phase.PREFILL for r in self.running.values())
+        return bool(self.prefilling)
 
     @property
     def has_decode(self) -> bool:

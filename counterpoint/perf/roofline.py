@@ -80,7 +80,9 @@ class Roofline:
         self.unit_flops = device.peak(dtype) / device.units
         self.weight_bytes = ELEMENT_BYTES[dtype]
         self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * 2 * model.kv_heads * model.head_dim  # of a token in a layer
-        self.read = device.read_bandwidth
+        self.read = [device.read_bandwidth.at(count) for count in range(device.units + 1)]  # bytes/s by units
+        self.attention_read = [device.attention.read_bandwidth.at(count) for count in range(device.units + 1)]
+        self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
         steps = [step / FINE for step in range(FINE * device.units + 1)]  # busy units, in small steps
         self.gemm_read = [device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps]  # bytes/s
         self.gemm_flops = [busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps]  # FLOP/s
@@ -102,7 +104,7 @@ class Roofline:
         units than there are take turns on them."""
         if not cost.seconds or not other.seconds:
             return 1.0
-        contention, memory = self.device.contention, self.read.at(self.device.units)
+        contention, memory = self.device.contention, self.read[-1]
         pull, other_pull = cost.bytes / cost.seconds / memory, other.bytes / other.seconds / memory
         burn = min(1.0, cost.flops / cost.seconds / (units * self.unit_flops))
         other_burn = min(1.0, other.flops / other.seconds / (other_units * self.unit_flops))
@@ -116,16 +118,16 @@ class Roofline:
         if not 1 <= units <= self.device.units:
             raise ValueError(f"{units} units asked of {self.device.name}, which has {self.device.units}")
         rows = work.prefill_tokens + work.decode_batch
-        layer = self.layer_cost(on_grid(rows), units)
-        if work.prefill_tokens:
-            layer += self.prefill_attention(work, units)
+        seconds, moved, flops = self.layer_cost(on_grid(rows), units)
         if work.decode_batch:
-            layer += self.decode_attention(work, units)
-        seconds = layer.seconds
+            attention_s, attention_bytes, attention_flops = self.decode_attention(work, units)
+            seconds, moved, flops = seconds + attention_s, moved + attention_bytes, flops + attention_flops
         if work.prefill_tokens:
-            seconds = max(seconds, self.device.layer_launch_s)
+            attention_s, attention_bytes, attention_flops = self.prefill_attention(work, units)
+            seconds = max(seconds + attention_s, self.device.layer_launch_s)
+            moved, flops = moved + attention_bytes, flops + attention_flops
         layers = work.last_layer - work.first_layer
-        cost = Cost(layers * seconds, layers * layer.bytes, layers * layer.flops)
+        cost = Cost(layers * seconds, layers * moved, layers * flops)
         if work.last_layer == work.layers and work.samples:
             cost += self.head_cost(work.samples, units)
         return cost
@@ -136,12 +138,12 @@ class Roofline:
         for product in self.layer_products:
             total += self.product(product, rows, units)
         moved = rows * self.plain_bytes
-        return total + Cost(moved / self.read.at(units), moved, 0.0)
+        return total + Cost(moved / self.read[units], moved, 0.0)
 
     def _head_cost(self, samples: int, units: int) -> Cost:
         """Logits of `samples` rows; the sampler reads them about three times in float32."""
         moved = 3.0 * 4 * samples * self.model.vocab
-        sampler = Cost(KERNELS_PER_PASS * self.device.kernel_s + moved / self.read.at(units), moved, 0.0)
+        sampler = Cost(KERNELS_PER_PASS * self.device.kernel_s + moved / self.read[units], moved, 0.0)
         return self.product(Product(self.model.vocab, self.model.hidden), samples, units) + sampler
 
     def product(self, product: Product, rows: int, units: int) -> Cost:
@@ -183,15 +185,15 @@ class Roofline:
         reused = work.prefill_requests * work.prefill_reused / tokens
         moved = self.kv_bytes * (tokens + reused) + 2 * self.weight_bytes * tokens * width
         busy = busy_units(model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
-        compute_s = flops / (busy * self.unit_flops * self.device.attention.efficiency)
-        return Cost(rounded_max(moved / self.device.attention.read_bandwidth.at(units), compute_s), moved, flops)
+        compute_s = flops / (busy * self.attention_flops)
+        return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 
     def decode_attention(self, work: Work, units: int) -> Cost:
         """One layer, split over the KV cache so that all units read."""
         flops = 4.0 * self.model.heads * self.model.head_dim * work.decode_context
         moved = float(self.kv_bytes * work.decode_context)
-        compute_s = flops / (units * self.unit_flops * self.device.attention.efficiency)
-        return Cost(rounded_max(moved / self.device.attention.read_bandwidth.at(units), compute_s), moved, flops)
+        compute_s = flops / (units * self.attention_flops)
+        return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 
 
 def layer_products(model: ModelSpec) -> tuple[Product, ...]:
