@@ -147,7 +147,7 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
     spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
     device = next((preset for key, preset in PRESETS.items() if key in cuda.name.lower()), None)
-    belief = None if device is None else Roofline(spec, device, str(cuda.decoder.kv_dtype).removeprefix("torch."))
+    belief = None if device is None else Roofline(spec, device, *element_types(config, cuda.decoder.ops.weight_dtype))
     if config.scheduler.policy == "auto" and (belief is None or not cuda.isolated):
         reason = f"nothing is known of {cuda.name}" if belief is None else "the GPU can't be split"
         notes.append(f"auto runs chunked: {reason}")
@@ -155,6 +155,12 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
     policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
     lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
     return System(Engine(limits, policy), cuda.executor(policy.lanes, inbox), spec, source, limits, lanes, tuple(notes))
+
+
+def element_types(config: Config, dtype: object) -> tuple[str, str]:
+    """What the roofline calls the types of weights and KV cache, computed with `dtype`."""
+    plain = str(dtype).removeprefix("torch.")
+    return ("fp8" if config.device.quantization == "fp8" else plain), ("fp8" if config.device.kv_cache_dtype == "fp8" else plain)
 
 
 def cpu_policy(config: Config, spec: ModelSpec, cores: int, kv_dtype: str) -> tuple[Policy, list[str]]:

@@ -28,7 +28,8 @@ class Ops:
     weight_dtype      dtype that weights are loaded in before `pack_linear`
     kv_dtype          dtype of the KV pool that `rope_and_append` and `attention` work on
     pack_linear       (weight [out, in], bias [out] or None) -> packed
-    linear            (x [T, in], packed) -> [T, out]
+    pack_head         the same for the LM head's weight, where that differs
+    linear            (x [T, in], packed) -> [T, out]; x may be in whatever form this record's own operations left it
     pack_embedding    (weight [V, D]) -> table
     embed             (tokens [T], table) -> [T, D]
     rms_norm          (x [T, D], weight [D], eps) -> [T, D]
@@ -57,6 +58,7 @@ class Ops:
     rope_and_append: Callable[[Tensor, Any, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor], Tensor]
     plan_attention: Callable[[Tensor, Tensor, Tensor, int], Any]
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    pack_head: Callable[[Tensor], Any] | None = None
 
 
 def reference_ops() -> Ops:

@@ -57,7 +57,7 @@ def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: tor
 
     embedding_VD = take("model.embed_tokens.weight", spec.vocab, spec.hidden)
     head = embedding_VD if spec.tied_embeddings else take("lm_head.weight", spec.vocab, spec.hidden)
-    packed_head = ops.pack_linear(head, None)
+    packed_head = ops.pack_linear(head, None) if ops.pack_head is None else ops.pack_head(head)
     embedding = ops.pack_embedding(embedding_VD)
     del head, embedding_VD
     frequencies, scale = rope_frequencies(spec)

@@ -153,13 +153,15 @@ def make_parts(
     gpu: bool = HAS_GPU,
     deviation: float = 0.15,
     split: bool = True,
+    kv_dtype: torch.dtype | None = None,
+    quantise: bool = False,
 ) -> Parts:
-    """`split` makes partitions; in place, the device has 8 units and splits of 2 and 4."""
+    """`kv_dtype` and `quantise` as `cuda_ops` has them (GPU only). `split` makes partitions; in place, the device has 8 units and splits of 2 and 4."""
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()
         partitions = made_once(LEVELS if split else ())
-        ops, planner = cuda_ops(spec, dtype, driver.device)
+        ops, planner = cuda_ops(spec, dtype, driver.device, kv_dtype, quantise)
         planners = (planner, best_planner(spec, dtype, driver.device))
         units = partitions.total_sms
         full = (partitions.full.stream, partitions.full_urgent.stream)
@@ -167,7 +169,7 @@ def make_parts(
         def kernels(sms: int):
             layer = layer_kernels(spec, dtype, driver.device, sms, chained=True)
             products = Products(sms, layer, driver.device, chained=True)
-            kernel = best_decode(spec, dtype, driver.device, sms, rows, chained=True)[1]
+            kernel = best_decode(spec, dtype, driver.device, sms, rows, chained=True, kv_dtype=kv_dtype)[1]
             return kernel, decode_ops(ops, layer, products)
 
         places = make_places(full, units, partitions, kernels, planners)

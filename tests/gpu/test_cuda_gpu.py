@@ -295,15 +295,19 @@ def test_the_whole_start():
     assert any("graphs captured" in line for line in said)
 
 
+EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize("flags", [{}, EIGHT_BITS], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("policy", ["serial", "chunked", "multiplex", "auto"])
-def test_the_built_system_answers(policy: str):
+def test_the_built_system_answers(policy: str, flags: dict[str, str]):
     from counterpoint import build
     from counterpoint.core.loop import run
     from counterpoint.device.wall import WallInbox
     from counterpoint.types import Delta
 
     inbox = WallInbox()
-    system = build.system(config(policy=policy, device="cuda"), inbox, lambda _: None)
+    system = build.system(config(policy=policy, device="cuda", **flags), inbox, lambda _: None)
     assert "SMs" in system.lanes
     arrivals, answers, ended = requests(20, vocab=40000, longest=200), {}, []
 
@@ -332,8 +336,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
         open_cuda(config(kv_pages=10**8, policy="serial"), source, lambda _: None)
     with pytest.raises(ConfigError, match="weights need"):
         open_cuda(config(model="llama-3.1-70b", dtype="float32", policy="serial"), resolve("llama-3.1-70b", "/nonexistent"), print)
-    with pytest.raises(ConfigError, match="quantization is fp8"):
-        open_cuda(config(quantization="fp8"), source, lambda _: None)
+    with pytest.raises(ConfigError, match="quantization is fp8, dtype float16"):
+        open_cuda(config(quantization="fp8", dtype="float16"), source, lambda _: None)
     with pytest.raises(ConfigError, match="split is 13"):
         open_cuda(config(policy="multiplex", split=13), source, lambda _: None)
 

@@ -9,12 +9,14 @@ import torch
 
 from counterpoint.device.cuda.kernels.attention import DecodeAttention, refuse_shape
 from counterpoint.device.cuda.kernels.gemm import fit
+from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 
 pytest_gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 NAN = float("nan")
 ATTENTION_BOUND = {torch.bfloat16: 5e-3, torch.float16: 1e-3}  # operands and probabilities are rounded to the dtype
 GEMM_BOUND = 4e-3  # the result is rounded to bfloat16: at most 2 ** -8
+GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tensor cores keep some 14 bits of a sum of them
 
 
 # ---- without a GPU
@@ -23,7 +25,7 @@ GEMM_BOUND = 4e-3  # the result is rounded to bfloat16: at most 2 ** -8
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 3, 128), (72, 8, 128), (32, 8, 96), (8, 0, 64)])
 def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, head_dim):
     with pytest.raises((ValueError, ZeroDivisionError)):
-        refuse_shape(heads, kv_heads, head_dim, torch.bfloat16)
+        refuse_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sms", [8, 16, 24, 32, 48, 64, 100, 132])
@@ -57,9 +59,10 @@ def stream_of(partitions, sms):
 
 
 class Cache:
-    """A paged KV cache in which whatever no sequence owns is NaN."""
+    """A paged KV cache in which whatever no sequence owns is NaN. Of e4m3, what it holds are numbers that e4m3 has."""
 
     def __init__(self, lengths, kv_heads, head_dim, dtype, layout, page_tokens=16, table_pages=None):
+        final, dtype = dtype, torch.bfloat16 if dtype == FP8 else dtype
         self.lengths, self.layout, self.page_tokens = lengths, layout, page_tokens
         pages = [-(-n // page_tokens) for n in lengths]
         total, width = sum(pages) + 3, table_pages or max(1, *pages)
@@ -73,6 +76,7 @@ class Cache:
             at += count
             self.tables[s, :count] = mine.to(torch.int32)
             k, v = (torch.randn(n, kv_heads, head_dim, device="cuda").to(dtype) for _ in range(2))
+            k, v = (to_fp8(x).to(dtype) for x in (k, v)) if final == FP8 else (k, v)
             self.k.append(k.float())
             self.v.append(v.float())
             for side, x in ((0, k), (1, v)):
@@ -80,6 +84,7 @@ class Cache:
                 padded[:n] = x
                 padded = padded.view(count, page_tokens, kv_heads, head_dim)
                 self.pool[mine.cuda(), side] = padded.transpose(1, 2) if layout == "HND" else padded
+        self.pool = self.pool.to(final)
         self.tables = self.tables.cuda()
         self.lengths_S = torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
@@ -114,9 +119,11 @@ HUNDRED = [(37 * i * i + 11 * i) % 700 + 1 for i in range(100)]
 @pytest_gpu
 @needs_gpu
 class TestAttention:
-    def run(self, partitions, sms, lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, layout="HND", **kinds):
+    def run(
+        self, partitions, sms, lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, layout="HND", kv=None, **kinds
+    ):
         torch.seed()
-        cache = Cache(lengths, kv_heads, head_dim, dtype, layout, **kinds)
+        cache = Cache(lengths, kv_heads, head_dim, dtype if kv is None else kv, layout, **kinds)
         q = torch.randn(len(lengths), heads, head_dim, device="cuda").to(dtype)
         part = stream_of(partitions, sms)
         kernel = DecodeAttention(
@@ -126,6 +133,7 @@ class TestAttention:
             sms=sms,
             max_seqs=len(lengths),
             dtype=dtype,
+            kv_dtype=kv,
             layout=layout,
         )
         reference = cache.reference(q)
@@ -151,6 +159,19 @@ class TestAttention:
     def test_every_shape(self, partitions, heads, kv_heads, head_dim, layout, dtype):
         for sms in (8, 132):  # many units for a warp, and few
             self.run(partitions, sms, UNEVEN, heads, kv_heads, head_dim, dtype, layout)
+
+    @pytest.mark.parametrize("sms", [8, 24, 132])
+    @pytest.mark.parametrize("lengths", [[1], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9], ids=str)
+    def test_a_cache_of_e4m3(self, partitions, sms, lengths):
+        self.run(partitions, sms, lengths, kv=FP8)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (14, 2), (8, 1), (5, 1), (12, 12), (64, 8)])
+    def test_every_shape_of_e4m3(self, partitions, heads, kv_heads, layout, dtype):
+        for sms in (8, 132):
+            self.run(partitions, sms, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8)
+        self.run(partitions, 32, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8, page_tokens=64)
 
     @pytest.mark.parametrize("page_tokens", [32, 64])
     def test_larger_pages(self, partitions, page_tokens):
@@ -228,6 +249,28 @@ class TestGemm:
                 kernel(x, w, out)
             part.stream.synchronize()
             assert_close(out, reference, GEMM_BOUND, f"{m} x {n} x {k} on {sms} SMs")
+
+    @pytest.mark.parametrize("m", [1, 3, 17, 64, 65, 128])
+    @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 512), (4112, 128), (16, 256), (1008, 1152), (1024, 28672)])
+    def test_e4m3(self, partitions, m, n, k):
+        from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
+        from counterpoint.device.cuda.products import scaled
+
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("for Hopper")
+        torch.seed()
+        x = quantise_rows(torch.randn(m, k, device="cuda") * torch.rand(m, 1, device="cuda") * 10)
+        w = quantise_rows(torch.randn(n, k, device="cuda") * 0.02)
+        reference = x.wide() @ w.wide().T
+        for sms in (24, 132):
+            part, kernel, out = stream_of(partitions, sms), SkinnyGemm(sms), torch.full((m, n), NAN, device="cuda").bfloat16()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(part.stream):
+                kernel(x, w, out)
+                by_torch = scaled(x, w)
+            part.stream.synchronize()
+            assert_close(out, reference, GEMM_BOUND_FP8, f"{m} x {n} x {k} on {sms} SMs")
+            assert_close(by_torch, reference, GEMM_BOUND_FP8, f"torch's, {m} x {n} x {k} on {sms} SMs")
 
     @pytest.mark.parametrize("sms", [24, 132])
     def test_chained_launches_wait_for_what_they_read(self, partitions, sms):

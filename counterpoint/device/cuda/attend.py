@@ -187,7 +187,13 @@ def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> P
 
 
 def best_decode(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, max_rows: int, chained: bool = False
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    units: int,
+    max_rows: int,
+    chained: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[str, DecodeKernel]:
     """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream. `chained` as in kernels/layer.py."""
     from counterpoint.device.cuda import fused
@@ -205,6 +211,7 @@ def best_decode(
             sms=units,
             max_seqs=max_rows,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             layout="NHD",
             device=device.index or 0,
             chained=chained,

@@ -6,7 +6,8 @@ shapes that no faster kernel takes. Promises: arithmetic in float32, rounded onc
 Must not: be imported where Triton is not (ops does it, and only when a GPU is asked for).
 
 Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, B sequences,
-P pages, C parts of a sequence. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike.
+P pages, C parts of a sequence. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike;
+its elements may be e4m3, under a scale of 1.
  Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv:1805.02867.
 """
 
@@ -183,14 +184,14 @@ def gather_kernel(
     inside = (head < KV_HEADS) & (at < SIZE)
     offset = row // page_tokens * page_stride + row % page_tokens * token_stride + head * head_stride + at
     to = (token * KV_HEADS + head) * SIZE + at
-    tl.store(k_out_ptr + to, tl.load(k_ptr + offset, mask=inside, other=0.0), mask=inside)
-    tl.store(v_out_ptr + to, tl.load(v_ptr + offset, mask=inside, other=0.0), mask=inside)
+    tl.store(k_out_ptr + to, tl.load(k_ptr + offset, mask=inside).to(k_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(v_out_ptr + to, tl.load(v_ptr + offset, mask=inside).to(v_out_ptr.dtype.element_ty), mask=inside)
 
 
-def gather_context(k_pages: Tensor, v_pages: Tensor, rows_L: Tensor) -> tuple[Tensor, Tensor]:
-    """The given rows of the pool (page * page tokens + offset) in one piece each, [L, K, A]."""
+def gather_context(k_pages: Tensor, v_pages: Tensor, rows_L: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The given rows of the pool (page * page tokens + offset) in one piece each, [L, K, A], in `dtype` (None: the pool's)."""
     page_tokens, kv_heads, head_dim = k_pages.shape[1:]
-    k_LKA, v_LKA = (k_pages.new_empty(rows_L.shape[0], kv_heads, head_dim) for _ in range(2))
+    k_LKA, v_LKA = (k_pages.new_empty(rows_L.shape[0], kv_heads, head_dim, dtype=dtype or k_pages.dtype) for _ in range(2))
     if rows_L.shape[0]:
         gather_kernel[(rows_L.shape[0],)](
             k_pages, v_pages, rows_L, k_LKA, v_LKA, page_tokens, *k_pages.stride()[:3],
@@ -235,8 +236,8 @@ def decode_part_kernel(
         row = page * page_stride + at % page_tokens * token_stride + kv_head * head_stride
         offset = row[:, None] + a[None, :]
         mask = inside[:, None] & (a < SIZE)[None, :]
-        k = tl.load(k_ptr + offset, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+        k = tl.load(k_ptr + offset, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offset, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from counterpoint.config import ConfigError, DeviceConfig
+from counterpoint.spec import ModelSpec
 
 MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
 GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share
@@ -43,12 +44,18 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
+def weight_bytes(spec: ModelSpec, element_bytes: int, quantised: bool) -> int:
+    """Bytes of all weights; `quantised`: one byte for each of the layers' matrices, whose scales are not worth counting."""
+    spared = spec.layers * spec.layer_matrix_parameters * (element_bytes - 1) if quantised else 0
+    return spec.weight_bytes(element_bytes) - spared
+
+
 def refuse_weights(weights: int, total: int, free: int) -> None:
     """Raise ConfigError if `weights` bytes cannot be loaded into `free` of `total` bytes."""
     if weights + MARGIN_BYTES > free:
         raise ConfigError(
             f"the weights need {gib(weights)}, but {gib(free)} of the GPU's {gib(total)} are free: choose a smaller model, "
-            "dtype bfloat16 if it is float32, or end what else runs on the GPU"
+            "quantization fp8, dtype bfloat16 if it is float32, or end what else runs on the GPU"
         )
 
 
@@ -69,7 +76,7 @@ def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_p
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",
             "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",
-            "max_pass_tokens": "lower max_pass_tokens or max_running, or choose a smaller model",
+            "max_pass_tokens": "set quantization or kv_cache_dtype to fp8, lower max_pass_tokens or max_running, or take a smaller model",
         }[flag]
         raise ConfigError(f"{wanted}: {budget}. To fit, {fix}")
     return pages

@@ -12,7 +12,10 @@ for shapes and dtypes that it lacks in fused.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +23,11 @@ from torch import Tensor
 
 from counterpoint.config import ConfigError
 from counterpoint.device.cuda.attend import Plan, Planner, attention, best_planner, decode_by_torch
-from counterpoint.device.cuda.kernels.layer import LayerKernels
+from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
-from counterpoint.device.cuda.products import Products
-from counterpoint.model.ops import Ops, reference_ops
+from counterpoint.device.cuda.products import Packed, Products, Quantise, quantised, scaled
+from counterpoint.model.fp8 import MULTIPLE, Scaled, quantise_rows
+from counterpoint.model.ops import Ops, pack_linear, reference_ops
 from counterpoint.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -36,16 +40,25 @@ def cuda_dtype(dtype: str) -> torch.dtype:
     return DTYPES["bfloat16" if dtype == "auto" else dtype]
 
 
-def cuda_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Ops, Planner]:
-    """The record of passes launched one operation after another, and the planner of their prefill attention. Raises ConfigError if
-    Triton is missing."""
+def cuda_ops(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+    quantise: bool = False,
+) -> tuple[Ops, Planner]:
+    """The record of passes launched one operation after another, and the planner of their prefill attention. `kv_dtype`: of the
+    pool (None: `dtype`). `quantise`: the layers' matrices are e4m3, and what is multiplied with them. Raises ConfigError if Triton
+    is missing."""
     try:
         from counterpoint.device.cuda import fused
     except ImportError as error:
         raise ConfigError(f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}") from None
+    if quantise:
+        refuse_quantisation(spec, dtype)
     planner = best_planner(spec, dtype, device)
     layer = layer_kernels(spec, dtype, device, units=0, chained=False)
-    gather = fused.gather_context if layer is None else layer.gather_context
+    gather = functools.partial(fused.gather_context, dtype=dtype) if layer is None else layer.gather_context
 
     def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
         return attention(q_THA, k_pages, v_pages, plan, gather)
@@ -64,10 +77,12 @@ def cuda_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
 
     record = dataclasses.replace(
         reference_ops(),
-        name=f"cuda {str(dtype).removeprefix('torch.')}, prefill attention by {planner.name}",
+        name=f"cuda {str(dtype).removeprefix('torch.')}{' and fp8' * quantise}, prefill attention by {planner.name}",
         weight_dtype=dtype,
-        kv_dtype=dtype,
-        linear=linear,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        pack_linear=pack_quantised if quantise else pack_linear,
+        pack_head=pack_head,
+        linear=linear_with(quantise_rows if layer is None else layer.quantise),
         embed=embed,
         rms_norm=fused.rms_norm,
         add_rms_norm=fused.add_rms_norm,
@@ -86,6 +101,15 @@ def decode_ops(record: Ops, layer: LayerKernels | None, products: Products) -> O
     return dataclasses.replace(with_layer_kernels(record, layer), linear=products.linear)
 
 
+def pack_quantised(weight: Tensor, bias: Tensor | None) -> Packed:
+    return quantise_rows(weight), bias
+
+
+def pack_head(weight: Tensor) -> Packed:
+    """The LM head is never quantised: it is read for sampled rows alone, and its errors are the logits'."""
+    return pack_linear(weight, None)
+
+
 def layer_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, chained: bool) -> LayerKernels | None:
     """The kernels between matrix products for `units` SMs, where they have the shape and can be built; None: Triton's do it."""
     try:
@@ -95,20 +119,40 @@ def layer_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, uni
         return None
 
 
+def refuse_quantisation(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless this model's matrices can be multiplied in e4m3."""
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"quantization is fp8, dtype {str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or auto")
+    for name, size in (("hidden", spec.hidden), ("ffn", spec.ffn), ("qkv_features", spec.qkv_features)):
+        if size % MULTIPLE or size > MOST_QUANTISED:
+            raise ConfigError(
+                f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {MULTIPLE} up to "
+                f"{MOST_QUANTISED}; leave it out"
+            )
+
+
 def with_layer_kernels(record: Ops, layer: LayerKernels | None) -> Ops:
     if layer is None:
         return record
+    quantising = record.pack_linear is pack_quantised
     return dataclasses.replace(
         record,
         rms_norm=layer.rms_norm,
-        add_rms_norm=layer.add_rms_norm,
-        silu_mul=layer.silu_mul,
+        add_rms_norm=layer.add_rms_norm_quantised if quantising else layer.add_rms_norm,
+        silu_mul=layer.silu_mul_quantised if quantising else layer.silu_mul,
         rope_and_append=layer.rope_and_append,
     )
 
 
-def linear(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
-    return F.linear(x, *packed)
+def linear_with(quantise: Quantise) -> Callable[[Any, Packed], Tensor]:
+    def linear(x: Any, packed: Packed) -> Tensor:
+        weight, bias = packed
+        if isinstance(weight, Scaled):
+            out = scaled(quantised(x, quantise), weight)
+            return out if bias is None else out.add_(bias)
+        return F.linear(x, weight, bias)
+
+    return linear
 
 
 def embed(tokens_T: Tensor, table_VD: Tensor) -> Tensor:

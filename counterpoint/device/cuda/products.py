@@ -1,8 +1,9 @@
 """Products: which kernel multiplies by a weight, in each partition, by measurement.
 
-Owns: the choice between cuBLAS, the kernel for few rows (kernels/layer.py) and the one for few SMs (kernels/gemm.py). Promises:
-what is chosen was the fastest for that shape, that number of rows and those SMs, timed on this device; more rows than MOST_ROWS,
-biases and dtypes that only cuBLAS has are cuBLAS's.
+Owns: the choice between cuBLAS, the kernel for few rows (kernels/layer.py) and the one for few SMs (kernels/gemm.py); for quantised
+weights, between torch's scaled product (cuBLASLt or CUTLASS, by its own choice) and the one for few SMs. Promises: what is chosen
+was the fastest for that shape, that number of rows and those SMs, timed on this device; more rows than MOST_ROWS, biases and dtypes
+that only cuBLAS has are cuBLAS's.
 Must not: be asked during a capture for a shape that was not measured (it then takes cuBLAS).
 
 Shapes: R rows, K inputs, N outputs.
@@ -23,11 +24,14 @@ from torch import Tensor
 from counterpoint.device.cuda.kernels.gemm import MAX_ROWS, SkinnyGemm, wgmma_header
 from counterpoint.device.cuda.kernels.layer import FEW_BYTES, FEW_ROWS, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError, architecture, load
+from counterpoint.model.fp8 import FP8, Scaled, quantise_rows
 
 log = logging.getLogger(__name__)
 
-Packed = tuple[Tensor, Tensor | None]
-Product = Callable[[Tensor, Tensor], Tensor]
+Matrix = Tensor | Scaled
+Packed = tuple[Matrix, Tensor | None]
+Product = Callable[[Any, Any], Tensor]  # rows and weight, both plain or both quantised
+Quantise = Callable[[Tensor], Scaled]
 PROBES = (1, 2, 4, 16, 64, 128)  # rows; what lies between takes the choice of the next
 MOST_ROWS = PROBES[-1]
 REPEATS = 3
@@ -37,32 +41,55 @@ def by_cublas(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_RK, weight_NK)
 
 
+def scaled(x_RK: Scaled, weight_NK: Scaled) -> Tensor:
+    """The product of quantised rows and a quantised weight, bfloat16. One sum of e4m3 is kept as the tensor cores keep it."""
+    scales = x_RK.scale_R[:, None], weight_NK.scale_R[None]
+    return torch._scaled_mm(x_RK.values_RK, weight_NK.values_RK.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def quantised(x: Matrix, quantise: Quantise) -> Scaled:
+    return x if isinstance(x, Scaled) else quantise(x)
+
+
 class Products:
     """`linear` of one place of `units` SMs."""
 
     def __init__(self, units: int, layer: LayerKernels | None, device: torch.device, chained: bool) -> None:
         self.units = units
         self.layer = layer
-        self.choice: dict[tuple[int, int, int], Product] = {}  # N, K, rows probed
-        self.names: dict[tuple[int, int, int], str] = {}
+        self.choice: dict[tuple[torch.dtype, int, int, int], Product] = {}  # dtype of the weight, N, K, rows probed
+        self.names: dict[tuple[torch.dtype, int, int, int], str] = {}
+        self.quantise: Quantise = quantise_rows if layer is None else layer.quantise
         self._skinny: SkinnyGemm | None = None
         try:
             self._skinny = SkinnyGemm(units, device.index or 0, chained)
         except (ValueError, KernelError) as error:
             log.info("no products for few SMs: %s", error)
 
-    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+    def linear(self, x: Matrix, packed: Packed) -> Tensor:
         weight, bias = packed
-        rows = x.shape[0]
-        if bias is not None or rows > MOST_ROWS:
+        if isinstance(weight, Scaled):
+            out = self._chosen(weight, x.shape[0], scaled)(quantised(x, self.quantise), weight)
+            return out if bias is None else out.add_(bias)
+        assert not isinstance(x, Scaled)
+        if bias is not None:
             return F.linear(x, weight, bias)
-        probe = PROBES[bisect.bisect_left(PROBES, rows)]
-        outputs, inputs = weight.shape
-        chosen = self.choice.get((outputs, inputs, probe), by_cublas)
-        return by_cublas(x, weight) if chosen == self._few and rows != probe else chosen(x, weight)
+        return self._chosen(weight, x.shape[0], by_cublas)(x, weight)
 
-    def candidates(self, weight: Tensor, rows: int) -> dict[str, Product]:
-        found: dict[str, Product] = {"cuBLAS": by_cublas}
+    def _chosen(self, weight: Matrix, rows: int, otherwise: Product) -> Product:
+        if rows > MOST_ROWS:
+            return otherwise
+        probe = PROBES[bisect.bisect_left(PROBES, rows)]
+        chosen = self.choice.get((weight.dtype, *weight.shape, probe), otherwise)
+        return otherwise if chosen == self._few and rows != probe else chosen
+
+    def candidates(self, weight: Matrix, rows: int) -> dict[str, Product]:
+        if isinstance(weight, Scaled):
+            found: dict[str, Product] = {"scaled product": scaled}
+            if self._skinny is not None and rows <= MAX_ROWS and not weight.shape[1] % 128:
+                found["few SMs"] = self._skinny
+            return found
+        found = {"cuBLAS": by_cublas}
         outputs, inputs = weight.shape
         if weight.dtype not in (torch.bfloat16, torch.float16) or inputs % 8:
             return found
@@ -72,20 +99,21 @@ class Products:
             found["few SMs"] = self._skinny
         return found
 
-    def heights(self, weights: Sequence[Sequence[Tensor]], most_rows: int) -> set[int]:
-        """Weight tiles that the kernel for few SMs may be asked for: each is compiled on its own."""
+    def heights(self, weights: Sequence[Sequence[Matrix]], most_rows: int) -> set[tuple[int, bool]]:
+        """Weight tiles that the kernel for few SMs may be asked for, and whether of e4m3: each is compiled on its own."""
         if self._skinny is None:
             return set()
         rows = range(1, min(most_rows, MAX_ROWS) + 1)
-        return {self._skinny.tile(same[0].shape[0], m).height for same in weights for m in rows}
+        return {(self._skinny.tile(same[0].shape[0], m).height, same[0].dtype == FP8) for same in weights for m in rows}
 
-    def measure(self, weights: Sequence[Sequence[Tensor]], stream: Any, most_rows: int) -> None:
+    def measure(self, weights: Sequence[Sequence[Matrix]], stream: Any, most_rows: int) -> None:
         """Choose for each shape and probe up to `most_rows`. `weights`: for each shape, several of it, so that none is found in a
         cache. Synchronises."""
         for same in weights:
             outputs, inputs = same[0].shape
             for rows in PROBES[: bisect.bisect_left(PROBES, most_rows) + 1]:
-                x_RK = torch.randn(rows, inputs, device=same[0].device, dtype=same[0].dtype)
+                x_RK = torch.randn(rows, inputs, device=same[0].device)
+                x_RK = quantise_rows(x_RK) if isinstance(same[0], Scaled) else x_RK.to(same[0].dtype)
                 timed = {}
                 for name, product in self.candidates(same[0], rows).items():
                     try:
@@ -93,15 +121,15 @@ class Products:
                     except (KernelError, ValueError) as error:
                         log.warning("product %s for %d rows, weight %s: %s", name, rows, tuple(same[0].shape), error)
                 best = min(timed, key=lambda name: timed[name][0])
-                self.choice[outputs, inputs, rows] = timed[best][1]
-                self.names[outputs, inputs, rows] = best
+                self.choice[same[0].dtype, outputs, inputs, rows] = timed[best][1]
+                self.names[same[0].dtype, outputs, inputs, rows] = best
 
     def _few(self, x_RK: Tensor, weight_NK: Tensor) -> Tensor:
         assert self.layer is not None
         return self.layer.few_rows(x_RK, weight_NK)
 
 
-def captured_ms(product: Product, x_RK: Tensor, weights: Sequence[Tensor], stream: Any) -> float:
+def captured_ms(product: Product, x_RK: Matrix, weights: Sequence[Matrix], stream: Any) -> float:
     """Shortest time of a graph of one product with each weight."""
     with torch.cuda.stream(stream), torch.inference_mode():
         product(x_RK, weights[0])
@@ -123,12 +151,12 @@ def captured_ms(product: Product, x_RK: Tensor, weights: Sequence[Tensor], strea
     return min(times)
 
 
-def build_tiles(heights: set[int], device: torch.device) -> None:
+def build_tiles(heights: set[tuple[int, bool]], device: torch.device) -> None:
     """Compile these tiles' kernels, several at a time; those that were built before cost nothing."""
     arch = architecture(device.index or 0)
 
-    def build(height: int) -> None:
-        load("gemm", arch, headers={"wgmma.cuh": wgmma_header(height)})
+    def build(tile: tuple[int, bool]) -> None:
+        load("gemm", arch, headers={"wgmma.cuh": wgmma_header(*tile)})
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         try:

@@ -29,15 +29,17 @@ from counterpoint.device.cuda.driver import CudaDriver
 from counterpoint.device.cuda.executor import CudaExecutor, Reports
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions, granularity
+from counterpoint.device.cuda.kernels.attention import FP8_CAPABILITY
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.places import Place, Places, make_places
-from counterpoint.device.cuda.products import Products, build_tiles
+from counterpoint.device.cuda.products import Matrix, Products, build_tiles
 from counterpoint.device.cuda.sampling import Tail
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.device.tables import pass_rows
 from counterpoint.model.decoder import Decoder
+from counterpoint.model.fp8 import FP8
 from counterpoint.model.kv import KVPool, page_bytes
 from counterpoint.model.ops import Ops
 from counterpoint.model.weights import build_decoder, load_decoder
@@ -91,9 +93,10 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
     spec, dtype = load_spec(source, config.model.max_context_tokens), cuda_dtype(config.model.dtype)
-    memory.refuse_weights(spec.weight_bytes(dtype.itemsize), total, free)
+    quantise, kv_dtype = config.device.quantization == "fp8", FP8 if config.device.kv_cache_dtype == "fp8" else dtype
+    memory.refuse_weights(memory.weight_bytes(spec, dtype.itemsize, quantise), total, free)
     partitions, notes = split_device(config)
-    ops, planner = cuda_ops(spec, dtype, device)
+    ops, planner = cuda_ops(spec, dtype, device, kv_dtype, quantise)
     began_s = time.perf_counter()
     if config.model.load_format == "dummy":
         decoder = build_decoder(spec, DrawnWeights(config.model.weights_seed, dtype, device), ops, device)
@@ -130,14 +133,14 @@ def equip(
     config: Config, decoder: Decoder, partitions: Partitions, planners: tuple[Planner, Planner], progress: Progress
 ) -> Places:
     """The places, each with its kernels; those where decode steps run have measured which product is fastest."""
-    spec, dtype, device = decoder.spec, decoder.kv_dtype, torch.device("cuda", 0)
+    spec, dtype, device = decoder.spec, decoder.ops.weight_dtype, torch.device("cuda", 0)
     most_rows = buckets_for(config.scheduler.max_running)[-1]
     all_products: dict[int, Products] = {}
     names: set[str] = set()
 
     def kernels(units: int) -> tuple[DecodeKernel, Ops]:
         layer = layer_kernels(spec, dtype, device, units, chained=True)
-        name, kernel = best_decode(spec, dtype, device, units, most_rows, chained=True)
+        name, kernel = best_decode(spec, dtype, device, units, most_rows, chained=True, kv_dtype=decoder.kv_dtype)
         names.add(name)
         if units not in all_products:
             all_products[units] = Products(units, layer, device, chained=True)
@@ -167,9 +170,9 @@ def filter_floor(device: torch.device) -> FilterFloor | None:
         return None
 
 
-def weights_by_shape(decoder: Decoder) -> list[list[Tensor]]:
+def weights_by_shape(decoder: Decoder) -> list[list[Matrix]]:
     """The matrices of a decode step without biases, those of one kind together."""
-    kinds: list[list[Tensor]] = []
+    kinds: list[list[Matrix]] = []
     packed = [[getattr(layer, name) for layer in decoder.weights.layers[:8]] for name in ("qkv", "output", "gate_up", "down")]
     for same in (*packed, [decoder.weights.head]):
         if same[0][1] is None:
@@ -179,15 +182,20 @@ def weights_by_shape(decoder: Decoder) -> list[list[Tensor]]:
 
 def refuse(config: Config) -> None:
     """Raise ConfigError for what this device does not do."""
-    for name in ("quantization", "kv_cache_dtype"):
-        if getattr(config.device, name) == "fp8":
-            raise ConfigError(f"{name} is fp8: not supported on cuda yet; leave it out")
     if not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu")
     if torch.cuda.get_device_capability(0)[0] < 8:
         raise ConfigError(
             f"{torch.cuda.get_device_name(0)} is older than what device cuda supports (Ampere, compute capability 8.0)"
         )
+    refuse_fp8(config, torch.cuda.get_device_capability(0), torch.cuda.get_device_name(0))
+
+
+def refuse_fp8(config: Config, capability: tuple[int, int], name: str) -> None:
+    """Raise ConfigError if eight bits are asked for and this GPU does not have them."""
+    for setting in ("quantization", "kv_cache_dtype"):
+        if getattr(config.device, setting) == "fp8" and capability < FP8_CAPABILITY:
+            raise ConfigError(f"{setting} is fp8, which {name} lacks (compute capability 8.9 and newer have it): leave it out")
 
 
 def split_device(config: Config) -> tuple[Partitions, tuple[str, ...]]:

@@ -14,10 +14,15 @@
 // byte of K and V crosses shared memory once. Softmax is the online one (Milakov and Gimelshein 2018), in float32, base 2.
 // Of a row shared by several warps each fragment leaves a partial result, and the last fragment to arrive merges them.
 //
+//
+// A cache of e4m3 (KV 1) is widened to float16 in registers, which holds all of it, and multiplied as such; queries and weights of the
+// softmax are float16 too. Its bytes come in pairs, so the order of a head's elements in a fragment differs: see `widen`.
+//
 // Fragment legend (PTX ISA, mma.m16n8k16): lane = 4 g + t, g = 0..7, t = 0..3.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -47,13 +52,23 @@ struct Args {  // mirrored in attention.py
   int64_t q_stride, out_stride;                    // elements between sequences; heads are contiguous
   int64_t page_stride, head_stride, token_stride;  // elements, of K and V alike
   int table_stride, seqs, kv_heads, group, page_tokens, pages;
-  float scale_log2;  // softmax scale x log2(e)
-  int head_dim, is_bf16, sms;
+  float scale_log2;  // softmax scale x log2(e), x the scale of K
+  float per_v_scale;  // 1 / the scale of V: sums of weights are in its units, so that what is divided by them comes out right
+  int head_dim, is_bf16, kv_fp8, sms;
   int chained;  // start before the kernel ahead in the stream has ended (programmatic dependent launch)
 };
 
 struct Spot {
   int seq, head, unit;  // unit: in its row
+};
+
+template <bool FIRST, typename A, typename B>
+struct Select {
+  using type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+  using type = B;
 };
 
 template <typename T>
@@ -134,22 +149,22 @@ __device__ __forceinline__ int begin_of(int i, int total, int runs) { return int
 __device__ __forceinline__ int run_of(int x, int total, int runs) { return int(((int64_t(x) + 1) * runs - 1) / total); }
 
 // ---- a warp's ring of half units in shared memory ----------------------------------------------------------------------
-// A tile is [D / 64][16 tokens][64 elements], each 128-byte row's 16-byte chunks permuted by (chunk ^ (token & 7)), which frees
+// A tile is [row bytes / 128][16 tokens][128 bytes], each 128-byte row's 16-byte chunks permuted by (chunk ^ (token & 7)), which frees
 // ldmatrix of bank conflicts. A half unit is the unit's tiles of K, or of V.
 
-// Half units in a warp's ring: 16 KiB at every head size. An even number, so that a slot holds K, or V, for good.
-constexpr __host__ __device__ int halves(int head_dim) { return 256 / head_dim; }
+// Half units in a warp's ring: 16 KiB at every size of a row. An even number, so that a slot holds K, or V, for good.
+constexpr __host__ __device__ int halves(int row_bytes) { return 512 / row_bytes; }
 
-template <int D>
+template <int ELEMENT, int ROW_BYTES>  // bytes
 struct Copier {
-  static constexpr int CHUNKS = D / 8, ROWS = 32 / CHUNKS, COPIES = TILE / ROWS;  // 16-byte chunks in a row, rows per copy
+  static constexpr int CHUNKS = ROW_BYTES / 16, ROWS = 32 / CHUNKS, COPIES = TILE / ROWS;  // 16-byte chunks in a row, rows per copy
   const char *k, *v;
   uint32_t to;      // this lane's place in a tile, first copy
   uint32_t stride;  // bytes between tokens
   uint64_t policy;  // the cache is read once: what others keep in the L2 (weights of norms, tables, code) should stay
   __device__ Copier(const Args& p, int lane) {
     int row = lane / CHUNKS, chunk = lane % CHUNKS;
-    stride = uint32_t(p.token_stride) * 2;
+    stride = uint32_t(p.token_stride) * ELEMENT;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     k = static_cast<const char*>(p.k) + row * stride + chunk * 16;
     v = static_cast<const char*>(p.v) + row * stride + chunk * 16;
@@ -158,7 +173,7 @@ struct Copier {
   // A tile's place in the pool, in units of 16 bytes.
   static __device__ uint32_t place(const Args& p, int seq, int head, int tile) {
     int per_page = p.page_tokens / TILE, page = p.table[int64_t(seq) * p.table_stride + tile / per_page];
-    return uint32_t((page * p.page_stride + head * p.head_stride + (tile % per_page) * TILE * p.token_stride) / 8);
+    return uint32_t((page * p.page_stride + head * p.head_stride + (tile % per_page) * TILE * p.token_stride) / (16 / ELEMENT));
   }
   __device__ void issue(const char* pool, uint32_t place, uint32_t slot) const {
     const char* from = pool + uint64_t(place) * 16;
@@ -176,6 +191,35 @@ __device__ __forceinline__ void wait() {  // all but the last PENDING groups hav
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
   __syncwarp();
 }
+
+// ---- e4m3 ------------------------------------------------------------------------------------------------------------
+// ldmatrix moves pairs of bytes. Of K, a lane gets 4 consecutive elements of a token: of 16 elements in a chunk, 4 t .. 4 t + 3,
+// which stand for columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the mma (those of the query are taken in the same order). Of V, transposed, it gets
+// elements 2 g and 2 g + 1 of two tokens, which stand for rows g and g + 8 of the mma: so row g of the output is element 2 g.
+
+__device__ __forceinline__ uint32_t widen(uint32_t two_bytes) {  // the low two
+  uint32_t both;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(uint16_t(two_bytes)));
+  return both;
+}
+// K, from one ldmatrix of 16 tokens x 32 elements: the fragments of two steps.
+__device__ __forceinline__ void widen_k(const uint32_t (&r)[4], uint32_t (&first)[4], uint32_t (&second)[4]) {
+  first[0] = widen(r[0]), first[2] = widen(r[0] >> 16), first[1] = widen(r[1]), first[3] = widen(r[1] >> 16);
+  second[0] = widen(r[2]), second[2] = widen(r[2] >> 16), second[1] = widen(r[3]), second[3] = widen(r[3] >> 16);
+}
+// V, from one transposed ldmatrix: likewise.
+__device__ __forceinline__ void widen_v(const uint32_t (&r)[4], uint32_t (&first)[4], uint32_t (&second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {  // tokens 0 to 7, 8 to 15
+    const uint32_t a = __byte_perm(r[2 * i], 0, 0x3120), b = __byte_perm(r[2 * i + 1], 0, 0x3120);
+    first[2 * i] = widen(a), first[2 * i + 1] = widen(a >> 16);
+    second[2 * i] = widen(b), second[2 * i + 1] = widen(b >> 16);
+  }
+}
+__device__ __forceinline__ uint32_t as_half(uint32_t two, __nv_bfloat16) {  // two elements
+  return Element<__half>::pack(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+}
+__device__ __forceinline__ uint32_t as_half(uint32_t two, __half) { return two; }
 
 // ---- partial results --------------------------------------------------------------------------------------------------
 // An entry: O [group][D] (not yet divided), then (m, l) [8], m in base-2 logits. Fragment (run, row) has entry run + row:
@@ -296,9 +340,12 @@ __device__ void plan(const Args& p, int* cum, int* lens) {
   __syncthreads();
 }
 
-template <typename T, int D>
+template <typename T, int D, bool FP8>
 __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_constant__ Args p) {
-  constexpr int TILE_BYTES = TILE * D * 2, HALF_BYTES = TILES * TILE_BYTES, HALVES = halves(D), STEPS = D / 16;
+  constexpr int ELEMENT = FP8 ? 1 : 2, ROW_BYTES = D * ELEMENT, TILE_BYTES = TILE * ROW_BYTES, HALF_BYTES = TILES * TILE_BYTES;
+  constexpr int HALVES = halves(ROW_BYTES), STEPS = D / 16;
+  using Copy = Copier<ELEMENT, ROW_BYTES>;
+  using Wide = typename Select<FP8, __half, T>::type;  // what is multiplied
   extern __shared__ char raw[];
   const uint32_t base = (uint32_t(__cvta_generic_to_shared(raw)) + 127) & ~127u;
   int* const cum = reinterpret_cast<int*>(raw + (base - uint32_t(__cvta_generic_to_shared(raw))) + WARPS * HALVES * HALF_BYTES);
@@ -323,7 +370,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
   const int run = warp * gridDim.x + blockIdx.x;
   if (run >= runs) return;
   const int begin = begin_of(run, total, runs), end = begin_of(run + 1, total, runs);
-  const Copier<D> copier(p, lane);
+  const Copy copier(p, lane);
   const uint32_t ring = base + warp * HALVES * HALF_BYTES;
 
   // Fetching runs ahead of computing. Lane i knows where the tiles of unit ids_begin + i lie, and of the one 32 later.
@@ -339,7 +386,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
       places.tiles = min(TILES, (lens[at.seq] + TILE - 1) / TILE - first);
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
-        if (i < places.tiles) places.tile[i] = Copier<D>::place(p, at.seq, at.head, first + i);
+        if (i < places.tiles) places.tile[i] = Copy::place(p, at.seq, at.head, first + i);
     }
     return places;
   };
@@ -387,12 +434,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
     int left = lens[at.seq] - at.unit * UNIT;  // tokens from here to the end of the sequence
     uint32_t q[STEPS][2];
     {
-      const uint32_t* from = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.q) + at.seq * p.q_stride + (query + g) * D) + t;
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.q) + at.seq * p.q_stride + (query + g) * D);
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        q[s][0] = g < group ? from[s * 8] : 0;
-        q[s][1] = g < group ? from[s * 8 + 4] : 0;
-      }
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t two = g < group ? from[s * 8 + (FP8 ? 2 * t + i : t + 4 * i)] : 0;
+          q[s][i] = FP8 ? as_half(two, T()) : two;
+        }
     }
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, o[STEPS][4];
 #pragma unroll
@@ -405,12 +454,19 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
       uint32_t at_slot = ring + slot * HALF_BYTES;
       wait<HALVES - 1>();
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s)
+      for (int s = 0; s < ROW_BYTES / 32; ++s)
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
           uint32_t a[4];
           ldmatrix(a, (at_slot + i * TILE_BYTES + s / 4 * TILE * 128) + (k_lane ^ ((s % 4 * 2) << 4)));
-          Element<T>::mma(c[i][s % 2], a, q[s][0], q[s][1]);
+          if constexpr (FP8) {
+            uint32_t first[4], second[4];
+            widen_k(a, first, second);
+            Element<Wide>::mma(c[i][0], first, q[2 * s][0], q[2 * s][1]);
+            Element<Wide>::mma(c[i][1], second, q[2 * s + 1][0], q[2 * s + 1][1]);
+          } else {
+            Element<Wide>::mma(c[i][s % 2], a, q[s][0], q[s][1]);
+          }
         }
       __syncwarp();
       step_ahead();
@@ -443,7 +499,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
         float w0 = exp2_fast(c[i][0][0] - m[0]), w1 = exp2_fast(c[i][0][1] - m[1]);
         float w2 = exp2_fast(c[i][0][2] - m[0]), w3 = exp2_fast(c[i][0][3] - m[1]);
         l[0] += w0 + w2, l[1] += w1 + w3;
-        b[i][0] = movmatrix(Element<T>::pack(w0, w1)), b[i][1] = movmatrix(Element<T>::pack(w2, w3));
+        b[i][0] = movmatrix(Element<Wide>::pack(w0, w1)), b[i][1] = movmatrix(Element<Wide>::pack(w2, w3));
       }
 
       at_slot = ring + slot * HALF_BYTES;
@@ -452,10 +508,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
-          for (int s = 0; s < STEPS; ++s) {
+          for (int s = 0; s < ROW_BYTES / 32; ++s) {
             uint32_t a[4];
             ldmatrix_trans(a, (at_slot + i * TILE_BYTES + s / 4 * TILE * 128) + (v_lane ^ ((s % 4 * 2) << 4)));
-            Element<T>::mma(o[s], a, b[i][0], b[i][1]);
+            if constexpr (FP8) {
+              uint32_t first[4], second[4];
+              widen_v(a, first, second);
+              Element<Wide>::mma(o[2 * s], first, b[i][0], b[i][1]);
+              Element<Wide>::mma(o[2 * s + 1], second, b[i][0], b[i][1]);
+            } else {
+              Element<Wide>::mma(o[s], a, b[i][0], b[i][1]);
+            }
           }
       } else {  // what lies beyond the sequence may be anything, NaN too
 #pragma unroll
@@ -463,12 +526,21 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
           const int rest = left - i * TILE;
           const uint32_t low = (2 * t < rest ? 0xffffu : 0) | (2 * t + 1 < rest ? 0xffff0000u : 0);
           const uint32_t high = (2 * t + 8 < rest ? 0xffffu : 0) | (2 * t + 9 < rest ? 0xffff0000u : 0);
+          auto add = [&](float (&to)[4], uint32_t (&a)[4]) {
+            a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
+            Element<Wide>::mma(to, a, b[i][0], b[i][1]);
+          };
 #pragma unroll
-          for (int s = 0; s < STEPS; ++s) {
+          for (int s = 0; s < ROW_BYTES / 32; ++s) {
             uint32_t a[4];
             ldmatrix_trans(a, (at_slot + i * TILE_BYTES + s / 4 * TILE * 128) + (v_lane ^ ((s % 4 * 2) << 4)));
-            a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
-            Element<T>::mma(o[s], a, b[i][0], b[i][1]);
+            if constexpr (FP8) {
+              uint32_t first[4], second[4];
+              widen_v(a, first, second);
+              add(o[2 * s], first), add(o[2 * s + 1], second);
+            } else {
+              add(o[s], a);
+            }
           }
         }
       }
@@ -477,25 +549,30 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
       next_slot();
     }
 
-    l[0] = over_tokens_sum(l[0]), l[1] = over_tokens_sum(l[1]);
+    l[0] = over_tokens_sum(l[0]) * p.per_v_scale, l[1] = over_tokens_sum(l[1]) * p.per_v_scale;
     T* const to_row = out + at.seq * p.out_stride + query * D;
     if (at.unit == 0 && fragment_end == row_end) {  // the whole row: write it
       const float inverse0 = 1.0f / l[0], inverse1 = 1.0f / l[1];
-      uint32_t* to = reinterpret_cast<uint32_t*>(to_row + g * D) + t;
+      uint32_t* to = reinterpret_cast<uint32_t*>(to_row + g * D) + (FP8 ? 2 * t : t);
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         uint32_t low = movmatrix(Element<T>::pack(o[s][0] * inverse0, o[s][1] * inverse1));
         uint32_t high = movmatrix(Element<T>::pack(o[s][2] * inverse0, o[s][3] * inverse1));
-        if (g < group) to[s * 8] = low, to[s * 8 + 4] = high;
+        if constexpr (FP8) {  // low: elements 4 t and 4 t + 2, high: those behind them
+          if (g < group)
+            *reinterpret_cast<uint2*>(to + s * 8) = make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+        } else {
+          if (g < group) to[s * 8] = low, to[s * 8 + 4] = high;
+        }
       }
     } else {
       float* entry = p.partial + int64_t(run + row) * (group * D + 2 * GROUP);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         if (2 * t + i < group) {
-          float* to = entry + (2 * t + i) * D + g;
+          float* to = entry + (2 * t + i) * D + (FP8 ? 2 * g : g);
 #pragma unroll
-          for (int s = 0; s < STEPS; ++s) to[s * 16] = o[s][i], to[s * 16 + 8] = o[s][2 + i];
+          for (int s = 0; s < STEPS; ++s) to[s * 16] = o[s][i], to[s * 16 + (FP8 ? 1 : 8)] = o[s][2 + i];
           if (g == 0) reinterpret_cast<float2*>(entry + group * D)[2 * t + i] = make_float2(m[i], l[i]);
         }
       if (lane == written) mine = {row, run, run_of(row_begin, total, runs), run_of(row_end - 1, total, runs)};
@@ -508,10 +585,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
 
 // ---- the launcher -----------------------------------------------------------------------------------------------------
 
-template <typename T, int D>
+template <typename T, int D, bool FP8>
 cudaError_t launch(const Args& p, cudaStream_t stream) {
-  auto kernel = decode_attention<T, D>;
-  const int bytes = 128 + WARPS * halves(D) * UNIT * D * 2 + (2 * p.seqs + 1) * 4;
+  auto kernel = decode_attention<T, D, FP8>;
+  const int row = D * (FP8 ? 1 : 2), bytes = 128 + WARPS * halves(row) * UNIT * row + (2 * p.seqs + 1) * 4;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute chained{};
@@ -533,8 +610,12 @@ extern "C" int counterpoint_decode_attention(const void* args, void* stream) {
   const Args& p = *static_cast<const Args*>(args);
   cudaStream_t on = static_cast<cudaStream_t>(stream);
   if (p.group < 1 || p.group > GROUP || p.page_tokens % TILE) return cudaErrorInvalidValue;
-  if (p.head_dim == 128) return p.is_bf16 ? launch<__nv_bfloat16, 128>(p, on) : launch<__half, 128>(p, on);
-  if (p.head_dim == 64) return p.is_bf16 ? launch<__nv_bfloat16, 64>(p, on) : launch<__half, 64>(p, on);
+#if WITH_FP8
+  if (p.kv_fp8 && p.head_dim == 128) return p.is_bf16 ? launch<__nv_bfloat16, 128, true>(p, on) : launch<__half, 128, true>(p, on);
+#endif
+  if (p.kv_fp8) return cudaErrorInvalidValue;
+  if (p.head_dim == 128) return p.is_bf16 ? launch<__nv_bfloat16, 128, false>(p, on) : launch<__half, 128, false>(p, on);
+  if (p.head_dim == 64) return p.is_bf16 ? launch<__nv_bfloat16, 64, false>(p, on) : launch<__half, 64, false>(p, on);
   return cudaErrorInvalidValue;
 }
 

@@ -19,10 +19,12 @@ from typing import Literal
 import torch
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.model.fp8 import FP8, KV_SCALE
 
 Layout = Literal["HND", "NHD"]
 TILE_TOKENS = 16
 MOST_SEQS = 4096
+FP8_CAPABILITY = (8, 9)  # the first that converts e4m3
 ENTRY_EXTRA = 16  # floats of a partial result beside its G * D accumulators
 
 
@@ -31,8 +33,8 @@ class _Args(ctypes.Structure):  # struct Args of attention.cu
         *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "table", "lengths", "partial", "arrived", "rows_arrived")),
         *((name, ctypes.c_int64) for name in ("q_stride", "out_stride", "page_stride", "head_stride", "token_stride")),
         *((name, ctypes.c_int) for name in ("table_stride", "seqs", "kv_heads", "group", "page_tokens", "pages")),
-        ("scale_log2", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("head_dim", "is_bf16", "sms", "chained")),
+        *((name, ctypes.c_float) for name in ("scale_log2", "per_v_scale")),
+        *((name, ctypes.c_int) for name in ("head_dim", "is_bf16", "kv_fp8", "sms", "chained")),
     ]
 
 
@@ -41,6 +43,7 @@ class DecodeAttention:
 
     `max_seqs` bounds S. `scale` is the softmax scale (None: D ** -0.5). `layout` is the order of the pool's inner axes: "HND" is
     [N, K, T, D], a page of one head in one piece (4 KiB at T = 16, D = 128); "NHD" is [N, T, K, D]. Both are as fast.
+    `kv_dtype`: of the pool, that of the queries (None) or e4m3, whose elements times KV_SCALE (model/fp8.py) are K and V.
     `chained`: a launch may begin before the kernel ahead of it in the stream has ended, and waits for it on the device
     (programmatic dependent launch, Hopper on). A graph that was captured with this object needs it alive: the workspace is its own.
     Raises ValueError for a shape that the kernel doesn't have, KernelError if it can't be built.
@@ -55,21 +58,27 @@ class DecodeAttention:
         sms: int,
         max_seqs: int,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
         layout: Layout = "HND",
         scale: float | None = None,
         device: int = 0,
         chained: bool = False,
         cache: Path | None = None,
     ) -> None:
-        refuse_shape(heads, kv_heads, head_dim, dtype)
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        refuse_shape(heads, kv_heads, head_dim, dtype, kv_dtype)
         if max_seqs > MOST_SEQS:
             raise ValueError(f"max_seqs is {max_seqs}: this kernel takes {MOST_SEQS} at most")
-        self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
+        self.heads, self.kv_heads, self.head_dim, self.dtype, self.kv_dtype = heads, kv_heads, head_dim, dtype, kv_dtype
         self.layout: Layout = layout
         self.sms, self.max_seqs = sms, max_seqs
-        roomy = torch.cuda.get_device_capability(device)[0] in (9, 10)  # 227 KiB of shared memory to an SM, not about 100
+        capability = torch.cuda.get_device_capability(device)
+        if kv_dtype == FP8 and capability < FP8_CAPABILITY:
+            raise ValueError(f"a KV cache of e4m3 takes compute capability 8.9, and the device has {capability}")
+        roomy = capability[0] in (9, 10)  # 227 KiB of shared memory to an SM, not about 100
         warps = 12 if roomy else 6
-        library = load("attention", architecture(device), flags=[f"-DWARPS={warps}"], cache=cache)
+        flags = [f"-DWARPS={warps}", f"-DWITH_FP8={int(capability >= FP8_CAPABILITY)}"]
+        library = load("attention", architecture(device), flags=flags, cache=cache)
         self._launch = library.counterpoint_decode_attention
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         group = heads // kv_heads
@@ -84,9 +93,11 @@ class DecodeAttention:
             rows_arrived=self._rows_arrived.data_ptr(),
             kv_heads=kv_heads,
             group=group,
-            scale_log2=(head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            scale_log2=(head_dim**-0.5 if scale is None else scale) * math.log2(math.e) * (KV_SCALE if kv_dtype == FP8 else 1.0),
+            per_v_scale=1 / KV_SCALE if kv_dtype == FP8 else 1.0,
             head_dim=head_dim,
             is_bf16=int(dtype == torch.bfloat16),
+            kv_fp8=int(kv_dtype == FP8),
             sms=sms,
             chained=int(chained),
         )
@@ -137,11 +148,13 @@ class DecodeAttention:
             raise ValueError(f"q_SHD {tuple(q.shape)}, out_SHD {tuple(out.shape)}: equal, and S at most max_seqs = {self.max_seqs}")
         heads_axis, tokens_axis = (1, 2) if self.layout == "HND" else (2, 1)
         for name, x in (("k_pool", k), ("v_pool", v)):
-            fits = x.dim() == 4 and x.dtype == self.dtype and x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3])
+            fits = x.dim() == 4 and x.dtype == self.kv_dtype and x.stride(3) == 1
+            fits = fits and not any(s * x.itemsize % 16 for s in x.stride()[:3])
             fits = fits and x.shape[heads_axis] == self.kv_heads and x.shape[3] == self.head_dim
-            if not fits or x.shape[tokens_axis] % TILE_TOKENS or x.data_ptr() % 16 or x.shape[0] * x.stride(0) >= 2**35:
+            fits = fits and not x.shape[tokens_axis] % TILE_TOKENS and x.data_ptr() % 16 == 0
+            if not fits or x.shape[0] * x.stride(0) * x.itemsize >= 2**36:
                 raise ValueError(
-                    f"{name} must be {self.dtype} {self.layout} with {self.kv_heads} heads of {self.head_dim}, a multiple of "
+                    f"{name} must be {self.kv_dtype} {self.layout} with {self.kv_heads} heads of {self.head_dim}, a multiple of "
                     f"{TILE_TOKENS} tokens to a page, rows of 16-byte alignment, under 64 GiB: {_text(x)}"
                 )
         if k.shape != v.shape or k.stride() != v.stride():
@@ -152,7 +165,7 @@ class DecodeAttention:
             raise ValueError(f"lengths_S must be contiguous int32 [{q.shape[0]}]: {_text(lengths)}")
 
 
-def refuse_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def refuse_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Raise ValueError unless the kernel has this model's attention shape."""
     if heads % kv_heads or not 1 <= heads // kv_heads <= 8:
         raise ValueError(f"{heads} query heads on {kv_heads} KV heads: this kernel takes 1 to 8 per KV head, a whole number")
@@ -160,6 +173,8 @@ def refuse_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
         raise ValueError(f"head_dim is {head_dim}: this kernel takes 64 or 128")
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype}: this kernel takes bfloat16 or float16")
+    if kv_dtype not in (dtype, FP8) or (kv_dtype == FP8 and head_dim != 128):
+        raise ValueError(f"the KV cache is {kv_dtype}: this kernel takes that of the queries, or e4m3 with heads of 128")
 
 
 def _text(x: torch.Tensor) -> str:

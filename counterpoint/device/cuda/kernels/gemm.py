@@ -5,6 +5,7 @@ Promises: one call is one kernel launch on the current stream, without synchroni
 captured. Must not: be asked for more than 128 rows.
 
 Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a multiple of 64, N of 8. On Hopper.
+Or x and w are Scaled (model/fp8.py) and K a multiple of 128: e4m3 times e4m3, times both scales.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.model.fp8 import FP8, Scaled
 
 MAX_ROWS = 128
+STAGE_BYTES = 128  # of K
+
+
+Rows = torch.Tensor | Scaled
 
 
 class Tile(NamedTuple):
@@ -33,7 +39,7 @@ class Tile(NamedTuple):
 
 class _Args(ctypes.Structure):  # struct Args of gemm.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "w", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "w", "out", "x_scale", "w_scale")),
         *((name, ctypes.c_int64) for name in ("x_stride", "w_stride", "out_stride")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "sms", "height", "groups", "chained")),
     ]
@@ -55,9 +61,10 @@ def fit(n: int, sms: int, m: int) -> Tile:
     return min((Tile(height, g) for g in groups for height in range(32, 257, 8)), key=cost)
 
 
-def wgmma_header(height: int) -> str:
-    """C++ for one wgmma shape: m64 n`height` k16, both operands in shared memory (PTX ISA, wgmma.mma_async)."""
+def wgmma_header(height: int, fp8: bool = False) -> str:
+    """C++ for one wgmma shape: m64 n`height` and 32 bytes of K, both operands in shared memory (PTX ISA, wgmma.mma_async)."""
     count = height // 2
+    kind, layout = ("k32.f32.e4m3.e4m3", "") if fp8 else ("k16.f32.bf16.bf16", ", 0, 0")
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return f"""#pragma once
@@ -66,7 +73,7 @@ template <int N> struct Wgmma;
 template <> struct Wgmma<{height}> {{
   static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
     asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{height}k16.f32.bf16.bf16 {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}\\n"
+      "wgmma.mma_async.sync.aligned.m64n{height}{kind} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}\\n"
       : {outputs} : "l"(a), "l"(b), "r"(add));
   }}
   static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  // no use of d moves above this
@@ -74,6 +81,7 @@ template <> struct Wgmma<{height}> {{
   }}
 }};
 #define HEIGHT_HERE {height}
+#define FP8_HERE {int(fp8)}
 """
 
 
@@ -83,7 +91,7 @@ class SkinnyGemm:
     def __init__(self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None) -> None:
         self.sms, self.chained = sms, chained
         self._arch, self._cache = architecture(device), cache
-        self._launches: dict[int, Callable[[Any, Any], int]] = {}
+        self._launches: dict[tuple[int, bool], Callable[[Any, Any], int]] = {}
         self._tiles: dict[tuple[int, int], Tile] = {}
         if self._arch != "90a":
             raise ValueError(f"this kernel is for Hopper (sm_90a), and the device is sm_{self._arch}")
@@ -94,24 +102,32 @@ class SkinnyGemm:
             self._tiles[n, m] = fit(n, self.sms, m)
         return self._tiles[n, m]
 
-    def __call__(self, x_MK: torch.Tensor, w_NK: torch.Tensor, out_MN: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x_MK: Rows, w_NK: Rows, out_MN: torch.Tensor | None = None) -> torch.Tensor:
         """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
-        (m, k), n = x_MK.shape, w_NK.shape[0]
-        out = x_MK.new_empty(m, n) if out_MN is None else out_MN
-        for name, x, shape in (("x_MK", x_MK, (m, k)), ("w_NK", w_NK, (n, k)), ("out_MN", out, (m, n))):
-            if x.shape != shape or x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-                raise ValueError(
-                    f"{name} must be bfloat16 {shape} with 16-byte aligned rows: got {x.dtype} {tuple(x.shape)} {x.stride()}"
-                )
-        if not 1 <= m <= MAX_ROWS or k % 64 or n % 8:
-            raise ValueError(f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of 64")
+        fp8 = isinstance(w_NK, Scaled)
+        x, x_scale = plain(x_MK)
+        w, w_scale = plain(w_NK)
+        (m, k), n = x.shape, w.shape[0]
+        out = x.new_empty(m, n, dtype=torch.bfloat16) if out_MN is None else out_MN
+        dtype = FP8 if fp8 else torch.bfloat16
+        expected = (("x_MK", x, (m, k), dtype), ("w_NK", w, (n, k), dtype), ("out_MN", out, (m, n), torch.bfloat16))
+        for name, of, shape, wanted in expected:
+            aligned = of.stride(0) * of.itemsize % 16 == 0 and of.data_ptr() % 16 == 0
+            if of.shape != shape or of.dtype != wanted or of.stride(1) != 1 or not aligned:
+                got = f"{of.dtype} {tuple(of.shape)} {of.stride()}"
+                raise ValueError(f"{name} must be {wanted} {shape} with 16-byte aligned rows: got {got}")
+        if not 1 <= m <= MAX_ROWS or k * w.itemsize % STAGE_BYTES or n % 8:
+            multiple = STAGE_BYTES // w.itemsize
+            raise ValueError(f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of {multiple}")
         tile = self.tile(n, m)
         args = _Args(
-            x=x_MK.data_ptr(),
-            w=w_NK.data_ptr(),
+            x=x.data_ptr(),
+            w=w.data_ptr(),
             out=out.data_ptr(),
-            x_stride=x_MK.stride(0),
-            w_stride=w_NK.stride(0),
+            x_scale=x_scale,
+            w_scale=w_scale,
+            x_stride=x.stride(0),
+            w_stride=w.stride(0),
             out_stride=out.stride(0),
             m=m,
             n=n,
@@ -121,13 +137,21 @@ class SkinnyGemm:
             groups=tile.groups,
             chained=int(self.chained),
         )
-        check(self._kernel(tile.height)(ctypes.byref(args), torch.cuda.current_stream(x_MK.device).cuda_stream), "skinny GEMM")
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        check(self._kernel(tile.height, fp8)(ctypes.byref(args), stream), "skinny GEMM")
         return out
 
-    def _kernel(self, height: int) -> Callable[[Any, Any], int]:
-        if height not in self._launches:
-            library = load("gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height)}, cache=self._cache)
+    def _kernel(self, height: int, fp8: bool) -> Callable[[Any, Any], int]:
+        if (height, fp8) not in self._launches:
+            library = load("gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height, fp8)}, cache=self._cache)
             launch = library.counterpoint_skinny_gemm
             launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-            self._launches[height] = launch
-        return self._launches[height]
+            self._launches[height, fp8] = launch
+        return self._launches[height, fp8]
+
+
+def plain(rows: Rows) -> tuple[torch.Tensor, int | None]:
+    """The matrix, and where the scales of its rows are, if it has them."""
+    if isinstance(rows, Scaled):
+        return rows.values_RK, rows.scale_R.data_ptr()
+    return rows, None

@@ -5,7 +5,8 @@ stream, without synchronising, so that they can be captured; a call costs the ho
 Must not: hold state between calls.
 
 Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, N outputs,
-R rows. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike.
+R rows. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike; its elements are the
+activations' or e4m3. A quantised result is a Scaled (model/fp8.py) of the plain one, to the bit.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.model.fp8 import FP8, KV_SCALE, Scaled
 
 HEAD_DIMS = (64, 128, 256)
 MOST_FEATURES = 16384  # of a norm's row
+MOST_QUANTISED = 32768  # features of a row that is quantised
 FEW_ROWS = (1, 2, 4)
 FEW_BYTES = 200 * 1024  # of the rows together
 
 
 class _Args(ctypes.Structure):  # struct Args of layer.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight2", "cos", "sin", "y", "k", "v", "rows")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight2", "cos", "sin", "y", "k", "v", "rows", "y8", "scales")),
         *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
         *((name, ctypes.c_int) for name in ("count", "size", "heads", "kv_heads", "head_dim", "page_tokens", "n", "units")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("is_bf16", "chained")),
+        *((name, ctypes.c_float) for name in ("eps", "k_scale", "v_scale")),
+        *((name, ctypes.c_int) for name in ("is_bf16", "chained", "kv_fp8")),
     ]
 
 
@@ -55,9 +58,12 @@ class LayerKernels:
         if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MOST_FEATURES:
             raise ValueError(f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8")
         self._device = device
+        self._dtype = dtype
         self._common: dict[str, Any] = {"is_bf16": int(dtype == torch.bfloat16), "chained": int(chained), "units": units}
+        self._common |= {"k_scale": KV_SCALE, "v_scale": KV_SCALE}
         library = load("layer", architecture(device), cache=cache)
         names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_append", "gather", "few_rows")
+        names += ("add_rms_norm_quantised", "quantise", "silu_mul_quantised")
         self._launches = {name: getattr(library, f"counterpoint_{name}") for name in names}
         for launch in self._launches.values():
             launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -80,6 +86,31 @@ class LayerKernels:
         y_TF = x_T2F.new_empty(rows, size)
         self._run("silu_mul", rows, x=x_T2F.data_ptr(), y=y_TF.data_ptr(), size=size)
         return y_TF
+
+    def quantise(self, x_RK: Tensor) -> Scaled:
+        """Of at most MOST_QUANTISED features, a multiple of 8."""
+        x_RK = x_RK.contiguous()
+        rows = self._scaled(x_RK, *x_RK.shape)
+        self._run("quantise", x_RK.shape[0], x=x_RK.data_ptr(), size=x_RK.shape[1], **into(rows))
+        return rows
+
+    def add_rms_norm_quantised(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Scaled]:
+        """x + delta in place of x, and its norm, quantised."""
+        rows, size = x_TD.shape
+        normed = self._scaled(x_TD, rows, size)
+        inputs = {"x": x_TD.data_ptr(), "weight": weight_D.data_ptr(), "y": delta_TD.data_ptr()}
+        self._run("add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **into(normed))
+        return x_TD, normed
+
+    def silu_mul_quantised(self, x_T2F: Tensor) -> Scaled:
+        rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
+        gated = self._scaled(x_T2F, rows, size)
+        self._run("silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **into(gated))
+        return gated
+
+    @staticmethod
+    def _scaled(like: Tensor, rows: int, size: int) -> Scaled:
+        return Scaled(like.new_empty(rows, size, dtype=FP8), like.new_empty(rows, dtype=torch.float32))
 
     def rope_and_append(
         self,
@@ -118,6 +149,7 @@ class LayerKernels:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            kv_fp8=int(k_pages.dtype == FP8),
             eps=eps,
         )
         return q_THA
@@ -127,7 +159,7 @@ class LayerKernels:
         _, page_tokens, kv_heads, head_dim = k_pages.shape
         page_stride, token_stride, head_stride, _ = k_pages.stride()
         count = rows_L.shape[0]
-        k_LKA, v_LKA = k_pages.new_empty(2, count, kv_heads, head_dim).unbind(0)
+        k_LKA, v_LKA = k_pages.new_empty(2, count, kv_heads, head_dim, dtype=self._dtype).unbind(0)
         self._run(
             "gather",
             count,
@@ -142,6 +174,7 @@ class LayerKernels:
             page_tokens=page_tokens,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            kv_fp8=int(k_pages.dtype == FP8),
         )
         return k_LKA, v_LKA
 
@@ -159,3 +192,7 @@ class LayerKernels:
             # As torch's own generated code asks; torch.cuda.current_stream takes ten times as long.
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             check(self._launches[name](ctypes.byref(args), stream), name)
+
+
+def into(rows: Scaled) -> dict[str, int]:
+    return {"y8": rows.values_RK.data_ptr(), "scales": rows.scale_R.data_ptr()}

@@ -1,0 +1,124 @@
+"""Eight bits on a GPU: kernels against the plain quantiser, models against the float32 reference, nothing that depends on neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, Service, make_parts, requests, rig
+from test_cuda_executor import reference_logits, tokens_of
+from test_cuda_gpu import LLAMA, drawn, error, layer_kernels
+
+from counterpoint.core.policy import Multiplex, Serial
+from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
+
+SIXTEEN = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 28672), (5, 16384)])
+def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: int):
+    kernels = layer_kernels(dtype, min(size, 16384), 128, chained)
+    x = drawn(rows, size, dtype=dtype) * 7
+    x[0, : size // 2] = 0
+    got, truth = kernels.quantise(x), quantise_rows(x)
+    assert torch.allclose(got.scale_R, truth.scale_R, rtol=1e-6)
+    apart = (got.values_RK.float() - truth.values_RK.float()).abs()
+    assert bool((apart <= truth.values_RK.float().abs() / 8 + 2**-9).all()), "at most the next number"
+    assert float((apart > 0).float().mean()) < 1e-3, "and that where the quotient was all but between two"
+    gates = drawn(rows, 2 * size, dtype=dtype)
+    assert same(kernels.silu_mul_quantised(gates), kernels.quantise(kernels.silu_mul(gates)))
+    if size <= 16384:
+        delta, weight = drawn(rows, size, dtype=dtype), drawn(size, dtype=dtype)
+        total, normed = kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
+        total8, normed8 = kernels.add_rms_norm_quantised(x.clone(), delta.clone(), weight, 1e-5)
+        assert torch.equal(total, total8)
+        assert same(normed8, kernels.quantise(normed)), "fused or not, the same bits"
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.values_RK.view(torch.uint8), b.values_RK.view(torch.uint8)) and torch.equal(a.scale_R, b.scale_R)
+
+
+def test_a_row_that_is_not_finite_stays_alone():
+    kernels = layer_kernels(torch.bfloat16, 512, 128, True)
+    x = drawn(3, 512, dtype=torch.bfloat16)
+    x[1, 7], x[2, 9] = float("nan"), float("inf")
+    wide = kernels.quantise(x).wide()
+    assert bool(wide[0].isfinite().all()) and not bool(wide[1].isfinite().all()) and not bool(wide[2].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("by", ["CUDA", "Triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (5, 5, 128)])
+def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int):
+    """What is written is the rounded K and V, and nothing beside it; what is gathered is what was written."""
+    from counterpoint.device.cuda import fused
+    from counterpoint.device.cuda.attend import decode_by_torch
+    from counterpoint.device.cuda.ops import rope_angles
+
+    kernels = layer_kernels(dtype, 512, size, True)
+    rows, pages = 33, 40
+    shape = (pages, PAGE, kv_heads, size)
+    plain = [torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(2)]
+    eight = [torch.full(shape, float("nan"), device="cuda").to(FP8) for _ in range(2)]
+    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype) * 3
+    x[0, -1] = 1000.0  # saturates
+    at = torch.randperm(pages * PAGE)[:rows].cuda()
+    angles = rope_angles(torch.arange(rows).cuda() + 5, torch.rand(size // 2).cuda(), 1.0)
+    append = kernels.rope_and_append if by == "CUDA" else fused.rope_and_append
+    q = append(x, angles, None, None, 1e-5, *plain, at)
+    assert torch.equal(q, append(x, angles, None, None, 1e-5, *eight, at))
+    for wide, narrow in zip(plain, eight, strict=True):
+        written = narrow.flatten(0, 1).float()[at]
+        rounded = to_fp8(wide.flatten(0, 1)[at].float()).float()
+        bound = 0.0 if by == "CUDA" else 1e-2  # Triton's does not round to the activations' type first
+        assert float((written - rounded).norm() / rounded.norm()) <= bound
+        assert int(narrow.float().isfinite().sum()) == rows * kv_heads * size, "a write beside the rows"
+    gather = kernels.gather_context if by == "CUDA" else fused.gather_context
+    for got, narrow in zip(gather(*eight, at.int(), *[dtype] * (by == "Triton")), eight, strict=True):
+        assert got.dtype == dtype and torch.equal(got.float(), narrow.flatten(0, 1).float()[at])
+
+    k, v = (to_fp8(drawn(*shape)) for _ in range(2))
+    lengths = torch.tensor([1, 16, 17, 200, 333], dtype=torch.int32)
+    tables = torch.stack([torch.randperm(pages)[:24] for _ in lengths]).int()
+    q = drawn(len(lengths), heads, size, dtype=dtype)
+    truth = decode_by_torch(q.float().cpu(), k.float().cpu(), v.float().cpu(), tables, lengths)
+    assert error(fused.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth) < 1e-2
+
+
+@pytest.mark.parametrize("quantise", [False, True], ids=["bfloat16 weights", "fp8 weights"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bfloat16 cache", "fp8 cache"])
+@pytest.mark.parametrize("spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, kv_heads=8)], ids=["128", "64"])
+def test_tokens_are_best_or_nearly(spec, kv_dtype: torch.dtype | None, quantise: bool):
+    """A token that is not the float32 reference's best must be within the rounding of eight bits of it: half a deviation of the
+    logits (bfloat16 alone: a quarter, in test_cuda_gpu)."""
+    prompt = [7 * n % VOCAB for n in range(1, 300)]
+    with rig(spec=spec, dtype=torch.bfloat16, deviation=0.05, kv_dtype=kv_dtype, quantise=quantise) as r:
+        r.open(0, prompt)
+        got = tokens_of(r.generate(0, len(prompt), 24, units=LEVELS[0]))
+    logits = reference_logits(spec, prompt + got, 0.05)[len(prompt) - 1 : -1, :VOCAB]
+    chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
+    assert ((logits.amax(1) - chosen) / logits.std(1)).max() < 0.5
+
+
+def test_layer_groups_do_not_change_an_answer():
+    """The norm that is fused with quantising must equal the two in turn: groups end between them."""
+    prompt = [7 * n % VOCAB for n in range(1, 200)]
+    answers = []
+    for policy in (
+        lambda units: Serial(400, units, depth=2),
+        lambda units: Multiplex(400, units, LEVELS[0], LLAMA.layers, layer_group=1, depth=2),
+    ):
+        parts = make_parts(spec=LLAMA, dtype=torch.bfloat16, pages=200, kv_dtype=FP8, quantise=True, deviation=0.05, split=True)
+        service = Service(parts, policy(parts.units), max_pass_tokens=400, overlap=True)
+        arrivals = requests(1, most_tokens=1)
+        arrivals = [type(arrivals[0])(id=f"r{n}", prompt=tuple(prompt[n:]), sampling=arrivals[0].sampling) for n in range(1)]
+        answers.append(service.ask(arrivals))
+        service.close()
+        parts.close()
+    assert answers[0] == answers[1]
