@@ -156,7 +156,8 @@ def make_parts(
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
 ) -> Parts:
-    """`kv_dtype` and `quantise` as `cuda_ops` has them (GPU only). `split` makes partitions; in place, the device has 8 units and splits of 2 and 4."""
+    """`kv_dtype` and `quantise` (on a GPU) as `cuda_ops` has them. `split` makes partitions;
+    in place, the device has 8 units and splits of 2 and 4."""
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()

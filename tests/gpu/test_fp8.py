@@ -1,4 +1,4 @@
-"""Eight bits on a GPU: kernels against the plain quantiser, models against the float32 reference, nothing that depends on neighbours."""
+"""Eight bits on a GPU: kernels against the plain quantiser, models against the float32 reference."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, Service, make_parts, requests, rig
+from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, rig
 from test_cuda_executor import reference_logits, tokens_of
 from test_cuda_gpu import LLAMA, drawn, error, layer_kernels
 
-from counterpoint.core.policy import Multiplex, Serial
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
@@ -104,21 +103,3 @@ def test_tokens_are_best_or_nearly(spec, kv_dtype: torch.dtype | None, quantise:
     logits = reference_logits(spec, prompt + got, 0.05)[len(prompt) - 1 : -1, :VOCAB]
     chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
     assert ((logits.amax(1) - chosen) / logits.std(1)).max() < 0.5
-
-
-def test_layer_groups_do_not_change_an_answer():
-    """The norm that is fused with quantising must equal the two in turn: groups end between them."""
-    prompt = [7 * n % VOCAB for n in range(1, 200)]
-    answers = []
-    for policy in (
-        lambda units: Serial(400, units, depth=2),
-        lambda units: Multiplex(400, units, LEVELS[0], LLAMA.layers, layer_group=1, depth=2),
-    ):
-        parts = make_parts(spec=LLAMA, dtype=torch.bfloat16, pages=200, kv_dtype=FP8, quantise=True, deviation=0.05, split=True)
-        service = Service(parts, policy(parts.units), max_pass_tokens=400, overlap=True)
-        arrivals = requests(1, most_tokens=1)
-        arrivals = [type(arrivals[0])(id=f"r{n}", prompt=tuple(prompt[n:]), sampling=arrivals[0].sampling) for n in range(1)]
-        answers.append(service.ask(arrivals))
-        service.close()
-        parts.close()
-    assert answers[0] == answers[1]

@@ -76,7 +76,7 @@ def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_p
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",
             "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",
-            "max_pass_tokens": "set quantization or kv_cache_dtype to fp8, lower max_pass_tokens or max_running, or take a smaller model",
+            "max_pass_tokens": "lower max_pass_tokens or max_running, choose fp8 or a smaller model",
         }[flag]
         raise ConfigError(f"{wanted}: {budget}. To fit, {fix}")
     return pages

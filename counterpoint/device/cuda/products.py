@@ -44,7 +44,9 @@ def by_cublas(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
 def scaled(x_RK: Scaled, weight_NK: Scaled) -> Tensor:
     """The product of quantised rows and a quantised weight, bfloat16. One sum of e4m3 is kept as the tensor cores keep it."""
     scales = x_RK.scale_R[:, None], weight_NK.scale_R[None]
-    return torch._scaled_mm(x_RK.values_RK, weight_NK.values_RK.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x_RK.values_RK, weight_NK.values_RK.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def quantised(x: Matrix, quantise: Quantise) -> Scaled:
@@ -80,7 +82,8 @@ class Products:
         if rows > MOST_ROWS:
             return otherwise
         probe = PROBES[bisect.bisect_left(PROBES, rows)]
-        chosen = self.choice.get((weight.dtype, *weight.shape, probe), otherwise)
+        outputs, inputs = weight.shape
+        chosen = self.choice.get((weight.dtype, outputs, inputs, probe), otherwise)
         return otherwise if chosen == self._few and rows != probe else chosen
 
     def candidates(self, weight: Matrix, rows: int) -> dict[str, Product]:
