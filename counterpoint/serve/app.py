@@ -1,7 +1,7 @@
 """The HTTP application: routes, and what becomes of errors.
 
-Owns: paths, status codes, the OpenAPI document. Promises: whatever a client sends is answered below 500; every error has OpenAI's
-envelope; a server that is loading or has lost its engine says 503, at /health too.
+Owns: paths, status codes, the OpenAPI document. Promises: whatever a client sends is answered below 500; every error has the
+envelope of its path's API; a server that is loading or has lost its engine says 503, at /health too.
 Must not: tokenise, schedule, or shape an answer itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import fastapi
@@ -22,9 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import counterpoint
 from counterpoint.config import ServerConfig
+from counterpoint.serve import messages
 from counterpoint.serve.client import EngineClient, EngineLost
 from counterpoint.serve.guard import ApiKey, Overloaded, Queue
 from counterpoint.serve.intake import Ask, Intake, apart
+from counterpoint.serve.messages import CountTokensRequest, MessagesRequest, chat_of, conversation_of
+from counterpoint.serve.messages_reply import MessageReply
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.openai import (
     ApiError,
@@ -34,14 +38,25 @@ from counterpoint.serve.openai import (
     ModelRequest,
     SampledRequest,
     TokenizeRequest,
+    in_words_of,
     parse,
 )
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
+from counterpoint.serve.responses import ResponsesRequest
+from counterpoint.serve.responses_reply import ResponseReply
 from counterpoint.serve.stream import ClientGone, Generation, read_body, respond
 
 LOADING_RETRY_S = 5
 REFERENCE = "#/components/schemas/{model}"
-BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 Asked = TypeVar("Asked", bound=ModelRequest)
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -110,9 +125,38 @@ def create_app(service: Service) -> FastAPI:
         intake = service.ready()
         return json_response(await intake.detokenize(await service.parsed(DetokenizeRequest, request)))
 
+    add_other_apis(app, service)
     add_facts(app, service)
     app.openapi = lambda: document(app)
     return app
+
+
+def add_other_apis(app: FastAPI, service: Service) -> None:
+    """What is a chat in other words."""
+
+    @app.post("/v1/responses", **documented(ResponsesRequest, "A response"))
+    async def responses(request: Request) -> Response:
+        intake = service.ready()
+        asked = await service.parsed(ResponsesRequest, request)
+        with in_words_of(ResponsesRequest):
+            ask = await intake.chat(asked.chat(), "resp_")
+        return await respond(request, service.generation(ask, intake), ResponseReply(ask, intake.text, asked))
+
+    @app.post(messages.PATH, **documented(MessagesRequest, "A message, as clients of Anthropic's API have it"))
+    async def create_message(request: Request) -> Response:
+        intake = service.ready()
+        asked = await service.parsed(MessagesRequest, request)
+        with in_words_of(MessagesRequest):
+            ask = await intake.chat(chat_of(asked), "msg_", at_most=asked.max_tokens)
+        return await respond(request, service.generation(ask, intake), MessageReply(ask, asked))
+
+    @app.post(f"{messages.PATH}/count_tokens", **documented(CountTokensRequest, "How many tokens a message's prompt has"))
+    async def count_tokens(request: Request) -> Response:
+        intake = service.ready()
+        asked = await service.parsed(CountTokensRequest, request)
+        with in_words_of(CountTokensRequest):
+            tokens = await intake.tokens_of(TokenizeRequest(model=asked.model, **conversation_of(asked)))
+        return JSONResponse({"input_tokens": len(tokens)})
 
 
 def json_response(body: bytes) -> Response:
@@ -200,16 +244,17 @@ def document(app: FastAPI) -> Json:
 
 
 def add_error_handlers(app: FastAPI) -> None:
+    def told(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        return JSONResponse(messages.envelope(request.url.path, error), error.status, headers)
+
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return JSONResponse(
-            error.body(), error.status, {"retry-after": str(error.retry_s)} if isinstance(error, Overloaded) else {}
-        )
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return told(request, error, {"retry-after": str(error.retry_s)} if isinstance(error, Overloaded) else {})
 
     @app.exception_handler(EngineLost)
-    async def engine_lost(_: Request, error: EngineLost) -> Response:
+    async def engine_lost(request: Request, error: EngineLost) -> Response:
         lost = ApiError(503, str(error), code="engine_unavailable")
-        return JSONResponse(lost.body(), 503, {"retry-after": str(LOADING_RETRY_S)})
+        return told(request, lost, {"retry-after": str(LOADING_RETRY_S)})
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:
@@ -217,12 +262,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        told = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-        return JSONResponse(told.body(), error.status_code, error.headers)
+        wrong = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+        return told(request, wrong, error.headers)
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+    async def bug(request: Request, error: Exception) -> Response:
+        return told(request, ApiError(500, f"internal error: {type(error).__name__}"))
 
 
 class RequestIds:

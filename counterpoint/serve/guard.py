@@ -1,8 +1,8 @@
 """Who may come in: the API key, and how much may wait.
 
 Owns: the count of what is in flight without a first token, the limits on it, and the refusals. Promises: a refusal costs no
-tokenising and is a whole response with OpenAI's envelope, for a stream too; whoever was let in is counted out exactly once; the key
-is compared in constant time, and never told to anyone.
+tokenising and is a whole response with its API's envelope, for a stream too; whoever was let in is counted out exactly once; the
+key is compared in constant time, and never told to anyone.
 Must not: tokenise, or talk to the engine.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from counterpoint.serve.messages import envelope
 from counterpoint.serve.openai import ApiError
 from counterpoint.types import Arrive
 
@@ -83,7 +84,8 @@ class Place:
 
 
 class ApiKey:
-    """Lets a request pass that has `key` as its Bearer token; others are answered 401, whatever they ask for."""
+    """Lets a request pass that has `key` as its Bearer token, or as its x-api-key; others are answered 401, whatever they ask
+    for."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -94,9 +96,11 @@ class ApiKey:
             await self.app(scope, receive, send)
             return
         error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        await JSONResponse(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+        await JSONResponse(envelope(scope["path"], error), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _fits(self, scope: Scope) -> bool:
-        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        headers = dict(scope["headers"])
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = bearer if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(given.strip()).digest()  # equal lengths: the time tells nothing of the key's
-        return kind.lower() == b"bearer" and hmac.compare_digest(digest, self._digest)
+        return hmac.compare_digest(digest, self._digest)

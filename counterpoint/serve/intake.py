@@ -84,17 +84,18 @@ class Intake:
 
     # ------------------------------------------------------------ the endpoints
 
-    async def chat(self, request: ChatRequest) -> Ask:
+    async def chat(self, request: ChatRequest, prefix: str = "chatcmpl-", at_most: int | None = None) -> Ask:
+        """`prefix`: of the id. `at_most`: the most tokens of the answer, which what is left of the context may cut to fewer."""
         self.check_model(request.model)
         prompt = await apart(self._rendered, characters_of(request.messages), request.messages, template_options(request))
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._ask("chatcmpl", request, [prompt], limit, self.context_tokens, logprobs, "messages")
+        return self._ask(prefix, request, [prompt], limit, at_most or self.context_tokens, logprobs, "messages")
 
     async def completion(self, request: CompletionRequest) -> Ask:
         self.check_model(request.model)
         prompts = await self._prompts(request.prompt)
-        ask = self._ask("cmpl", request, prompts, request.max_tokens, COMPLETION_TOKENS, request.logprobs, "prompt")
+        ask = self._ask("cmpl-", request, prompts, request.max_tokens, COMPLETION_TOKENS, request.logprobs, "prompt")
         if request.echo and request.logprobs is not None:
             arrives = [replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs)) for a in ask.arrives]
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
@@ -103,8 +104,12 @@ class Intake:
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The answer of /tokenize, as JSON. Raises ApiError."""
         self.check_model(request.model)
-        size = len(request.prompt) if request.prompt is not None else characters_of(request.messages or ())
-        return await apart(self._tokenize, size, request)
+        return await apart(self._tokenize, size_of(request), request)
+
+    async def tokens_of(self, request: TokenizeRequest) -> list[int]:
+        """Raises ApiError."""
+        self.check_model(request.model)
+        return await apart(self._tokens_of, size_of(request), request)
 
     async def detokenize(self, request: DetokenizeRequest) -> bytes:
         """The answer of /detokenize, as JSON. Raises ApiError."""
@@ -131,6 +136,11 @@ class Intake:
             raise ApiError(400, str(error), param="messages") from None
 
     def _tokenize(self, request: TokenizeRequest) -> bytes:
+        tokens = self._tokens_of(request)
+        names = [self.text.piece(token) for token in tokens] if request.return_token_strs else None
+        return encode({"count": len(tokens), "max_model_len": self.context_tokens, "tokens": tokens, "token_strs": names})
+
+    def _tokens_of(self, request: TokenizeRequest) -> list[int]:
         if request.messages is None:
             text, special = request.prompt or "", request.add_special_tokens is not False
         else:
@@ -138,9 +148,7 @@ class Intake:
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"the conversation has {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenised"
             raise ApiError(400, message, param="messages")
-        tokens = self.text.encode([text], special)[0]
-        names = [self.text.piece(token) for token in tokens] if request.return_token_strs else None
-        return encode({"count": len(tokens), "max_model_len": self.context_tokens, "tokens": tokens, "token_strs": names})
+        return self.text.encode([text], special)[0]
 
     def _detokenize(self, tokens: Sequence[int]) -> bytes:
         return encode({"prompt": self.text.decode(tokens, skip_special=False)})
@@ -183,7 +191,7 @@ class Intake:
         n = request.n or 1
         if len(prompts) * n > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts with n = {n} make more than {MAX_PROMPTS} choices", param="n")
-        id = f"{prefix}-{uuid.uuid4().hex}"
+        id = f"{prefix}{uuid.uuid4().hex}"
         seed = (secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK
         arrives: list[Arrive] = []
         for prompt in prompts:
@@ -224,7 +232,7 @@ class Intake:
         if size + limit > context:
             message = (
                 f"this model's context is {context} tokens, and {size + limit} are asked for: "
-                f"{size} in the prompt and {limit} for the answer (max_tokens)"
+                f"{size} in the prompt and {limit} for the answer"
             )
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return limit
@@ -286,6 +294,10 @@ def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     elif request.add_generation_prompt is False:
         options["add_generation_prompt"] = False
     return options
+
+
+def size_of(request: TokenizeRequest) -> int:
+    return len(request.prompt) if request.prompt is not None else characters_of(request.messages or ())
 
 
 def characters_of(messages: Sequence[Message]) -> int:

@@ -8,6 +8,8 @@ Must not: know the model (its vocabulary and context are checked in intake.py).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -83,6 +85,8 @@ class ModelRequest(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
     # known fields that would change the answer, with the values under which they do not
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
+    names: ClassVar[dict[str, str]] = {}  # what this API calls fields that have another name in /v1/chat/completions
 
     model: str | None = None
 
@@ -265,8 +269,24 @@ def parse(kind: type[Request], body: bytes) -> Request:
     for name, harmless in kind.refused.items():
         raw = bytes(fields.get(name, b"null"))
         if len(raw) > HARMLESS_BYTES or msgspec.json.decode(raw) not in harmless:
-            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+            instead = f": {kind.instead[name]}" if name in kind.instead else ""
+            raise ApiError(400, f"{name} is not supported by this server{instead}", param=name, code="unsupported_parameter")
     return request
+
+
+@contextlib.contextmanager
+def in_words_of(kind: type[ModelRequest]) -> Iterator[None]:
+    """What is wrong with the chat that a request of `kind` was made into is an ApiError, and names the field as its API does."""
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        raise renamed(refusal_of(error), kind) from None
+    except ApiError as error:
+        raise renamed(error, kind) from None
+
+
+def renamed(error: ApiError, kind: type[ModelRequest]) -> ApiError:
+    return ApiError(error.status, str(error), param=kind.names.get(error.param or "", error.param), code=error.code)
 
 
 split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # takes no time for what is in them

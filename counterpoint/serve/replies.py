@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from counterpoint.serve.answer import Answer, Entry, Piece
+from counterpoint.serve.answer import Answer, AnswerOptions, Entry, Piece
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError, CompletionRequest
 from counterpoint.serve.text import Text
@@ -90,6 +90,17 @@ class Spelling:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def entry(self, entry: Entry, options: AnswerOptions) -> Json:
+        """As chats have it."""
+        known = entry.logprobs or TokenLogprobs(LEAST_LOGPROB)
+        hidden = options.skip_special and self.text.is_special(entry.token)
+        top = [self._token(token, logprob) for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True)]
+        written = self._token(entry.token, known.logprob)
+        return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        return {"token": self.shown(token), "logprob": finite(logprob), "bytes": list(self.bytes_of(token))}
 
 
 class ChoiceReply(abc.ABC):
@@ -182,21 +193,7 @@ class ChatReply(ChoiceReply):
     def _logprobs(self, entries: Sequence[Entry]) -> Json | None:
         if not self.ask.options.logprobs:
             return None
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
-
-    def _entry(self, entry: Entry) -> Json:
-        known = entry.logprobs or TokenLogprobs(LEAST_LOGPROB)
-        hidden = self.ask.options.skip_special and self.spelling.text.is_special(entry.token)
-        top = [self._token(token, logprob) for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True)]
-        written = self._token(entry.token, known.logprob)
-        return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
-
-    def _token(self, token: int, logprob: float) -> Json:
-        return {
-            "token": self.spelling.shown(token),
-            "logprob": finite(logprob),
-            "bytes": list(self.spelling.bytes_of(token)),
-        }
+        return {"content": [self.spelling.entry(entry, self.ask.options) for entry in entries], "refusal": None}
 
 
 class CompletionReply(ChoiceReply):

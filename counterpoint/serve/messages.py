@@ -1,0 +1,218 @@
+"""/v1/messages, as clients of Anthropic's API write it: blocks, made into the chat that they are, and that API's errors.
+
+Owns: the request's fields and what they mean as a chat; the error envelope under its path. Promises: a request that passes is one
+that chat takes; kinds of blocks that the model cannot see (images, documents) are refused by name.
+Must not: render, tokenise, or shape an answer (messages_reply.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from counterpoint.serve.openai import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    ApiError,
+    ChatRequest,
+    Message,
+    ModelRequest,
+    SampledRequest,
+    Stop,
+    TextPart,
+    Tokens,
+)
+
+PATH = "/v1/messages"
+ERROR_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Strict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+
+
+def role_of(turn: Any) -> str:
+    role = turn.get("role") if isinstance(turn, dict) else getattr(turn, "role", None)
+    return role if isinstance(role, str) else repr(role)[:50]
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Discriminator("type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Discriminator("type")]
+
+
+class UserTurn(Strict):
+    role: Literal["user"]
+    content: str | list[UserBlock]
+
+
+class AssistantTurn(Strict):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+class SystemTurn(Strict):
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+Turn = Annotated[
+    Annotated[UserTurn, Tag("user")] | Annotated[AssistantTurn, Tag("assistant")] | Annotated[SystemTurn, Tag("system")],
+    Discriminator(role_of),
+]
+
+
+Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+
+
+class Thinking(Strict):
+    """Whether the model shall think, where its template can be told. A budget is no limit: `max_tokens` is."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = None
+    display: Literal["summarized"] | None = None
+
+
+class Metadata(Strict):
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "container": (None,),
+    "mcp_servers": (None, []),
+    "output_config": (None, {}),
+    "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
+    "tools": (None, []),
+}
+
+
+class CountTokensRequest(ModelRequest):
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
+
+    messages: Turns
+    system: str | list[TextBlock] | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(SampledRequest):
+    """Beside Anthropic's own fields: those of SampledRequest, and `chat_template_kwargs`."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.refused | REFUSED | {"n": (None, 1), "stop": (None, [])}
+    instead: ClassVar[dict[str, str]] = {"n": "send the request several times", "stop": "use stop_sequences"}
+
+    max_tokens: Tokens
+    messages: Turns
+    system: str | list[TextBlock] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    thinking: Thinking | None = None
+    metadata: Metadata | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def chat_of(request: MessagesRequest) -> ChatRequest:
+    """The same, asked of /v1/chat/completions; `max_tokens` is for the caller to heed."""
+    shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
+    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences)
+
+
+def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
+    """The fields of a chat that say what there is to read."""
+    messages = list(messages_of(request.system, request.messages))
+    options = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None:
+        options.setdefault("enable_thinking", request.thinking.type != "disabled")
+    return {
+        "messages": messages,
+        "chat_template_kwargs": options or None,
+        # an answer that the client has begun is gone on with
+        "continue_final_message": messages[-1].role == "assistant" and messages[-1].tool_calls is None,
+    }
+
+
+def messages_of(system: str | list[TextBlock] | None, turns: Sequence[UserTurn | AssistantTurn | SystemTurn]) -> Iterator[Message]:
+    if system:
+        yield Message(role="system", content=text_of(system))
+    for turn in turns:
+        if isinstance(turn.content, str):
+            yield Message(role=turn.role, content=turn.content)
+        elif isinstance(turn, AssistantTurn):
+            yield assistant_message(turn.content)
+        else:
+            yield from user_messages(turn.role, turn.content)
+
+
+def text_of(content: str | Sequence[TextBlock]) -> str | list[TextPart]:
+    return content if isinstance(content, str) else [TextPart(type="text", text=block.text) for block in content]
+
+
+def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": msgspec.json.encode(b.input).decode()}}
+        for b in blocks
+        if isinstance(b, ToolUseBlock)
+    ]
+    said = [block for block in blocks if isinstance(block, TextBlock)]
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    return Message(
+        role="assistant",
+        content=text_of(said) if said else None,
+        reasoning_content=thought or None,
+        tool_calls=calls or None,
+    )
+
+
+def user_messages(role: Literal["user", "system"], blocks: Sequence[TextBlock | ToolResultBlock]) -> Iterator[Message]:
+    """A tool's results each make a turn, and come first."""
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    said = [block for block in blocks if isinstance(block, TextBlock)]
+    for result in results:
+        yield Message(role="tool", content=text_of(result.content), tool_call_id=result.tool_use_id)
+    if said or not results:
+        yield Message(role=role, content=text_of(said))
+
+
+def envelope(path: str, error: ApiError) -> dict[str, Any]:
+    """The body of an error, as clients of what is at `path` read it."""
+    if path != PATH and not path.startswith(PATH + "/"):
+        return error.body()
+    return anthropic_error(error)
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = ERROR_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    message = str(error)
+    if error.param and error.param not in message:  # there is no other place for it
+        message = f"{error.param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}

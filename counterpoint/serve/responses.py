@@ -1,0 +1,216 @@
+"""/v1/responses, as its clients write it: a conversation of items, made into the chat that it is.
+
+Owns: the request's fields and what they mean as a chat. Promises: a request that passes is one that chat takes; what would need a
+store (earlier responses, work in the background) is refused with what to do instead.
+Must not: render, tokenise, or shape an answer (responses_reply.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from counterpoint.serve.openai import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    Message,
+    SampledRequest,
+    Stop,
+    TextPart,
+    Tokens,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+NOTHING_STORED = "nothing is stored here, send the earlier turns in input"
+Identifier = Annotated[str, Field(max_length=512)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Part(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Turn(Strict):
+    """A message. Only its text is looked at: ids and states that were sent back with it mean nothing here."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+
+class FunctionCall(Strict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+
+
+class Thought(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Reasoning(Strict):
+    """What the model thought. `content` if there is any, else `summary`."""
+
+    type: Literal["reasoning"]
+    summary: list[Thought] = []
+    content: list[Thought] | None = None
+
+
+def kind_of_item(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return kind if isinstance(kind, str) else repr(kind)[:50]
+
+
+def kind_of_input(given: Any) -> str:
+    return "<text>" if isinstance(given, str) else "<items>"
+
+
+Item = Annotated[
+    Annotated[Turn, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(kind_of_item),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+Input = Annotated[Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>")], Discriminator(kind_of_input)]
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(SampledRequest):
+    """Beside OpenAI's own fields: those of SampledRequest, `stop` and `chat_template_kwargs`."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.refused | {
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "max_tokens": (None,),
+        "n": (None, 1),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "tool_choice": (None, "none", "auto"),
+        "tools": (None, []),
+        "truncation": (None, "disabled"),
+    }
+    instead: ClassVar[dict[str, str]] = {
+        "background": "leave it out, and stream what takes long",
+        "conversation": NOTHING_STORED,
+        "max_tokens": "use max_output_tokens",
+        "n": "send the request several times",
+        "previous_response_id": NOTHING_STORED,
+        "prompt": NOTHING_STORED,
+        "truncation": "send what fits into the context",
+    }
+    names: ClassVar[dict[str, str]] = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[Identifier], Field(max_length=64)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    store: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Annotated[dict[Identifier, Identifier], Field(max_length=16)] | None = None
+    user: Identifier | None = None
+    safety_identifier: Identifier | None = None
+    prompt_cache_key: Identifier | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same, asked of /v1/chat/completions."""
+        shared = {name: getattr(self, name) for name in SampledRequest.model_fields}
+        return ChatRequest(
+            **shared,
+            messages=list(self._messages()),
+            max_completion_tokens=self.max_output_tokens,
+            stop=self.stop,
+            logprobs=LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
+            top_logprobs=self.top_logprobs,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def _messages(self) -> Iterator[Message]:
+        if self.instructions:
+            yield Message(role="system", content=self.instructions)
+        if isinstance(self.input, str):
+            yield Message(role="user", content=self.input)
+        else:
+            yield from messages_of(self.input)
+
+
+def messages_of(items: Iterable[Turn | FunctionCall | FunctionCallOutput | Reasoning]) -> Iterator[Message]:
+    """The turns that `items` are: what the model thought, said and called in a row is one turn of it."""
+    turn: Message | None = None  # the assistant's, while it may go on
+    for item in items:
+        said = isinstance(item, Turn) and item.role == "assistant"
+        if turn is not None and not goes_on(turn, item):
+            yield turn
+            turn = None
+        if isinstance(item, FunctionCallOutput):
+            yield Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id)
+        elif isinstance(item, Turn) and not said:
+            yield Message(role=item.role, content=text_of(item.content))
+        else:
+            turn = turn or Message(role="assistant")
+            add(turn, item)
+    if turn is not None:
+        yield turn
+
+
+def goes_on(turn: Message, item: Turn | FunctionCall | FunctionCallOutput | Reasoning) -> bool:
+    if isinstance(item, FunctionCall):
+        return True
+    if isinstance(item, Turn) and item.role == "assistant":
+        return turn.content is None and turn.tool_calls is None
+    return False
+
+
+def add(turn: Message, item: Turn | FunctionCall | Reasoning) -> None:
+    if isinstance(item, Turn):
+        turn.content = text_of(item.content)
+    elif isinstance(item, Reasoning):
+        turn.reasoning_content = "".join(thought.text for thought in item.content or item.summary)
+    else:
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        turn.tool_calls = [*(turn.tool_calls or ()), call]
+
+
+def text_of(content: str | list[Part]) -> str | list[TextPart]:
+    return content if isinstance(content, str) else [TextPart(type="text", text=part.text) for part in content]
