@@ -17,6 +17,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.messages import MessagesRequest, anthropic_error
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.replies import Json, event, usage_of
+from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
 
 Kind = Literal["text", "thinking", "tool_use"]
 DELTAS: dict[Kind, tuple[str, str]] = {
@@ -99,8 +100,16 @@ class MessageReply:
     # ------------------------------------------------------------ blocks
 
     def _take(self, piece: Piece) -> Iterator[Json]:
-        if piece.text:
-            yield from self._grow("text", piece.text)
+        for part in piece.said:
+            match part:
+                case Content(text):
+                    yield from self._grow("text", text)
+                case Reasoning(text):
+                    yield from self._grow("thinking", text)
+                case CallStart(_, id, name):
+                    yield from self._open("tool_use", id=id, name=name)
+                case CallArguments(_, text):
+                    yield from self._grow("tool_use", text)
         if piece.finish:
             self._last = piece
             if self._block is None and not self._done:
@@ -145,6 +154,7 @@ class MessageReply:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": answers[0].reasoning_tokens},
         }
 
     def _stop(self, answer: Answer) -> Json:
@@ -155,7 +165,7 @@ class MessageReply:
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif isinstance(by, str):
             reason, sequence = "stop_sequence", by
-        elif any(block["type"] == "tool_use" for block in self._done):
+        elif answer.calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 

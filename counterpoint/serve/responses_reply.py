@@ -16,6 +16,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.replies import Json, Spelling, event, usage_of
 from counterpoint.serve.responses import ResponsesRequest
+from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
 from counterpoint.serve.text import Text
 
 Kind = Literal["message", "reasoning", "function_call"]
@@ -119,9 +120,20 @@ class ResponseReply:
     # ------------------------------------------------------------ items
 
     def _take(self, piece: Piece) -> Iterator[Json]:
-        if piece.text or piece.entries:
-            logprobs = [self.spelling.entry(entry, self.ask.options) for entry in piece.entries]
-            yield from self._grow("message", piece.text, logprobs)
+        logprobs = [self.spelling.entry(entry, self.ask.options) for entry in piece.entries]
+        for part in piece.said:
+            match part:
+                case Content(text):
+                    yield from self._grow("message", text, logprobs)
+                    logprobs = []
+                case Reasoning(text):
+                    yield from self._grow("reasoning", text)
+                case CallStart(_, id, name):
+                    yield from self._open("function_call", call_id=id, name=name)
+                case CallArguments(_, text):
+                    yield from self._grow("function_call", text)
+        if logprobs and (self._item is None or self._item.kind == "message"):  # of tokens that have no text
+            yield from self._grow("message", "", logprobs)
         if piece.finish:
             self._finish = piece.finish
             if self._item is None and not self._done:
@@ -164,18 +176,19 @@ class ResponseReply:
             "incomplete_details": {"reason": "max_output_tokens"} if over and self._finish == "length" else None,
             "model": self.ask.model,
             "output": list(self._done),
-            "usage": response_usage(usage_of(self.ask, answers)) if answers is not None else None,
+            "usage": self._usage(answers) if answers is not None else None,
         } | echo_of(self.request)
 
-
-def response_usage(usage: Json) -> Json:
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)},
-        "total_tokens": usage["total_tokens"],
-    }
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        usage = usage_of(self.ask, answers)
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": answers[0].reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
 
 
 def echo_of(request: ResponsesRequest) -> Json:
