@@ -24,6 +24,7 @@ from counterpoint.spec.device import PRESETS, cpu_device
 from counterpoint.spec.source import Source, load_spec, resolve
 
 if TYPE_CHECKING:
+    from counterpoint.device.grammar import Grammars
     from counterpoint.device.wall import WallInbox
 
 Progress = Callable[[str], None]
@@ -43,7 +44,8 @@ def find_model(config: Config) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say)."""
+    """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say).
+    `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them)."""
 
     engine: Engine
     executor: Executor
@@ -52,6 +54,7 @@ class System:
     limits: Limits
     lanes: str
     notes: tuple[str, ...] = ()
+    grammars: Grammars | None = None
 
 
 def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap: bool = False) -> Limits:
@@ -134,7 +137,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
         for lane, units in zip(policy.lanes, policy.shares, strict=True)
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
-    return System(Engine(limits, policy), executor, spec, source, limits, lanes, (*notes, *([warning] if warning else [])))
+    notes += [warning] if warning else []
+    return System(Engine(limits, policy), executor, spec, source, limits, lanes, tuple(notes), tables.settings.grammars)
 
 
 def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
@@ -154,7 +158,8 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
     levels = cuda.levels if cuda.isolated else ()
     policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
     lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
-    return System(Engine(limits, policy), cuda.executor(policy.lanes, inbox), spec, source, limits, lanes, tuple(notes))
+    grammars = cuda.tables.settings.grammars
+    return System(Engine(limits, policy), cuda.executor(policy.lanes, inbox), spec, source, limits, lanes, tuple(notes), grammars)
 
 
 def element_types(config: Config, dtype: object) -> tuple[str, str]:

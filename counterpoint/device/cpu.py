@@ -208,7 +208,9 @@ class CpuExecutor:
         logits_BV = self.decoder.logits(x_TD, batch)
         ids_B = sample(logits_BV, self.tables.choice(rows), settings.vocab)
         self.tables.put_sampled(rows, ids_B)
-        return Result(tuple(ids_B.tolist()), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts)
+        ids = ids_B.tolist()
+        settings.grammars.follow(rows.slot_B.tolist(), ids)
+        return Result(tuple(ids), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts)
 
 
 class Worker:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoint.model.sample import Added, Choice, Draw, Filters, Penalties
+from counterpoint.device.grammar import Grammars
+from counterpoint.model.sample import Added, Choice, Draw, Filters, Masks, Penalties
 from counterpoint.types import Sampling
 
 FIRST_WIDTH = 128  # logits that are sorted at first for top-p
@@ -35,6 +36,7 @@ class Stage(enum.IntFlag):
     KEEP_ON = 64  # min_tokens
     LOGPROBS = 128
     PROMPT_LOGPROBS = 256
+    GRAMMAR = 512
 
 
 ROW = np.dtype(
@@ -48,7 +50,8 @@ ROW = np.dtype(
 
 class Settings:
     """One row per slot. `rows` is a structured array, `bias` and `ends` the values added to single logits: the request's
-    logit_bias, and -inf for what would end it before `min_tokens`. Ids of `vocab` and beyond are left out: they have no logit."""
+    logit_bias, and -inf for what would end it before `min_tokens`. Ids of `vocab` and beyond are left out: they have no logit.
+    Where there is a grammar, `grammars` knows what may end it, and when."""
 
     def __init__(self, slots: int, vocab: int, eos_token_ids: Sequence[int] = ()) -> None:
         self.vocab = vocab
@@ -56,12 +59,16 @@ class Settings:
         self.rows = np.zeros(slots, ROW)
         self.bias = Ragged(slots)
         self.ends = Ragged(slots)
+        self.grammars = Grammars(vocab, eos_token_ids)
 
-    def put(self, slot: int, sampling: Sampling, prompt_tokens: int) -> None:
+    def put(self, slot: int, sampling: Sampling, prompt_tokens: int, output: Sequence[int] = ()) -> None:
+        """`output`: tokens of the answer that are there already."""
         s = sampling
+        keep_on = s.min_tokens > 0 and not s.grammar
+        self.grammars.open(slot, s, output)
         ends = s.stop_token_ids if s.ignore_eos else (*s.stop_token_ids, *self.eos_token_ids)
         self.bias.put(slot, [(id, value) for id, value in s.logit_bias if id < self.vocab])
-        self.ends.put(slot, [(id, -np.inf) for id in dict.fromkeys(ends) if id < self.vocab] if s.min_tokens else [])
+        self.ends.put(slot, [(id, -np.inf) for id in dict.fromkeys(ends) if id < self.vocab] if keep_on else [])
         asked = {
             Stage.DRAW: np.float32(s.temperature) > 0,
             Stage.MIN_P: s.min_p > 0,
@@ -69,9 +76,10 @@ class Settings:
             Stage.TOP_P: s.top_p < 1,
             Stage.PENALTIES: (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0),
             Stage.BIAS: bool(s.logit_bias),
-            Stage.KEEP_ON: s.min_tokens > 0,
+            Stage.KEEP_ON: keep_on,
             Stage.LOGPROBS: s.logprobs is not None,
             Stage.PROMPT_LOGPROBS: s.prompt_logprobs is not None,
+            Stage.GRAMMAR: bool(s.grammar),
         }
         self.rows[slot] = (
             s.temperature,
@@ -105,6 +113,7 @@ class Settings:
         return Choice(
             penalties=self._penalties(slot_B, end_B, tokens) if asked & Stage.PENALTIES else None,
             added=self._added(slot_B, end_B, asked),
+            masks=self._masks(slot_B, end_B) if asked & Stage.GRAMMAR else None,
             draw=self._draw(slot_B, end_B) if asked & Stage.DRAW else None,
         )
 
@@ -128,6 +137,12 @@ class Settings:
             rows_R = rows_R[short]
             added.append(Added(rows_R, *self.ends.take(slot_B[rows_R])))
         return tuple(each for each in added if len(each.rows_R))
+
+    def _masks(self, slot_B: Tensor, end_B: Tensor) -> Masks:
+        rows_R = self.having(slot_B, Stage.GRAMMAR)
+        slot_R = slot_B[rows_R]
+        n_R = end_B[rows_R] - column(self.rows[slot_R.numpy()], "prompt_tokens")
+        return Masks(rows_R, torch.from_numpy(self.grammars.masks(slot_R.tolist(), n_R.tolist())))
 
     def _draw(self, slot_B: Tensor, end_B: Tensor) -> Draw:
         rows_R = self.having(slot_B, Stage.DRAW)

@@ -63,7 +63,7 @@ class Tables:
         self.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self._pages_used[slot] = 0
         self._append(slot, command.pages)
-        self.settings.put(slot, command.sampling, command.prompt_tokens)
+        self.settings.put(slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :])
 
     def extend(self, segments: Sequence[Segment]) -> None:
         """Append the segments' new pages to their block tables: once per pass, before its first step."""

@@ -2,14 +2,15 @@
 
 Owns: how logits, a request's settings and its seed become a token. Promises: no Python loop over rows and no read of a value on
 the host (where `Filters.width` is 0); the n-th token of a request is a function of its own logits, settings, seed and n, so rows
-do not influence each other; ids of `limit` and beyond (padding of the vocabulary) are never sampled.
+do not influence each other; ids of `limit` and beyond (padding of the vocabulary) are never sampled, nor what a row's mask forbids.
 Must not: hold state, use torch's own generators, change the logits it is given.
 
-Order of stages: penalties, added values (logit bias, banned ends), temperature, min-p, top-k, top-p. Top-p is taken of what the
-stages before it left, renormalised. Each filter is a floor on the scaled logits, and ties at the floor stay: so a filter does
+Order of stages: penalties, added values (logit bias, banned ends), masks, temperature, min-p, top-k, top-p. Top-p is taken of what
+the stages before it left, renormalised. Each filter is a floor on the scaled logits, and ties at the floor stay: so a filter does
 not depend on how a sort breaks ties.
 
-Shapes: B rows, V vocabulary, L tokens of the longest row, N values added per row; R, F the rows that draw, that have filters.
+Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N values added per row; R, F the rows that draw, that
+have filters.
 Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1; min-p arXiv:2407.01082 section 3.
 """
 
@@ -20,6 +21,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from counterpoint.types import NO_GRAMMAR, NOT_FINITE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +46,14 @@ class Added:
     rows_R: Tensor | None
     ids_RN: Tensor
     values_RN: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Masks:
+    """The rows `rows_R` may only have the ids whose bits are set in `bits_RK`, uint8, the lowest bit first."""
+
+    rows_R: Tensor
+    bits_RK: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,19 +90,24 @@ class Choice:
 
     penalties: Penalties | None = None
     added: tuple[Added, ...] = ()
+    masks: Masks | None = None
     draw: Draw | None = None
 
 
 def sample(logits_BV: Tensor, choice: Choice, limit: int | None = None) -> Tensor:
-    """One id per row, int64 [B]; -1 where a logit is not finite. Ids are below `limit` (None: V)."""
+    """One id per row, int64 [B]; NOT_FINITE where a logit is not finite, NO_GRAMMAR where a mask allows nothing. Ids are below
+    `limit` (None: V)."""
     logits_BV = logits_BV[:, :limit]
     finite_B = logits_BV.sum(1).isfinite()  # one pass: a sum is finite only if its terms are
-    if choice.penalties is not None or choice.added:
+    some_R = None
+    if choice.penalties is not None or choice.added or choice.masks is not None:
         logits_BV = logits_BV.clone()
         if choice.penalties is not None:
             penalise_(logits_BV, choice.penalties)
         for added in choice.added:
             add_(logits_BV, added)
+        if choice.masks is not None:
+            some_R = mask_(logits_BV, choice.masks)
     draw = choice.draw
     if draw is None:
         ids_B = logits_BV.argmax(1)
@@ -100,7 +116,9 @@ def sample(logits_BV: Tensor, choice: Choice, limit: int | None = None) -> Tenso
     else:
         ids_B = logits_BV.argmax(1)
         ids_B[draw.rows_R] = drawn(logits_BV[draw.rows_R], draw)
-    return torch.where(finite_B, ids_B, -1)
+    if choice.masks is not None and some_R is not None:
+        ids_B[choice.masks.rows_R] = torch.where(some_R, ids_B[choice.masks.rows_R], NO_GRAMMAR)
+    return torch.where(finite_B, ids_B, NOT_FINITE)
 
 
 def logprobs(logits_BV: Tensor, ids_B: Tensor, top: int, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,6 +161,14 @@ def add_(logits_BV: Tensor, added: Added) -> None:
         logits_BV.scatter_add_(1, added.ids_RN, added.values_RN)
     else:
         logits_BV.index_put_((added.rows_R[:, None], added.ids_RN), added.values_RN, accumulate=True)
+
+
+def mask_(logits_BV: Tensor, masks: Masks) -> Tensor:
+    """Whether anything is allowed, of each masked row."""
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
+    allowed_RV = (masks.bits_RK[:, :, None] >> bit_8 & 1).flatten(1)[:, : logits_BV.shape[1]].bool()
+    logits_BV[masks.rows_R] = logits_BV[masks.rows_R].masked_fill_(~allowed_RV, -torch.inf)
+    return allowed_RV.any(1)
 
 
 def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:

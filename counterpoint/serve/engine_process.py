@@ -26,8 +26,11 @@ import zmq
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
+from counterpoint.device.gate import Gate
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
+from counterpoint.serve.structure import vocabulary_of
+from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
 from counterpoint.spec.model import ModelError
 from counterpoint.types import Output
@@ -109,7 +112,8 @@ def open_log(path: str | None) -> EventLog | None:
 def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any], out: Mailbox, log: EventLog | None) -> None:
     """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
-    mail = threading.Thread(target=take_mail, args=(start, context, inbox, over), name="mail", daemon=True)
+    gate = open_gate(system, inbox)
+    mail = threading.Thread(target=take_mail, args=(start, context, inbox, gate, over), name="mail", daemon=True)
     mail.start()
     out.post(hello_of(start.config, system))
     path, deliver = start.config.server.timeline, Deliver(out)
@@ -124,6 +128,7 @@ def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any],
     finally:
         over.set()
         mail.join()
+        gate.close()
         if log is not None:
             log.close()
         if timeline is not None and path is not None:
@@ -133,6 +138,13 @@ def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any],
 def find(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     return vars(importlib.import_module(module))[function]
+
+
+def open_gate(system: Any, inbox: WallInbox) -> Gate:
+    """Where requests go in, so that their grammars are ready when the engine has them."""
+    if system.grammars is not None:
+        system.grammars.connect(lambda: vocabulary_of(load_text(system.source)))
+    return Gate(system.grammars, inbox)
 
 
 def hello_of(config: Config, system: Any) -> Hello:
@@ -150,7 +162,7 @@ def hello_of(config: Config, system: Any) -> Hello:
     )
 
 
-def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, over: threading.Event) -> None:
+def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
     """Events in, heartbeats out, until the engine's loop is over."""
     beats = Mailbox(context, start.from_engine)
     mail = context.socket(zmq.PULL)
@@ -169,7 +181,7 @@ def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, over: t
                 if isinstance(message, Quit):
                     inbox.stop()
                 else:
-                    inbox.put(message)
+                    gate.put(message)
     finally:
         mail.close()
         beats.close()

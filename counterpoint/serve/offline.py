@@ -21,7 +21,7 @@ from counterpoint.core.loop import EventLog, run
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.client import EngineLost
-from counterpoint.serve.engine_process import hello_of
+from counterpoint.serve.engine_process import hello_of, open_gate
 from counterpoint.serve.intake import Ask, Intake
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
 from counterpoint.serve.text import Text
@@ -61,6 +61,7 @@ class Offline:
         self._system = build.system(config, self._inbox, progress)
         self.hello = hello_of(config, self._system)
         self.intake = Intake(self.text, self.hello, self._system.source.name, config.scheduler)
+        self._gate = open_gate(self._system, self._inbox)
         self._mail: dict[str, Mail] = {}
         self._lock = threading.Lock()  # of `_mail` and `_lost`
         self._lost: EngineLost | None = None
@@ -75,6 +76,7 @@ class Offline:
         self.close()
 
     def close(self) -> None:
+        self._gate.close()
         self._inbox.stop()
         self._thread.join()
         self._system.executor.close()
@@ -109,7 +111,7 @@ class Offline:
                 if piece.finish == "error":
                     raise EngineLost(piece.error)
                 if piece.cancel:
-                    self._inbox.put(Abort(delta.id, "stop"))
+                    self._gate.put(Abort(delta.id, "stop"))
                 yield choice, piece
         finally:
             self._leave([id for id, (_, answer) in answers.items() if not answer.finished])
@@ -150,14 +152,14 @@ class Offline:
                 raise self._lost
             self._mail |= {arrive.id: mail for arrive in ask.arrives}
         for arrive in ask.arrives:
-            self._inbox.put(arrive)
+            self._gate.put(arrive)
 
     def _leave(self, ids: Sequence[str], reason: str = "abort") -> None:
         with self._lock:
             for id in ids:
                 self._mail.pop(id, None)
         for id in ids:
-            self._inbox.put(Abort(id, reason))
+            self._gate.put(Abort(id, reason))
 
     # ------------------------------------------------------------ the engine's thread
 

@@ -15,10 +15,23 @@ import msgspec
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from counterpoint.device.grammar import Vocabulary
+from counterpoint.serve.text import Text
+
 BLANKS = 32
 MAX_CHARACTERS = 2**17  # of a grammar
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 EVERYTHING = ({}, True)  # schemas that anything satisfies
+
+
+def vocabulary_of(text: Text) -> Vocabulary:
+    """The model's tokens, as grammars are held against."""
+    size = 1 + max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    return Vocabulary(
+        tokens=[text.bytes_of(token) for token in range(size)],
+        special=[token for token in range(size) if text.is_special(token)],
+        encode=lambda said: text.encode([said], special=False)[0],
+    )
 
 
 class StructureError(ValueError):

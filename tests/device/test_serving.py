@@ -51,6 +51,7 @@ class Service:
         kv = KVPool(TINY, pages, PAGE, decoder.kv_dtype)
         tables = Tables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
         executor = CpuExecutor(decoder, kv, tables, policy.lanes, CORES, self.inbox)
+        self.grammars = tables.settings.grammars
         units, layers = len(CORES), TINY.layers
         self.watch = Watch(executor, self.inbox, units=units, layers=layers, pages=pages, page_tokens=PAGE, lanes=policy.lanes)
         self.engine = Engine(
@@ -93,14 +94,15 @@ class Service:
         if self.expected and len(self.finishes) == self.expected and engine.idle:
             self.all_there.set()
 
-    def ask(self, arrivals: list[Arrive]) -> dict[str, list[int]]:
+    def ask(self, arrivals: list[Arrive], errors: int = 0) -> dict[str, list[int]]:
+        """`errors`: how many of them must fail."""
         self.answers, self.finishes = {}, {}
         self.expected = len(arrivals)
         for arrive in arrivals:
             self.inbox.put(arrive)
         assert self.all_there.wait(120), "requests are missing their finish"
         self.all_there.clear()
-        assert not self.errors
+        assert len(self.errors) == errors, self.errors
         return self.answers
 
     def close(self) -> None:

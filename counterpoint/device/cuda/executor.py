@@ -36,6 +36,7 @@ from counterpoint.device.cuda.sampling import (
     told_prompts,
 )
 from counterpoint.device.cuda.tables import DeviceTables, Sampled
+from counterpoint.device.grammar import Grammars
 from counterpoint.device.tables import PassRows, pass_rows
 from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
@@ -101,7 +102,8 @@ class CudaExecutor:
         self.driver = driver
         self._passes: dict[int, OpenPass] = {}
         clock = DeviceClock(driver, inbox.clock)
-        self._lanes = {lane.id: LaneFlights(lane, driver, clock, inbox) for lane in lanes}
+        grammars = tables.settings.grammars
+        self._lanes = {lane.id: LaneFlights(lane, driver, clock, inbox, grammars) for lane in lanes}
 
     def submit(self, command: Command) -> None:
         """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
@@ -195,11 +197,12 @@ class CudaExecutor:
 class LaneFlights:
     """The steps of one lane on the device, and the thread that waits for them."""
 
-    def __init__(self, lane: Lane, driver: Driver, clock: DeviceClock, inbox: Reports) -> None:
+    def __init__(self, lane: Lane, driver: Driver, clock: DeviceClock, inbox: Reports, grammars: Grammars) -> None:
         self.role = lane.role
         self._driver = driver
         self._clock = clock
         self._inbox = inbox
+        self._grammars = grammars
         self._last: tuple[Place, Any] | None = None  # where the previous step runs, and its end
         self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name=f"lane{lane.id}", daemon=True)
@@ -233,6 +236,7 @@ class LaneFlights:
                 ids_B = flight.ids[: flight.rows].numpy()
                 tokens = tuple(ids_B.tolist())
                 chosen = told_chosen(flight.logprobs, ids_B)
+                self._grammars.follow([segment.slot for segment in step.segments if segment.sample], tokens)
             if not flight.error:
                 prompts = told_prompts(flight.prompt_logprobs, len(step.segments))
         except Exception as error:  # the device's own errors come up here

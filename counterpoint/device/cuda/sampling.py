@@ -85,8 +85,8 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
         penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
     if draw is not None and draw.filters is not None:
         draw = dataclasses.replace(draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor))
-    added, draw = (on_device(part, tables.driver) for part in (choice.added, draw))
-    return sample(logits_BV, Choice(penalties, added, draw), settings.vocab)
+    added, masks, draw = (on_device(part, tables.driver) for part in (choice.added, choice.masks, draw))
+    return sample(logits_BV, Choice(penalties, added, masks, draw), settings.vocab)
 
 
 def on_device(value: Any, driver: Driver) -> Any:

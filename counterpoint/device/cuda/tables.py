@@ -80,7 +80,7 @@ class DeviceTables:
         if len(command.tokens) >= self.tokens.shape[1]:
             raise ValueError(f"slot {slot}: {len(command.tokens)} tokens do not fit a context of {self.tokens.shape[1] - 1}")
         self._pages_used[slot] = 0
-        self.settings.put(slot, command.sampling, command.prompt_tokens)
+        self.settings.put(slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :])
         self._unsent[slot] = command
 
     def close(self, slot: int) -> None:

@@ -1,0 +1,260 @@
+"""Grammars on a device: what may come next, whatever else a request asks for, and however its tokens came."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from rig import TINY, VOCAB, Rig, make_rig, tiny_decoder
+from test_serving import Service, policies, requests
+
+from counterpoint.core.policy import Serial
+from counterpoint.device.cores import usable_cores
+from counterpoint.device.gate import Gate
+from counterpoint.device.grammar import Grammars, Vocabulary
+from counterpoint.device.wall import WallInbox
+from counterpoint.ports import Policy
+from counterpoint.serve.structure import from_choice, from_json_schema, from_lark, from_regex
+from counterpoint.types import NO_GRAMMAR, Abort, Arrive, Sampling, Segment
+
+FIRST = 10  # the id of byte 0: the vocabulary is the bytes, the model's end, and one mark
+(EOS,) = TINY.eos_token_ids
+MARK = 2
+
+
+def encode(text: str) -> list[int]:
+    return [FIRST + byte for byte in text.encode()]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return bytes(token - FIRST for token in tokens if token not in (EOS, MARK)).decode()
+
+
+def vocabulary() -> Vocabulary:
+    tokens = [b""] * FIRST + [bytes([byte]) for byte in range(256)]
+    tokens[EOS], tokens[MARK] = b"<end>", b"<mark>"
+    return Vocabulary(tokens, [EOS, MARK], encode)
+
+
+def connected() -> Grammars:
+    grammars = Grammars(VOCAB, TINY.eos_token_ids)
+    grammars.connect(vocabulary)
+    return grammars
+
+
+def allowed(grammars: Grammars, slot: int, count: int) -> set[int]:
+    (row,) = grammars.masks([slot], [count])
+    return set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist())
+
+
+def bound(grammar: str, **options) -> Sampling:
+    return Sampling(max_tokens=64, temperature=0.0, grammar=grammar, **options)
+
+
+DIGITS = set(encode("0123456789"))
+
+
+def test_what_may_come_next():
+    grammars = connected()
+    grammars.open(3, bound(from_regex("[0-9]{1,3}")))
+    assert allowed(grammars, 3, 0) == DIGITS
+    grammars.follow([5, 3], [encode("x")[0], encode("7")[0]])
+    assert allowed(grammars, 3, 1) == DIGITS | {EOS}
+    assert allowed(grammars, 3, 1) == DIGITS | {EOS}, "asked again"
+    grammars.follow([3], encode("1"))
+    grammars.follow([3], encode("2"))
+    assert allowed(grammars, 3, 3) == {EOS}
+    grammars.open(3, bound(from_regex("x")))
+    assert allowed(grammars, 3, 0) == set(encode("x")), "the next request begins anew"
+
+
+def test_an_answer_that_has_begun_is_followed():
+    grammars = connected()
+    grammars.open(0, bound(from_choice(["left", "right"])), encode("ri"))
+    assert allowed(grammars, 0, 2) == set(encode("g"))
+
+
+def test_ends_are_kept_away_while_there_is_anything_else():
+    stop = encode("5")[0]
+    grammars = connected()
+    grammars.open(0, bound(from_regex("[0-9]{1,3}"), min_tokens=3, stop_token_ids=(stop,)), encode("1"))
+    assert allowed(grammars, 0, 1) == DIGITS - {stop}
+    assert allowed(grammars, 0, 3) == DIGITS | {EOS}
+    grammars.open(1, bound(from_regex("5{1,3}"), min_tokens=9, stop_token_ids=(stop,)), encode("5"))
+    assert allowed(grammars, 1, 1) == {stop, EOS}, "nothing else is left"
+    grammars.open(2, bound(from_regex("[0-9]*"), ignore_eos=True))
+    assert allowed(grammars, 2, 0) == DIGITS
+    grammars.open(2, bound(from_regex("[0-9]"), ignore_eos=True), encode("1"))
+    assert allowed(grammars, 2, 1) == {EOS}
+
+
+def test_marks_are_no_text():
+    grammars = connected()
+    grammars.open(0, bound(from_regex("(?s:.)*")))
+    free = allowed(grammars, 0, 0)
+    assert MARK not in free and EOS in free and set(encode("a<e")) <= free
+    assert not any(id >= FIRST + 256 or 2 < id < FIRST for id in free), "ids that are no token"
+    grammars.open(0, bound(from_lark('start: "a" <[2]> "b"')), encode("a"))
+    assert allowed(grammars, 0, 1) == {MARK}
+
+
+@pytest.mark.parametrize("grammar", ["nonsense", from_regex("("), from_regex("[^\\s\\S]"), from_regex("a{100}{100}{100}{100}")])
+def test_what_cannot_be_followed_allows_nothing(grammar: str):
+    grammars = connected()
+    grammars.open(0, bound(grammar))
+    grammars.open(1, bound(from_regex("[0-9]")))
+    allowed(grammars, 0, 0)
+    grammars.follow([0], encode("b"))
+    assert allowed(grammars, 0, 1) == set()
+    assert allowed(grammars, 1, 0) == DIGITS
+
+
+def test_without_a_vocabulary_nothing_is_allowed():
+    grammars = Grammars(VOCAB, TINY.eos_token_ids)
+    grammars.open(0, bound(from_regex("a")))
+    assert allowed(grammars, 0, 0) == set()
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def arrive(id: str, grammar: str = "") -> Arrive:
+    return Arrive(id=id, prompt=(1,), sampling=bound(grammar))
+
+
+def test_the_gate_keeps_the_order_of_a_request_and_holds_up_no_other():
+    loaded, inbox = threading.Event(), WallInbox()
+
+    def slow() -> Vocabulary:
+        loaded.wait(30)
+        return vocabulary()
+
+    grammars = Grammars(VOCAB, TINY.eos_token_ids)
+    grammars.connect(slow)
+    gate = Gate(grammars, inbox)
+    first = [arrive("bound", from_regex("a")), arrive("free"), Abort("bound"), Abort("free")]
+    for event in first:
+        gate.put(event)
+    assert inbox.get()[1] == [first[1], first[3]]
+    loaded.set()
+    gate.close()
+    assert inbox.get()[1] == [first[0], first[2]]
+    gate.put(arrive("known", from_regex("a")))
+    assert inbox.get()[1] == [arrive("known", from_regex("a"))], "what is compiled passes at once"
+
+
+def test_the_gate_lets_in_what_cannot_be_compiled():
+    inbox = WallInbox()
+    gate = Gate(Grammars(VOCAB, TINY.eos_token_ids), inbox)
+    gate.put(arrive("a", from_regex("a")))
+    gate.close()
+    assert inbox.get()[1] == [arrive("a", from_regex("a"))]
+
+
+# ---------------------------------------------------------------- the executor
+
+
+@pytest.fixture(scope="module")
+def rig():
+    rig = make_rig(tiny_decoder(), tuple(usable_cores(None))[:1])
+    rig.executor.tables.settings.grammars.connect(vocabulary)
+    yield rig
+    rig.executor.close()
+
+
+def generate(rig: Rig, slot: int, sampling: Sampling, prompt: list[int], most: int = 40) -> list[int]:
+    rig.open(slot, prompt, sampling)
+    pages = range(slot * 16, slot * 16 + 16)
+    done = rig.run([Segment(slot, 0, len(prompt), True, tuple(pages))], lane=1)
+    tokens = list(done.tokens)
+    while tokens[-1] >= 0 and tokens[-1] != EOS and len(tokens) < most:
+        tokens += rig.run([Segment(slot, len(prompt) + len(tokens) - 1, 1, True)]).tokens
+    return tokens
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "min_p": 0.01}])
+def test_answers_obey(rig: Rig, how):
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}, "b": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    for seed in range(5):
+        tokens = generate(
+            rig, 0, Sampling(max_tokens=64, grammar=from_json_schema(schema), seed=seed, **how), encode(f"q{seed}"), 60
+        )
+        if tokens[-1] == EOS:
+            found = json.loads(decode(tokens))
+            assert found.keys() == {"a", "b"} and found["a"] in ("yes", "no") and 0 <= found["b"] <= 99
+        else:
+            assert decode(tokens).strip().startswith("{")
+
+
+def test_biases_and_penalties_give_way(rig: Rig):
+    (x,) = encode("x")
+    bias = ((x, 100.0), *((token, -100.0) for token in DIGITS))
+    sampling = bound(from_regex("[0-9]{5}"), logit_bias=bias, repetition_penalty=5.0, frequency_penalty=2.0)
+    tokens = generate(rig, 0, sampling, encode("xx"))
+    assert len(decode(tokens)) == 5 and decode(tokens).isdigit() and tokens[-1] == EOS
+
+
+def test_one_that_cannot_be_followed_fails_alone(rig: Rig):
+    lost, free = bound(from_regex("[^\\s\\S]")), Sampling(max_tokens=8, temperature=0.0)
+    alone = generate(rig, 1, free, encode("hello"), 1)
+    rig.open(0, encode("hello"), lost)
+    rig.open(1, encode("hello"), free)
+    segments = [Segment(slot, 0, 5, True, tuple(range(slot * 16, slot * 16 + 2))) for slot in (0, 1)]
+    assert rig.run(segments, lane=1).tokens == (NO_GRAMMAR, alone[0])
+
+
+def test_random_choices(rig: Rig):
+    chance = random.Random(1)
+    for _ in range(20):
+        choices = list({"".join(chance.choices('ab"\\\n é漢{}', k=chance.randrange(1, 6))) for _ in range(5)})
+        tokens = generate(rig, 0, Sampling(max_tokens=64, grammar=from_choice(choices), seed=chance.randrange(99)), encode("?"))
+        assert tokens[-1] == EOS and decode(tokens) in choices
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def asks() -> list[Arrive]:
+    """Every other one of these is bound, one in six asks for what nothing satisfies."""
+    arrivals = []
+    for n, arrive in enumerate(requests()):
+        grammar = ["", PATTERN, "", PATTERN, "", NEVER][n % 6]
+        arrivals.append(msgspec.structs.replace(arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=grammar)))
+    return arrivals
+
+
+PATTERN, NEVER = from_regex("([0-9]{2},){3}([a-z]+(;| )){2,}"), from_regex("[^\\s\\S]")
+PREFIX = re.compile(r"([0-9]{2},){0,3}[0-9]?[0-9]?[a-z;, ]*")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    return answers(Serial(160, 1), 256)[0]
+
+
+def answers(policy: Policy, pages: int) -> tuple[dict[str, list[int]], int]:
+    service = Service(tiny_decoder(), policy, pages)
+    service.grammars.connect(vocabulary)
+    found = service.ask(asks(), errors=sum(arrive.sampling.grammar == NEVER for arrive in asks()))
+    service.close()
+    return found, service.engine.stats().preemptions
+
+
+@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("pages", [1024, 60], ids=["much memory", "little memory"])
+def test_answers_obey_under_every_policy(alone: dict[str, list[int]], name: str, pages: int):
+    found, preemptions = answers(policies()[name], pages)
+    assert found == alone
+    assert preemptions or pages == 1024
+    for arrive in asks():
+        if arrive.sampling.grammar == PATTERN:
+            assert PREFIX.fullmatch(decode(found[arrive.id])) and found[arrive.id]
+        elif arrive.sampling.grammar == NEVER:
+            assert not found[arrive.id]
