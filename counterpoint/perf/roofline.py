@@ -177,13 +177,15 @@ class Roofline:
                     best, working = seconds, busy / FINE
         return Cost(best, moved, flops), working
 
-    def prefill_attention(self, work: Work, units: int) -> Cost:
-        """One layer. The reused tokens per request are not in Work: sum n*r over sum n is their mean, weighted by n."""
+    def prefill_attention(self, work: Work, units: int, reused: bool = True) -> Cost:
+        """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
+        mean, weighted by n."""
         model, tokens = self.model, work.prefill_tokens
         width = model.heads * model.head_dim
-        flops = 4.0 * width * ((work.prefill_squares + tokens) / 2 + work.prefill_reused)
-        reused = work.prefill_requests * work.prefill_reused / tokens
-        moved = self.kv_bytes * (tokens + reused) + 2 * self.weight_bytes * tokens * width
+        products = work.prefill_reused if reused else 0
+        flops = 4.0 * width * ((work.prefill_squares + tokens) / 2 + products)
+        read_again = work.prefill_requests * products / tokens
+        moved = self.kv_bytes * (tokens + read_again) + 2 * self.weight_bytes * tokens * width
         busy = busy_units(model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
         compute_s = flops / (busy * self.attention_flops)
         return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)

@@ -1,0 +1,105 @@
+"""A calibration: what steps really took, measured on one device with one model.
+
+Owns: the form of the table and what it is known by. Promises: plain numbers, as JSON; points are kept as they were measured, so that
+a better fit needs no new measurement; those marked `held_out` are never fitted, they are what the fit is judged by.
+Must not: measure, fit, or choose where a table is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from counterpoint.spec.model import ModelSpec
+from counterpoint.types import Work
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """What a calibration holds for. `device`: its name as its driver has it; `model`: a shape (`shape_of`), not a name; `kernels`:
+    the arithmetic and its version."""
+
+    device: str
+    units: int
+    model: str
+    dtype: str
+    kv_dtype: str
+    kernels: str
+
+    def suits(self, other: Key) -> bool:
+        """The same in all but the kernels: near enough to start from, and worth saying."""
+        return msgspec.structs.replace(self, kernels="") == msgspec.structs.replace(other, kernels="")
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A step of `work` on `units` took `seconds`, alone or while `beside` = (work, units) ran again and again."""
+
+    work: Work
+    units: int
+    seconds: float
+    beside: tuple[Work, int] | None = None
+    held_out: bool = False
+
+
+class Table(msgspec.Struct, kw_only=True):
+    """`buckets`: sizes up to which a decode batch is filled up with idle rows (none: it is not). `about`: date, versions, command."""
+
+    key: Key
+    about: dict[str, str] = {}
+    buckets: tuple[int, ...] = ()
+    points: list[Point] = []
+
+
+def shape_of(model: ModelSpec) -> str:
+    """What the price of a step depends on, in one line."""
+    experts = f" {model.experts_per_token}/{model.experts}x{model.ffn}" if model.experts else f" ffn{model.ffn}"
+    return f"{model.layers}x{model.hidden} {model.heads}/{model.kv_heads}x{model.head_dim}{experts} vocab{model.vocab}"
+
+
+def file_name(key: Key) -> str:
+    words = f"{key.device} {key.model} {key.dtype} {key.kv_dtype}".lower()
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in words) + ".json"
+
+
+def encode(table: Table) -> bytes:
+    """JSON with a line per point."""
+    head = msgspec.json.encode(msgspec.structs.replace(table, points=[]))
+    lines = b",\n".join(msgspec.json.encode(point) for point in table.points)
+    return head[: head.rindex(b"[")] + b"[\n" + lines + b"\n]}\n"
+
+
+def decode(text: bytes) -> Table:
+    """Raises ValueError if it is no calibration."""
+    try:
+        table = msgspec.json.decode(text, type=Table)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a calibration: {error}") from None
+    if any(not (point.seconds > 0 and math.isfinite(point.seconds)) for point in table.points):
+        raise ValueError("not a calibration: a step takes more than 0 s")
+    return table
+
+
+def prefill_work(tokens: int, reused: int, prompts: int, layers: int) -> Work:
+    """A whole pass over `prompts` prompts of `tokens` new tokens each, after `reused` ones."""
+    return Work(
+        prefill_tokens=prompts * tokens,
+        prefill_squares=prompts * tokens * tokens,
+        prefill_reused=prompts * tokens * reused,
+        prefill_requests=prompts,
+        samples=prompts,
+        last_layer=layers,
+        layers=layers,
+    )
+
+
+def decode_work(contexts: list[int], layers: int) -> Work:
+    """A step of decodes whose contexts have these lengths."""
+    batch = len(contexts)
+    return Work(decode_batch=batch, decode_context=sum(contexts), samples=batch, last_layer=layers, layers=layers)
+
+
+def fused_work(prefill: Work, decode: Work, samples: int) -> Work:
+    """Both in one pass, of which so many rows are sampled."""
+    return msgspec.structs.replace(
+        prefill, decode_batch=decode.decode_batch, decode_context=decode.decode_context, samples=samples
+    )
