@@ -17,13 +17,16 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.choose import gpu_found
+from counterpoint.perf import shelf
 from counterpoint.perf.roofline import Roofline
+from counterpoint.perf.table import Key, shape_of
 from counterpoint.ports import Executor, Policy
 from counterpoint.spec import ModelSpec
-from counterpoint.spec.device import PRESETS, cpu_device
+from counterpoint.spec.device import PRESETS, cpu_device, unknown_gpu
 from counterpoint.spec.source import Source, load_spec, resolve
 
 if TYPE_CHECKING:
+    from counterpoint.device.cuda.start import CudaDevice
     from counterpoint.device.grammar import Grammars
     from counterpoint.device.wall import WallInbox
 
@@ -37,6 +40,11 @@ def cache_folder() -> Path:
     return Path(named) if named else base / "counterpoint"
 
 
+def calibrations() -> Path:
+    """Where this user's calibrations are kept."""
+    return cache_folder() / shelf.FOLDER
+
+
 def find_model(config: Config) -> Source:
     """Where the configured model is. Raises ConfigError if it is nowhere."""
     return resolve(config.model.model, cache_folder())
@@ -45,6 +53,9 @@ def find_model(config: Config) -> Source:
 @dataclass(frozen=True, slots=True)
 class System:
     """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say).
+    `key`: what its steps' prices hold for; `prior`: what they are where none was measured; `levels`: decode units of the splits
+    there are; `buckets`: sizes to which decode batches are filled up. `again(config, inbox)` puts another engine over the same
+    device, once this one is closed.
     `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them)."""
 
     engine: Engine
@@ -53,7 +64,12 @@ class System:
     source: Source
     limits: Limits
     lanes: str
+    key: Key
+    prior: Roofline
+    again: Callable[[Config, WallInbox], System]
     notes: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
     grammars: Grammars | None = None
 
 
@@ -107,7 +123,7 @@ def chosen_device(config: Config) -> str:
 
 
 def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
-    from counterpoint.device.cores import binding_warning, lane_cores, usable_cores
+    from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.device.tables import Tables
@@ -126,7 +142,17 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     context = config.model.max_context_tokens or spec.max_context_tokens
     pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes())
     limits = make_limits(config, spec, pages, len(cores))
-    policy, notes = cpu_policy(config, spec, len(cores), str(decoder.kv_dtype).removeprefix("torch."))
+    kv_dtype = str(decoder.kv_dtype).removeprefix("torch.")
+    key = Key(
+        device=cpu_name(),
+        units=len(cores),
+        model=shape_of(spec),
+        dtype="float16",
+        kv_dtype=kv_dtype,
+        kernels=decoder.ops.name,
+    )
+    prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
+    policy, notes = cpu_policy(config, spec, key, prior)
     kv = KVPool(spec, pages, size, decoder.kv_dtype)
     vocab = known_vocab(source, spec)
     tables = Tables(limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids)
@@ -138,7 +164,20 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
     notes += [warning] if warning else []
-    return System(Engine(limits, policy), executor, spec, source, limits, lanes, tuple(notes), tables.settings.grammars)
+    return System(
+        Engine(limits, policy),
+        executor,
+        spec,
+        source,
+        limits,
+        lanes,
+        key,
+        prior,
+        lambda config, inbox: system(config, inbox, progress),
+        tuple(notes),
+        levels=tuple(range(1, len(cores))),
+        grammars=tables.settings.grammars,
+    )
 
 
 def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
@@ -147,19 +186,41 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
     from counterpoint.device.cuda.start import open_cuda
 
     vocab = known_vocab(source, load_spec(source, config.model.max_context_tokens))
-    cuda = open_cuda(config, source, progress, vocab)
+    return cuda_engine(config, source, inbox, open_cuda(config, source, progress, vocab))
+
+
+def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice) -> System:
+    """An engine over an open GPU. Raises ConfigError if `config` wants what the GPU was not opened for."""
     spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
-    device = next((preset for key, preset in PRESETS.items() if key in cuda.name.lower()), None)
-    belief = None if device is None else Roofline(spec, device, *element_types(config, cuda.decoder.ops.weight_dtype))
-    if config.scheduler.policy == "auto" and (belief is None or not cuda.isolated):
-        reason = f"nothing is known of {cuda.name}" if belief is None else "the GPU can't be split"
-        notes.append(f"auto runs chunked: {reason}")
+    dtype, kv_dtype = element_types(config, cuda.decoder.ops.weight_dtype)
+    kernels = cuda.decoder.ops.name
+    key = Key(device=cuda.name, units=units, model=shape_of(spec), dtype=dtype, kv_dtype=kv_dtype, kernels=kernels)
+    device = shelf.of_device(cuda.name, tuple(PRESETS.values()))
+    prior = Roofline(spec, device or unknown_gpu(units), dtype, kv_dtype)
+    prices = shelf.prices(key, prior, calibrations())
+    belief = None if device is None and prices.estimator is prior else prices.estimator
+    if config.scheduler.policy == "auto":
+        unknown = f"auto runs chunked: nothing is known of {cuda.name}; `counterpoint calibrate` measures it"
+        notes.append("auto runs chunked: the GPU can't be split" if not cuda.isolated else prices.note if belief else unknown)
     levels = cuda.levels if cuda.isolated else ()
     policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
     lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
-    grammars = cuda.tables.settings.grammars
-    return System(Engine(limits, policy), cuda.executor(policy.lanes, inbox), spec, source, limits, lanes, tuple(notes), grammars)
+    return System(
+        Engine(limits, policy),
+        cuda.executor(policy.lanes, inbox),
+        spec,
+        source,
+        limits,
+        lanes,
+        key,
+        prior,
+        lambda config, inbox: cuda_engine(config, source, inbox, cuda),
+        tuple(notes),
+        levels=levels,
+        buckets=cuda.graphs.buckets,
+        grammars=cuda.tables.settings.grammars,
+    )
 
 
 def element_types(config: Config, dtype: object) -> tuple[str, str]:
@@ -168,13 +229,16 @@ def element_types(config: Config, dtype: object) -> tuple[str, str]:
     return ("fp8" if config.device.quantization == "fp8" else plain), ("fp8" if config.device.kv_cache_dtype == "fp8" else plain)
 
 
-def cpu_policy(config: Config, spec: ModelSpec, cores: int, kv_dtype: str) -> tuple[Policy, list[str]]:
-    """The policy for `cores` cores, and what the user should know of it."""
-    notes = []
+def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline) -> tuple[Policy, list[str]]:
+    """The policy for the cores of `key`, and what the user should know of it."""
+    cores, notes = key.units, []
     if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):
         notes.append(f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead")
-    belief = Roofline(spec, cpu_device(cores), "float16", kv_dtype)
-    return make_policy(config.scheduler, cores, spec.layers, levels=tuple(range(1, cores)), belief=belief, chunk=128), notes
+    belief = shelf.prices(key, prior, calibrations())
+    if cores > 1 and config.scheduler.policy == "auto":
+        notes.append(belief.note)
+    levels = tuple(range(1, cores))
+    return make_policy(config.scheduler, cores, spec.layers, levels=levels, belief=belief.estimator, chunk=128), notes
 
 
 def known_vocab(source: Source, spec: ModelSpec) -> int:

@@ -32,6 +32,16 @@ def usable_cores(limit: int | None = None, root: Path = Path("/")) -> tuple[int,
     return tuple(cores.values())[: min(limits, default=None)]
 
 
+def cpu_name(root: Path = Path("/")) -> str:
+    """What the processor is called; "CPU" where the system does not say."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "CPU"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return " ".join(names[0].split()) if names else "CPU"
+
+
 def lane_cores(role: Role, units: int, cores: Sequence[int]) -> tuple[int, ...]:
     """The cores that `units` units of a lane of `role` are. Raises ValueError if there are not so many."""
     if not 0 < units <= len(cores):

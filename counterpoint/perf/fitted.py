@@ -6,25 +6,29 @@ scaled like the measurements nearest to it: a few points never make it worse tha
 Per kind of step and number of units, times are linear in what the step holds, as in MuxWise (ASPLOS'26, section 4.2): prefill
 a·Σn² + b·Σn·r + c(Σn)·Σn + d, decode a·Σcontext + c(batch)·batch + d. Each term is a term of the roofline times a factor, and the
 factor of the matrix products (c and d) is a curve over their rows, straight between the measured ones on a logarithmic axis: so
-the steps that tiles make stay, and between two points the roofline's shape is kept. Factors are found by least squares of relative errors,
-with a pull towards the kind's common factor that a single clean measurement outweighs, and a step has its neighbours' factors where
-its own number of units was never measured.
+the steps that tiles make stay, and between two points the roofline's shape is kept. Factors are found by least squares of relative
+errors, with a pull towards the common factor of the kind that a single clean measurement outweighs; a number of units that was
+never measured has its neighbours' factors.
 
     prefill    products(rows) · c(rows) + attention(n²) · a + attention(n·r) · b + head
     decode     (products(rows) + head) · c(rows) + attention(context) · a           rows: the batch, filled up to its bucket
     fused      the prefill of all its rows · p + attention(context) · a + head + d
 
-Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens, decode context: to half an octave; split):
-the roofline's, corrected by the nearest measured pairs.
+None is under the *floor* of its kind: where small steps of very different sizes take the same time, it is the host that they take.
+
+Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens and decode context to half an octave;
+split): the roofline's, corrected by the nearest measured pairs.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from counterpoint.perf.roofline import KERNELS_PER_LAYER, Roofline, on_grid
 from counterpoint.perf.table import Point, Table
@@ -35,6 +39,7 @@ PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
 LEAST = 0.02  # of a factor
 OCTAVES, UNITS = 1.5, 16.0  # how far a measured pair tells of others: in prefill tokens and decode context, in split units
+ALIKE, UNLIKE = 1.08, 1.12  # times within ALIKE of each other, for work that is UNLIKE: a floor
 DOUBT = 0.02  # weight of the bare roofline beside the pairs
 
 
@@ -64,10 +69,24 @@ class Bend:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of one kind of step on one number of units: of the products by rows, and of the other terms in the order of the kind."""
+    """Of one kind of step on one number of units: of the products by rows, and of the other terms in the order of the kind.
+    `floor_s`: the least that a layer takes."""
 
     products: Bend
     others: tuple[float, ...]
+    floor_s: float = 0.0
+
+
+class Seen(NamedTuple):
+    """A measured step as the fit sees it: `seconds` without what has no factor."""
+
+    rows: int
+    terms: tuple[float, ...]
+    seconds: float
+    layers: int
+
+
+Terms = Callable[[Work, int], tuple[int, tuple[float, ...], float]]  # rows, what has a factor, what has none
 
 
 class Fitted:
@@ -109,9 +128,7 @@ class Fitted:
             return self._by_levels(work, units, self.prefills, self._prefill_s)
         return self._by_levels(work, units, self.mixed or self.prefills, self._mixed_s)
 
-    def _by_levels(
-        self, work: Work, units: int, known: dict[int, Factors], price: Callable[[Work, int, int], float]
-    ) -> float:
+    def _by_levels(self, work: Work, units: int, known: dict[int, Factors], price: Callable[[Work, int, int], float]) -> float:
         """`price(work, units, level)` has the terms of `units` and the factors of `level`: of the nearest below and above, in the
         measure of their distance."""
         if units in known:
@@ -128,17 +145,24 @@ class Fitted:
         return price(work, units, below) * (1 - share) + price(work, units, above) * share
 
     def _prefill_s(self, work: Work, units: int, level: int) -> float:
-        rows, terms, rest = self._prefill_terms(work, units)
-        return self._sum(self.prefills[level], rows, terms) + rest
+        floor_s = self.prefills[level].floor_s * (work.last_layer - work.first_layer)
+        return max(floor_s, self._prefill_work_s(work, units, level)) + self._head_s(work, units)
+
+    def _prefill_work_s(self, work: Work, units: int, level: int) -> float:
+        """What the device does for it, without the head."""
+        rows, terms, _ = self._prefill_terms(work, units)
+        return self._sum(self.prefills[level], rows, terms)
 
     def _decode_s(self, work: Work, units: int, level: int) -> float:
         rows, terms, rest = self._decode_terms(work, units)
         return self._sum(self.decodes[level], rows, terms) + rest
 
     def _mixed_s(self, work: Work, units: int, level: int) -> float:
-        terms, rest = self._mixed_terms(work, units)
-        others = self.mixed[level].others if level in self.mixed else (1.0, 1.0, 1.0)
-        return sum([factor * term for factor, term in zip(others, terms, strict=True)]) + rest
+        _, terms, rest = self._mixed_terms(work, units)
+        known = self.mixed.get(level)
+        others, floor_s = (known.others, known.floor_s) if known else ((1.0, 1.0, 1.0), 0.0)
+        total = sum([factor * term for factor, term in zip(others, terms, strict=True)])
+        return max(floor_s * (work.last_layer - work.first_layer), total) + rest
 
     @staticmethod
     def _sum(factors: Factors, rows: int, terms: tuple[float, ...]) -> float:
@@ -165,14 +189,18 @@ class Fitted:
             products_s += prior.head_cost(rows, units).seconds
         return rows, (products_s, layers * prior.decode_attention(work, units).seconds), 0.0
 
-    def _mixed_terms(self, work: Work, units: int) -> tuple[tuple[float, ...], float]:
+    def _mixed_terms(self, work: Work, units: int) -> tuple[int, tuple[float, ...], float]:
         layers = work.last_layer - work.first_layer
         rest = self._head_s(work, units)
-        prefill_s = self._by_levels(work, units, self.prefills, self._prefill_s) - rest
+        if self.prefills:
+            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_work_s)
+        else:
+            prefill_s = sum(self._prefill_terms(work, units)[1])
         known = self.decodes
         level = units if units in known else min(known, key=lambda level: abs(level - units), default=0)
         read_s = layers * self.prior.decode_attention(work, units).seconds * (known[level].others[0] if known else 1.0)
-        return (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest
+        rows = work.prefill_tokens + work.decode_batch
+        return rows, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest
 
     def _head_s(self, work: Work, units: int) -> float:
         ends = work.last_layer == work.layers and work.samples
@@ -185,24 +213,29 @@ class Fitted:
 
     # ------------------------------------------------------------ fitting
 
-    def _fit_kind(
-        self, points: Sequence[Point], terms_of: Callable[[Work, int], tuple[int, tuple[float, ...], float]]
-    ) -> dict[int, Factors]:
+    def _fit_kind(self, points: Sequence[Point], terms_of: Terms) -> dict[int, Factors]:
         """Factors by units, for those with at least one point."""
-        rows_of: dict[int, list[tuple[int, tuple[float, ...], float]]] = {}
+        seen = self._seen(points, terms_of)
+        common = common_factor([one.seconds / sum(one.terms) for found in seen.values() for one in found])
+        return {units: self._fit_level(found, common) for units, found in seen.items()}
+
+    @staticmethod
+    def _seen(points: Sequence[Point], terms_of: Terms) -> dict[int, list[Seen]]:
+        found: dict[int, list[Seen]] = {}
         for point in points:
             rows, terms, rest = terms_of(point.work, point.units)
-            rows_of.setdefault(point.units, []).append((rows, terms, point.seconds - rest))
-        common = common_factor([seconds / sum(terms) for found in rows_of.values() for _, terms, seconds in found])
-        return {units: self._fit_level(found, common) for units, found in sorted(rows_of.items())}
+            layers = point.work.last_layer - point.work.first_layer
+            found.setdefault(point.units, []).append(Seen(rows, terms, point.seconds - rest, layers))
+        return dict(sorted(found.items()))
 
-    def _fit_level(self, found: Sequence[tuple[int, tuple[float, ...], float]], common: float) -> Factors:
-        here = common_factor([seconds / sum(terms) for _, terms, seconds in found], common)
-        knots = sorted({rows for rows, _, _ in found})
+    def _fit_level(self, seen: Sequence[Seen], common: float) -> Factors:
+        floor_s, found = above_floor(seen)
+        here = common_factor([one.seconds / sum(one.terms) for one in found], common)
+        knots = sorted({one.rows for one in found})
         bend = Bend(tuple(math.log(rows) for rows in knots), (here,) * len(knots))
-        others = len(found[0][1]) - 1
+        others = len(found[0].terms) - 1
         table = []
-        for rows, terms, seconds in found:
+        for rows, terms, seconds, _ in found:
             line = [0.0] * (len(knots) + others)
             first, share = bend.shares(rows)
             line[first] = terms[0] * (1 - share)
@@ -211,17 +244,16 @@ class Fitted:
             line[len(knots) :] = terms[1:]
             table.append((line, seconds))
         factors = least_squares(table, [(here, PULL * here)] * (len(knots) + others))
-        return Factors(Bend(bend.rows, tuple(factors[: len(knots)])), tuple(factors[len(knots) :]))
+        return Factors(Bend(bend.rows, tuple(factors[: len(knots)])), tuple(factors[len(knots) :]), floor_s)
 
     def _fit_mixed(self, points: Sequence[Point]) -> dict[int, Factors]:
-        found: dict[int, list[tuple[list[float], float]]] = {}
-        for point in points:
-            terms, rest = self._mixed_terms(point.work, point.units)
-            found.setdefault(point.units, []).append((list(terms), point.seconds - rest))
         guesses = [(1.0, PULL), (1.0, PULL), (1.0, FREE)]
-        return {
-            units: Factors(Bend((0.0,), (1.0,)), tuple(least_squares(table, guesses))) for units, table in sorted(found.items())
-        }
+        factors = {}
+        for units, seen in self._seen(points, self._mixed_terms).items():
+            floor_s, found = above_floor(seen)
+            solved = least_squares([(list(one.terms), one.seconds) for one in found], guesses)
+            factors[units] = Factors(Bend((0.0,), (1.0,)), tuple(solved), floor_s)
+        return factors
 
     # ------------------------------------------------------------ contention
 
@@ -261,6 +293,17 @@ def standing(work: Work, units: int, other: Work, other_units: int) -> tuple[boo
     prefill, decode = (work, other) if prefills else (other, work)
     split = other_units if prefills else units
     return prefills, (math.log2(1 + prefill.prefill_tokens), math.log2(1 + decode.decode_context), float(split))
+
+
+def above_floor(seen: Sequence[Seen]) -> tuple[float, Sequence[Seen]]:
+    """The floor per layer (0: none is to be seen), and the steps clear of it: of the others only the host's time is known."""
+    least_s = min(one.seconds for one in seen)
+    low = [one for one in seen if one.seconds <= ALIKE * least_s]
+    sizes = [sum(one.terms) for one in low]
+    clear = [one for one in seen if one.seconds > ALIKE * least_s]
+    if max(sizes) < UNLIKE * min(sizes) or not clear:
+        return 0.0, seen
+    return statistics.median(one.seconds / one.layers for one in low), clear
 
 
 def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:

@@ -1,7 +1,7 @@
 """A calibration: what steps really took, measured on one device with one model.
 
-Owns: the form of the table and what it is known by. Promises: plain numbers, as JSON; points are kept as they were measured, so that
-a better fit needs no new measurement; those marked `held_out` are never fitted, they are what the fit is judged by.
+Owns: the form of the table and what it is known by. Promises: plain numbers, as JSON; points are kept as they were measured, so
+that a better fit needs no new measurement; those marked `held_out` are never fitted, they are what the fit is judged by.
 Must not: measure, fit, or choose where a table is kept.
 """
 
@@ -42,7 +42,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Table(msgspec.Struct, kw_only=True):
-    """`buckets`: sizes up to which a decode batch is filled up with idle rows (none: it is not). `about`: date, versions, command."""
+    """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not). `about`: date, versions, command."""
 
     key: Key
     about: dict[str, str] = {}
@@ -100,6 +100,4 @@ def decode_work(contexts: list[int], layers: int) -> Work:
 
 def fused_work(prefill: Work, decode: Work, samples: int) -> Work:
     """Both in one pass, of which so many rows are sampled."""
-    return msgspec.structs.replace(
-        prefill, decode_batch=decode.decode_batch, decode_context=decode.decode_context, samples=samples
-    )
+    return msgspec.structs.replace(prefill, decode_batch=decode.decode_batch, decode_context=decode.decode_context, samples=samples)

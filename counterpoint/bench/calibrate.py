@@ -1,0 +1,385 @@
+"""Calibrate: measure what steps take on this device, and say how well that predicts others.
+
+Owns: which steps are measured and in which order, and the `calibrate` command. Promises: it ends in about the time it is given;
+what was measured is on disk after every point, and a second run goes on from there; points that judge the fit are drawn at random
+and are never fitted. Must not: fit (perf/fitted.py does), or run a step by itself (device/probe.py does).
+
+In this order, so that a run that ends early still knows something of everything: some steps of each kind alone on each number of
+units, prefill beside decode on each split, the rest of both, and last the points held out, for which a fifth of the time is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Sheet
+
+from counterpoint import __version__, build
+from counterpoint.bench.load import flag
+from counterpoint.config import Config
+from counterpoint.device.probe import PROMPTS, Probe, Prompt
+from counterpoint.device.wall import WallInbox
+from counterpoint.flags import settings
+from counterpoint.perf import shelf
+from counterpoint.perf.fitted import Fitted
+from counterpoint.perf.roofline import Roofline
+from counterpoint.perf.table import Key, Point, Table, decode_work, file_name, fused_work, prefill_work
+from counterpoint.ports import Estimator
+from counterpoint.types import Work
+
+ROWS = (512, 2048, 8192, 128, 1024, 4096, 256, 64, 6144, 3072, 1536, 768, 384, 16)  # the first FEW at first
+BATCHES = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (8, 1024), (64, 1024), (16, 1024), (256, 512), (96, 4096), (4, 4096),
+           (192, 512), (2, 1024), (96, 1024), (8, 8192), (48, 512), (64, 8192))  # fmt: skip
+FEW = 3
+REUSED = (Prompt(1024, 4096), Prompt(256, 4096), Prompt(2048, 12288), Prompt(512, 16384))
+SEVERAL = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
+CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (8192, 0), (512, 8192))
+BESIDE = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
+PAIRS = (
+    *itertools.product((Prompt(2048), Prompt(8192), Prompt(512), Prompt(2048, 8192)), ((64, 1024), (128, 4096), (8, 2048))),
+    (Prompt(256), (8, 1024)),
+    (Prompt(128), (4, 512)),
+)
+CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
+HELD_OUT_SOLO, HELD_OUT_PAIRS = 60, 40
+RESERVE = 0.2  # of the time, for the points held out
+MOST = 0.04  # of the time, for one point
+
+
+class Job(NamedTuple):
+    """Something to measure. `units`: of the decode where both run; a fused pass has all of them. `contexts`: of the decodes."""
+
+    prompts: tuple[Prompt, ...]
+    contexts: tuple[int, ...]
+    units: int
+    fused: bool = False
+    held_out: bool = False
+
+    def works(self, layers: int) -> tuple[Work | None, Work | None]:
+        """Its prefill and its decode; a fused pass is the first."""
+        decode = decode_work(list(self.contexts), layers) if self.contexts else None
+        if not self.prompts:
+            return None, decode
+        parts = [prefill_work(tokens, reused, 1, layers) for tokens, reused in self.prompts]
+        prefill = msgspec.structs.replace(
+            parts[0],
+            prefill_tokens=sum(p.prefill_tokens for p in parts),
+            prefill_squares=sum(p.prefill_squares for p in parts),
+            prefill_reused=sum(p.prefill_reused for p in parts),
+            prefill_requests=len(parts),
+            samples=len(parts),
+        )
+        if self.fused and decode is not None:
+            return fused_work(prefill, decode, len(self.contexts)), None
+        return prefill, decode
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class Room(NamedTuple):
+    """What steps may hold: `context` tokens of a request, `tokens` in the pool, `batch` decodes, `rows` of a pass."""
+
+    context: int
+    tokens: int
+    batch: int
+    rows: int
+
+    def holds(self, job: Job) -> bool:
+        longest = max([*job.contexts, *(sum(p) for p in job.prompts)]) + 2
+        whole = sum(job.contexts) + sum(sum(p) for p in job.prompts) + 32 * (len(job.contexts) + PROMPTS)
+        rows = sum(p.tokens for p in job.prompts) + (len(job.contexts) if job.fused else 0)
+        return longest <= self.context and whole <= self.tokens and len(job.contexts) <= self.batch and rows <= self.rows
+
+
+def plan(units: int, levels: Sequence[int], room: Room) -> list[Job]:
+    """All that is to be fitted, the most telling first."""
+    prefill_units = [units, *(units - level for level in levels)]
+    decode_units = [units, *levels]
+
+    def alone(rows: Sequence[int], batches: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, int]]) -> Iterator[Job]:
+        for tokens in rows:
+            yield from (Job((Prompt(tokens),), (), n) for n in prefill_units)
+        for batch, context in batches:
+            yield from (Job((), (context,) * min(batch, room.batch), n) for n in decode_units)
+        for number, chunk in enumerate(chunks):
+            batch, context = BESIDE[number % len(BESIDE)]
+            yield Job((Prompt(*chunk),), (context,) * min(batch, room.batch), units, fused=True)
+
+    def pairs(some: Sequence[tuple[Prompt, tuple[int, int]]]) -> Iterator[Job]:
+        for prompt, (batch, context) in some:
+            yield from (Job((prompt,), (context,) * min(batch, room.batch), level) for level in levels)
+
+    jobs = [*alone(ROWS[:FEW], BATCHES[:FEW], CHUNKS[:FEW]), *pairs(PAIRS[:FEW]), *alone(ROWS[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
+    jobs += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
+    jobs += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
+    for batch, context in BESIDE:
+        jobs += [Job((Prompt(n, r),), (context,) * min(batch, room.batch), units, fused=True) for n, r in CHUNKS[:FEW]]
+    jobs += pairs(PAIRS[FEW:])
+    return [job for job in dict.fromkeys(jobs) if room.holds(job)]
+
+
+def held_out(units: int, levels: Sequence[int], room: Room, most_tokens: int, seed: int = 1) -> list[Job]:
+    """Steps drawn at random: lengths and batches over the whole range, log-uniform; contexts of a batch all different."""
+    chance = random.Random(seed)
+
+    def between(low: float, high: float) -> int:
+        return round(math.exp(chance.uniform(math.log(low), math.log(max(low, high)))))
+
+    def prompts() -> tuple[Prompt, ...]:
+        count = chance.choice((1, 1, 1, 2, 4))
+        reused = between(64, room.context / 2) if chance.random() < 0.4 else 0
+        return tuple(Prompt(max(1, between(64, most_tokens) // count), reused) for _ in range(count))
+
+    def contexts() -> tuple[int, ...]:
+        batch = between(1, room.batch)
+        mean = between(128, min(room.context / 2, room.tokens / batch / 2))
+        return tuple(min(room.context - 2, max(16, round(mean * chance.lognormvariate(0, 0.6)))) for _ in range(batch))
+
+    kinds: list[Callable[[], Job]] = [
+        lambda: Job(prompts(), (), units - chance.choice((0, *levels)), held_out=True),
+        lambda: Job((), contexts(), chance.choice((units, *levels)), held_out=True),
+        lambda: Job(prompts(), contexts(), units, fused=True, held_out=True),
+    ]
+    solo = [kinds[number % len(kinds)]() for number in range(2 * HELD_OUT_SOLO)]
+    both = [Job(prompts(), contexts(), chance.choice(levels), held_out=True) for _ in range(2 * HELD_OUT_PAIRS)]
+    solo, both = ([job for job in jobs if room.holds(job)] for jobs in (solo, both))
+    mixed = [job for jobs in zip(solo[::2], both, solo[1::2], strict=False) for job in jobs]
+    return mixed[: HELD_OUT_SOLO + HELD_OUT_PAIRS]
+
+
+# ---------------------------------------------------------------- measuring
+
+
+class Calibration:
+    """Jobs into a table. `keep` is told after each job."""
+
+    def __init__(self, probe: Probe, table: Table, prior: Roofline, keep: Callable[[Table], None]) -> None:
+        self.probe = probe
+        self.table = table
+        self.prior = prior
+        self.keep = keep
+        self._guess: Estimator = prior
+        self._guessed_from = 0
+
+    def known(self, job: Job) -> bool:
+        return not self.missing(job)
+
+    def missing(self, job: Job) -> list[tuple[Work, int, tuple[Work, int] | None]]:
+        """What of the job has not been measured: (work, units, beside)."""
+        have = {(p.work, p.units, p.beside) for p in self.table.points}
+        return [what for what in self._whats(job) if what not in have]
+
+    def _whats(self, job: Job) -> list[tuple[Work, int, tuple[Work, int] | None]]:
+        prefill, decode = job.works(self.probe.layers)
+        if prefill is None or decode is None:
+            return [(prefill or decode or Work(), job.units, None)]
+        rest = self.probe.units - job.units
+        return [(decode, job.units, (prefill, rest)), (prefill, rest, (decode, job.units))]
+
+    def expected_s(self, job: Job) -> float:
+        """How long measuring it will take, about."""
+        prices = self._prices()
+        whats = self._whats(job)
+        if len(whats) == 1:
+            return 4 * prices.seconds(*whats[0])
+        return 4.0 * max(prices.seconds(*whats[1]), 2.5 * prices.seconds(*whats[0]))
+
+    def measure(self, job: Job) -> None:
+        probe, (prefill, decode) = self.probe, job.works(self.probe.layers)
+        if job.contexts:
+            probe.decoding(job.contexts)
+        if prefill is None and decode is not None:
+            took = [probe.decode_s(decode, job.units)]
+        elif prefill is not None and job.fused:
+            took = [probe.fused_s(prefill, job.prompts)]
+        elif prefill is not None and decode is None:
+            took = [probe.prefill_s(prefill, job.prompts, job.units)]
+        else:
+            assert prefill is not None and decode is not None
+            prices, rest = self._prices(), probe.units - job.units
+            guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
+            took = list(probe.together_s(decode, job.units, prefill, job.prompts, guess))
+        for (work, units, beside), seconds in zip(self._whats(job), took, strict=True):
+            self.table.points.append(Point(work, units, seconds, beside, job.held_out))
+        self.keep(self.table)
+
+    def _prices(self) -> Estimator:
+        """What is expected of steps, by what has been measured until now."""
+        if len(self.table.points) >= max(8, 1.2 * self._guessed_from):
+            self._guess, self._guessed_from = Fitted(self.table, self.prior), len(self.table.points)
+        return self._guess
+
+
+def calibrate(
+    calibration: Calibration, jobs: Sequence[Job], judges: Sequence[Job], budget_s: float, tell: Callable[[int, int], None]
+) -> int:
+    """Measure within `budget_s`; how many jobs were left out for want of time. `tell(done, of)`."""
+    began_s, left_out, number = time.monotonic(), 0, 0
+    for some, until_s in ((jobs, budget_s * (1 - RESERVE)), (judges, budget_s)):
+        for job in some:
+            number += 1
+            if not calibration.known(job):
+                wanted_s = calibration.expected_s(job)
+                if wanted_s > MOST * budget_s or time.monotonic() - began_s + wanted_s > until_s:
+                    left_out += 1
+                else:
+                    calibration.measure(job)
+            tell(number, len(jobs) + len(judges))
+    return left_out
+
+
+# ---------------------------------------------------------------- how good it is
+
+
+def kind_of(point: Point) -> str:
+    return f"{point.work.kind}{' beside the other' if point.beside else ''}"
+
+
+def errors(estimator: Estimator, points: Sequence[Point]) -> dict[str, dict[str, float]]:
+    """Relative errors by kind of step."""
+    found: dict[str, list[float]] = {}
+    for point in points:
+        off = abs(estimator.seconds(point.work, point.units, point.beside) / point.seconds - 1)
+        for kind in (kind_of(point), "all, beside the other" if point.beside else "all, alone"):
+            found.setdefault(kind, []).append(off)
+    return {kind: {"points": len(offs), **quantiles(offs)} for kind, offs in sorted(found.items())}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
+
+
+def report(table: Table, prior: Roofline) -> dict[str, Any]:
+    """What is written as JSON: how far the fit and the bare roofline are off, by kind, where they were not fitted."""
+    fitted, judges = Fitted(table, prior), [p for p in table.points if p.held_out]
+    return {
+        "key": msgspec.to_builtins(table.key),
+        "about": table.about,
+        "points": {"fitted": len(table.points) - len(judges), "held_out": len(judges)},
+        "held_out": {"fitted": errors(fitted, judges), "roofline": errors(prior, judges)},
+        "rows": [
+            {
+                "kind": kind_of(p),
+                "units": p.units,
+                "work": msgspec.to_builtins(p.work),
+                "beside": msgspec.to_builtins(p.beside),
+                "ms": 1e3 * p.seconds,
+                "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.beside),
+                "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.beside),
+            }
+            for p in judges
+        ],
+    }
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    sheet = Sheet("held-out steps", "points", "error p50", "p95", "max", "roofline p50", "p95", box=None)
+    bare = result["held_out"]["roofline"]
+    for kind, off in result["held_out"]["fitted"].items():
+        values = [f"{off[name]:.1%}" for name in ("p50", "p95", "max")]
+        sheet.add_row(kind, str(off["points"]), *values, f"{bare[kind]['p50']:.1%}", f"{bare[kind]['p95']:.1%}")
+    console.print(sheet)
+
+
+# ---------------------------------------------------------------- the command
+
+CALIBRATION = Group("Calibration", sort_key=0)
+JSON = Parameter(help="write the held-out points and errors to this file", group=CALIBRATION, allow_leading_hyphen=True)
+
+
+def open_table(path: Path, key: Key, buckets: tuple[int, ...], fresh: bool) -> Table:
+    """What is at `path` already, if it was measured with the same device, model and kernels."""
+    about = {"date": date.today().isoformat(), "counterpoint": __version__}
+    if path.is_file() and not fresh:
+        table = shelf.load(path)
+        if table.key == key and table.buckets == buckets:
+            return table
+    return Table(key=key, about=about, buckets=buckets)
+
+
+@settings("model", "device")
+def command(
+    *,
+    budget: Annotated[float, flag("seconds to measure, beside loading", CALIBRATION)] = 240.0,
+    out: Annotated[Path | None, flag("where the table is kept; unset: in the cache folder, where it is found", CALIBRATION)] = None,
+    json: Annotated[Path | None, JSON] = None,
+    fresh: Annotated[bool, flag("forget what was measured before", CALIBRATION)] = False,
+    config: Config,
+) -> int:
+    """Measure what steps take here, so that `--policy auto` knows; run it again to go on after an interruption.
+
+    counterpoint calibrate smollm2
+
+    counterpoint calibrate llama-3.1-8b --device cuda
+    """
+    if budget <= 0:
+        raise ValueError(f"--budget is {budget}: it must be more than 0")
+    notes = Console(stderr=True, highlight=False)
+    config = config.replace(policy="multiplex")
+    if build.find_model(config).kind == "spec":
+        config = config.replace(load_format="dummy")  # what steps take does not depend on the weights
+    if build.chosen_device(config) == "cpu" and config.device.kv_memory_bytes is None and config.device.kv_pages is None:
+        config = config.replace(kv_memory_bytes=CPU_POOL_BYTES)
+    inbox = WallInbox()
+    with notes.status("starting") as status:
+        system = build.system(config, inbox, lambda stage: status.update(stage))
+    try:
+        if not system.levels:
+            raise ValueError(f"{system.key.device} can't be split here, so there is nothing to decide that needs prices")
+        path = out or build.calibrations() / file_name(system.key)
+        table = open_table(path, system.key, system.buckets, fresh)
+        calibration = start(system, inbox, table, path)
+        limits = system.limits
+        room = Room(
+            limits.max_context_tokens, limits.pages * limits.page_tokens, limits.max_running - PROMPTS, limits.max_pass_tokens
+        )
+        judges = held_out(limits.units, system.levels, room, longest(calibration, room, budget))
+        jobs = plan(limits.units, system.levels, room)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=notes, refresh_per_second=2) as bar:
+            task = bar.add_task(f"{system.spec.name} on {system.key.device}", total=None)
+            left_out = calibrate(calibration, jobs, judges, budget, lambda done, of: bar.update(task, completed=done, total=of))
+    finally:
+        system.executor.close()
+    result = report(table, calibration.prior) | {"left_out": left_out, "table": str(path)}
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    show(Console(), result)
+    notes.print(f"{len(table.points)} points in {path}; {left_out} left out for want of time", soft_wrap=True)
+    return 0
+
+
+def start(system: build.System, inbox: WallInbox, table: Table, path: Path) -> Calibration:
+    limits = system.limits
+    probe = Probe(
+        system.executor,
+        inbox,
+        limits.pages,
+        limits.page_tokens,
+        limits.units,
+        limits.layers,
+        system.engine.policy.lanes[0].depth,
+    )
+    return Calibration(probe, table, system.prior, lambda table: shelf.save(table, path))
+
+
+def longest(calibration: Calibration, room: Room, budget_s: float) -> int:
+    """Prompt tokens that can be measured on the fewest units within a point's share of the time."""
+    layers, units = calibration.probe.layers, calibration.probe.units
+    lengths = [n for n in sorted(ROWS) if n <= room.rows]
+    fitting = [n for n in lengths if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units) <= MOST * budget_s]
+    return max(fitting, default=lengths[0])
