@@ -72,7 +72,8 @@ class Probe:
         chance.shuffle(self.order)
         if isinstance(self.executor, Pooled):
             for pool in (*self.executor.kv.k, *self.executor.kv.v):
-                pool.normal_()  # zeros can be read faster than what is served
+                if pool.dtype.itemsize > 1:  # what is quantised has no noise of its own
+                    pool.normal_()  # zeros can be read faster than what is served
         self.tokens = tuple(chance.randrange(1000, 30000) for _ in range(self.pages * self.page_tokens // 8 + 4096))
 
     # ------------------------------------------------------------ setting up
