@@ -181,6 +181,7 @@ def models() -> None:
 app.command("counterpoint.bench.command:bench", name="bench", group=MEASURE, help="Play a load against a server or engine.")
 app.command("counterpoint.bench.calibrate:command", name="calibrate", group=MEASURE, help="Measure what steps take on this device.")
 app.command("counterpoint.simulate:command", name="simulate", group=MEASURE, help="Play a load against a simulated device.")
+app.command("counterpoint.plan:command", name="plan", group=MEASURE, help="Find which mode serves a load best.")
 app.command("counterpoint.bench.demo:demo", name="demo", group=MEASURE, help="See what running side by side does to latency.")
 
 

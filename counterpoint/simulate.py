@@ -133,9 +133,11 @@ def simulate(
     seed: int = 0,
     files: Files = Files(),
     watched: bool = False,
+    on_record: Callable[[Record], None] | None = None,
 ) -> Simulated:
     """Play `queries` in virtual time; what came of each, and the engine's counters. `seed`: of the made prompts. `watched`: hold
-    every command against the executor's contract. Raises ConfigError or ValueError if the machine can't be as it is asked."""
+    every command against the executor's contract. `on_record` is shown each request's record as it ends; what it raises ends the
+    simulation. Raises ConfigError or ValueError if the machine can't be as it is asked."""
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
     inbox = VirtualInbox()
@@ -147,7 +149,7 @@ def simulate(
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
-    collected = Collected()
+    collected = Collected(on_record)
     deliver = collected.deliver
     timeline = None
     if files.timeline:
@@ -167,7 +169,8 @@ def simulate(
 class Collected:
     """What the engine delivers, as far as a simulation wants it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_record: Callable[[Record], None] | None = None) -> None:
+        self.on_record = on_record
         self.records: dict[str, Record] = {}
         self.errors: dict[str, str] = {}
 
@@ -175,6 +178,8 @@ class Collected:
         for output in outputs:
             if isinstance(output, Record):
                 self.records[output.id] = output
+                if self.on_record:
+                    self.on_record(output)
             elif isinstance(output, Delta) and output.error:
                 self.errors[output.id] = output.error
 

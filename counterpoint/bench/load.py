@@ -55,6 +55,7 @@ class Load:
     prefix_groups: Annotated[int, flag("groups of requests whose prompts begin alike; 0: none do", MADE)] = 0
     prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = 0.5
 
+    skip: Annotated[int, flag("leave out the first so many requests: another part of the same trace", SHAPE)] = 0
     requests: Annotated[int | None, flag("how many; unset: the whole trace, or 64", SHAPE)] = None
     arrivals: Annotated[
         Literal["trace", "poisson", "gamma", "constant", "once"] | None,
@@ -99,6 +100,8 @@ class Load:
         if self.length_scale is not None:
             queries = reshape.scaled(queries, self.length_scale)
         queries = reshape.clipped(queries, self.max_prompt_tokens, self.max_output_tokens)
+        if self.skip:
+            queries = reshape.without_first(queries, self.skip)
         return queries if self.requests is None else reshape.first(queries, self.requests)
 
     def _arriving(self, queries: list[Query], timed: bool) -> list[Query]:

@@ -47,6 +47,13 @@ def first(queries: Sequence[Query], count: int) -> list[Query]:
     return _from_zero(queries[:count])
 
 
+def without_first(queries: Sequence[Query], count: int) -> list[Query]:
+    """All but the first `count`, their clock from 0 on."""
+    if not 0 <= count < len(queries):
+        raise ValueError(f"skip is {count}: the workload has {len(queries)} requests, so it must be 0 to {len(queries) - 1}")
+    return _from_zero(queries[count:])
+
+
 def _from_zero(queries: Sequence[Query]) -> list[Query]:
     start_s = queries[0].arrival_s if queries else 0.0
     return [dataclasses.replace(q, arrival_s=q.arrival_s - start_s) for q in queries]

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "counterpoint"
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"plan", "simulate"},
+    {"plan"},
+    {"simulate"},
     {"serve", "bench"},
     {"build"},
     {"cluster"},

@@ -17,6 +17,7 @@ from counterpoint.bench.reshape import (
     stretched,
     thinned,
     with_targets,
+    without_first,
     without_texts,
 )
 from counterpoint.bench.trace import read_trace
@@ -162,3 +163,12 @@ def test_thinning_the_public_trace_keeps_its_hits(public_trace):
     thin = thinned(load, 0.05, seed=0)
     assert len(thin) / len(load) == pytest.approx(0.05, abs=0.002)
     assert reusable_share(thin) > 0.3  # random rows would leave 0.09
+
+
+def test_the_first_can_be_left_out():
+    queries = [Query(i, float(i), 10, 1) for i in range(5)]
+    left = without_first(queries, 3)
+    assert [(q.number, q.arrival_s) for q in left] == [(3, 0.0), (4, 1.0)]
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match="skip is"):
+            without_first(queries, wrong)

@@ -69,7 +69,9 @@ class Belief:
 
     def errors(self) -> tuple[tuple[str, float, float, int], ...]:
         """By kind of step: median and 95th percentile of |predicted - actual| / actual of the latest ones, and their number."""
-        return tuple((kind, *_quantiles(errors, 0.5, 0.95), len(errors)) for kind, errors in sorted(self._errors.items()))
+        return tuple(
+            (kind, _quantile(errors, 0.5), _quantile(errors, 0.95), len(errors)) for kind, errors in sorted(self._errors.items())
+        )
 
     def cells(self) -> tuple[tuple[str, float, float], ...]:
         """Every correction: (cell, mean ratio of actual to predicted, guard on top of it)."""
@@ -90,6 +92,6 @@ def _name(cell: Cell) -> str:
     return f"{kind} on {units}{' beside' if beside else ''}"
 
 
-def _quantiles(values: Iterable[float], *shares: float) -> list[float]:
+def _quantile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
-    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

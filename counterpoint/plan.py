@@ -1,0 +1,312 @@
+"""Plan: which mode serves a load best on a machine, found by simulation.
+
+Owns: the search for each mode's goodput: the highest rate at which a share of requests keeps all targets (DistServe, OSDI'24).
+Promises: every mode gets the same requests in the same order, only the clock is stretched; rates stand on one grid for all modes;
+deterministic, whatever the number of processes. Must not: simulate otherwise than `simulate` does.
+
+A run is given up as soon as too many requests have missed. Attainment is taken to fall with the rate: where it does not, the
+rate found is one that holds beside one, a grid step above it, that does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Group, Parameter
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from counterpoint import __version__
+from counterpoint.bench import reshape
+from counterpoint.bench.load import Load, flag, parse_slo
+from counterpoint.bench.report import Latency, completed, summarise
+from counterpoint.bench.tables import number, share, short
+from counterpoint.bench.workload import Query, describe
+from counterpoint.config import Config
+from counterpoint.device.cores import usable_cores
+from counterpoint.flags import settings
+from counterpoint.simulate import JSON, Machine, What, simulate, targets
+from counterpoint.types import Record, Slo, Work
+
+SEARCH = Group("Search", sort_key=0)
+MODES = "serial,chunked:512,chunked:1024,chunked:2048,chunked:8192,multiplex,auto"
+SPLITS = 5  # static splits that `multiplex` without a number stands for
+STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for
+FARTHEST = 40  # strides from the start; beyond, a mode holds no rate or any
+KEPT = (
+    "p50_ttft_ms",
+    "p90_ttft_ms",
+    "p50_tpot_ms",
+    "p90_tpot_ms",
+    "p99_itl_ms",
+    "output_throughput",
+    "active_share",
+    "preemptions",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to serve: a name, and the settings that it is."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What is searched: the highest rate at which `wanted` of `queries` keep their targets, to one part in 1/`precision`."""
+
+    machine: Machine
+    config: Config
+    queries: tuple[Query, ...]
+    wanted: float = 0.9
+    precision: float = 0.02
+    seed: int = 0
+
+    def at(self, step: int) -> float:
+        """The rate of a grid step, in requests/s. Step 0 is 1 request/s."""
+        return (1 + self.precision) ** step
+
+
+class Hopeless(Exception):
+    """Too many requests have missed their targets."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A mode's goodput in requests/s (0.0: not even far below the start), the share within targets and other figures at that rate,
+    and every (rate, share) tried; None where the run was given up."""
+
+    mode: str
+    rate: float
+    attainment: float | None
+    figures: Mapping[str, Any]
+    tried: tuple[tuple[float, float | None], ...]
+
+
+# ---------------------------------------------------------------- the search
+
+
+def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] = lambda: None) -> Found:
+    """The mode's goodput. `start`: the grid step at which the search begins. `tell` is called after every run."""
+    config = task.config.replace(**mode.settings)
+    seen: dict[int, dict[str, Any] | None] = {}
+
+    def holds(step: int) -> bool:
+        if step not in seen:
+            seen[step] = play(dataclasses.replace(task, config=config), task.at(step))
+            tell()
+        return seen[step] is not None
+
+    low = highest(holds, start)
+    tried = tuple((task.at(step), result["slo_attainment"] if result else None) for step, result in sorted(seen.items()))
+    result = seen[low] if low is not None else None
+    if low is None or result is None:
+        return Found(mode.name, 0.0, None, {}, tried)
+    return Found(mode.name, task.at(low), result["slo_attainment"], {key: result.get(key) for key in KEPT}, tried)
+
+
+def highest(holds: Callable[[int], bool], start: int) -> int | None:
+    """The highest step that holds, if all below it do; None if none within reach does."""
+    up = holds(start)
+    low = high = start
+    for _ in range(FARTHEST):
+        if up:
+            low, high = high, high + STRIDE
+            if not holds(high):
+                break
+        else:
+            low, high = low - STRIDE, low
+            if holds(low):
+                break
+    else:
+        return low if up else None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def play(task: Task, rate: float) -> dict[str, Any] | None:
+    """The report of the load at `rate` requests/s; None if too many requests missed their targets."""
+    queries = reshape.at_rate(task.queries, rate)
+    slo = {query.id: targets(query, task.config) for query in queries}
+    allowed = int(len(queries) * (1 - task.wanted) + 1e-9)
+    try:
+        came = simulate(task.machine, queries, task.config, seed=task.seed, on_record=judge(slo, allowed))
+    except Hopeless:
+        return None
+    return summarise(came.records, slo=slo, stats=came.stats)
+
+
+def judge(slo: Mapping[str, Slo], allowed: int) -> Callable[[Record], None]:
+    """Raises Hopeless when more than `allowed` of the records it is shown have missed."""
+    missed = 0
+
+    def one(record: Record) -> None:
+        nonlocal missed
+        missed += not (completed(record) and all(Latency(record).met(slo[record.id]).values()))
+        if missed > allowed:
+            raise Hopeless
+
+    return one
+
+
+def search(task: Task, modes: Sequence[Mode], jobs: int, start: int = 0) -> Iterator[Found]:
+    """Each mode's goodput, as it is found."""
+    if jobs < 2:
+        yield from (find_rate(task, mode, start) for mode in modes)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(find_rate, task, mode, start) for mode in modes]):
+            yield done.result()
+
+
+# ---------------------------------------------------------------- modes
+
+
+def parse_modes(text: str, machine: Machine) -> list[Mode]:
+    """Modes as "serial,chunked:512,multiplex:32,auto"; chunked takes a budget in tokens, multiplex the units of decode (without:
+    several). Raises ValueError naming the part that is wrong."""
+    found: list[Mode] = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        policy, colon, value = part.partition(":")
+        if policy not in ("serial", "chunked", "multiplex", "auto") or (colon and not value.isdigit()):
+            raise ValueError(f"--modes {part!r}: write serial, chunked:TOKENS, multiplex:UNITS or auto, joined by commas")
+        if policy == "multiplex":
+            splits = [int(value)] if colon else static_splits(machine)
+            found += [Mode(f"multiplex:{split}", {"policy": policy, "split": split}) for split in splits]
+        elif policy == "chunked" and colon:
+            found.append(Mode(part, {"policy": policy, "chunk_tokens": int(value)}))
+        elif colon:
+            raise ValueError(f"--modes {part!r}: {policy} takes no number")
+        else:
+            found.append(Mode(policy, {"policy": policy}))
+    if not found:
+        raise ValueError("--modes names no mode")
+    return found
+
+
+def static_splits(machine: Machine) -> list[int]:
+    """Decode units worth trying: from an eighth of the device to half of it."""
+    units, levels = machine.device.units, machine.device.partitions()
+    wanted = [units * share / 16 for share in (2, 3, 4, 6, 8)][:SPLITS]
+    return sorted({min(levels, key=lambda level: abs(level - want)) for want in wanted})
+
+
+# ---------------------------------------------------------------- the command
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """What is tried."""
+
+    modes: Annotated[
+        str, flag("serial, chunked[:TOKENS], multiplex[:UNITS], auto; multiplex alone tries several splits", SEARCH)
+    ] = MODES
+    slo: Annotated[str, flag("targets of every request without its own, e.g. ttft=1.0,tpot=50ms,itl=0.2", SEARCH)] = (
+        "ttft=1.0,tpot=50ms"
+    )
+    share: Annotated[float, flag("share of the requests that must keep all their targets", SEARCH)] = 0.9
+    precision: Annotated[float, flag("of the rates found, as a share", SEARCH)] = 0.02
+    jobs: Annotated[int | None, flag("simulations at a time; unset: one a core", SEARCH)] = None
+    json: Annotated[str | None, JSON] = None
+
+
+def show(console: Console, result: Mapping[str, Any]) -> None:
+    title = f"{result['model_id']} on {result['device']}: {share(result['share'])} within {result['slo']}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for name in ("requests\nper s", "of\nbest", "TTFT\np50", "TTFT\np90", "TPOT\np50", "TPOT\np90", "gap\np99"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result["modes"]:
+        cells = [number(row["rate"], 2), share(row["of_best"])]
+        cells += [short(row.get(key)) for key in KEPT[:5]]
+        table.add_row(row["mode"], *cells)
+    console.print(table)
+    console.print("latencies at that rate, in ms", style="dim", highlight=False)
+    for note in result["notes"]:
+        console.print(note, style="yellow", highlight=False)
+
+
+@settings("scheduler")
+def command(*, what: What = What(), search_for: Search = Search(), load: Load = Load(), config: Config) -> int:
+    """Find the highest rate at which each mode keeps the targets of nine requests in ten, by simulation.
+
+    counterpoint plan --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 500 --arrivals poisson --slo ttft=1,tpot=25ms
+    """
+    if not 0 < search_for.share <= 1 or not 0 < search_for.precision < 1:
+        raise ValueError(f"--share is {search_for.share} and --precision {search_for.precision}: more than 0, and at most 1")
+    config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(search_for.slo))))
+    machine = what.machine(config)
+    trace = load.make()
+    modes = parse_modes(search_for.modes, machine)
+    task = Task(machine, config, trace.queries, search_for.share, search_for.precision, load.seed)
+    start = round(math.log(guessed_rate(task)) / math.log(1 + task.precision))
+    found: dict[str, Found] = {}
+    with Progress(console=Console(stderr=True)) as bar:
+        row = bar.add_task("searching", total=len(modes))
+        for one in search(task, modes, search_for.jobs or len(usable_cores()), start):
+            found[one.mode] = one
+            bar.update(row, advance=1, description=f"{one.mode}: {number(one.rate, 2)} requests/s")
+    result = report(task, search_for, load, [found[mode.name] for mode in modes], trace.notes)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    if search_for.json == "-":
+        print(text.decode())
+    else:
+        if search_for.json:
+            Path(search_for.json).write_bytes(text + b"\n")
+        show(Console(), result)
+    return 0
+
+
+def guessed_rate(task: Task) -> float:
+    """Where the search begins: what the device could do if prefill and decode took turns at full speed, in batches of 32."""
+    physics, _ = task.machine.estimators(task.config)
+    layers, units = task.machine.model.layers, task.machine.device.units
+    prompt = round(sum(q.prompt_tokens for q in task.queries) / len(task.queries))
+    answer = round(sum(q.output_tokens for q in task.queries) / len(task.queries))
+    prefill = Work(prompt, prompt * prompt, 0, 1, samples=1, last_layer=layers, layers=layers)
+    decode = Work(decode_batch=32, decode_context=32 * (prompt + answer), samples=32, last_layer=layers, layers=layers)
+    return 1 / (physics.seconds(prefill, units) + answer * physics.seconds(decode, units) / 32)
+
+
+def report(task: Task, search_for: Search, load: Load, found: Sequence[Found], notes: Sequence[str]) -> dict[str, Any]:
+    """What is written. No date: equal flags write equal bytes."""
+    best = max(one.rate for one in found)
+    device = task.machine.device
+    rows = [
+        {
+            "mode": one.mode,
+            "rate": one.rate,
+            "of_best": one.rate / best if best else None,
+            "attainment": one.attainment,
+            **one.figures,
+            "tried": [{"rate": rate, "attainment": attainment} for rate, attainment in one.tried],
+        }
+        for one in found
+    ]
+    return {
+        "counterpoint_version": __version__,
+        "model_id": task.machine.model.name,
+        "device": device.name,
+        "device_measured": device.measured,
+        "belief_error": task.machine.belief_error,
+        "slo": search_for.slo,
+        "share": task.wanted,
+        "precision": task.precision,
+        "workload": describe(task.queries) | {"trace": load.trace, "seed": load.seed},
+        "modes": rows,
+        "best": next((one.mode for one in found if best and one.rate == best), None),
+        "notes": list(notes),
+    }

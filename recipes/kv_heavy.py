@@ -1,0 +1,33 @@
+"""A load heavy in KV reads: 128 answers over contexts of 8,000 tokens, and prompts of 4,000 tokens arriving beside them.
+
+    python recipes/kv_heavy.py > kv_heavy.jsonl
+
+The 128 share their prompt, so that it is computed once (reading it back costs each of them its whole length), and have no target
+for the first token. Arguments: the number of prompts that arrive, and a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+READERS, CONTEXT, ANSWER = 128, 8000, 1500
+PROMPT, REPLY = 4000, 32
+BLOCK = 16
+
+
+def main(arriving: int = 200, seed: int = 0) -> None:
+    dice = random.Random(seed)
+    blocks = list(range(CONTEXT // BLOCK))
+    for _ in range(READERS):
+        row = {"arrival_s": 0.0, "prompt_tokens": CONTEXT + 8, "output_tokens": dice.randint(ANSWER * 2 // 3, ANSWER * 4 // 3)}
+        print(json.dumps(row | {"prefix_ids": blocks, "block_tokens": BLOCK, "ttft_s": 1e6}))
+    at_s = 2.0
+    for _ in range(arriving):
+        at_s += dice.expovariate(1.0)
+        print(json.dumps({"arrival_s": at_s, "prompt_tokens": dice.randint(PROMPT // 2, PROMPT * 3 // 2), "output_tokens": REPLY}))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

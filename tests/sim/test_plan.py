@@ -1,0 +1,96 @@
+"""The search for the rate that a mode holds."""
+
+from __future__ import annotations
+
+import json
+
+import cyclopts
+import pytest
+from sim_builders import Constant
+
+from counterpoint import plan
+from counterpoint.bench.workload import Lengths, Query, synthetic
+from counterpoint.config import Config
+from counterpoint.plan import Mode, Task, find_rate, highest, parse_modes, search
+from counterpoint.simulate import Machine
+from counterpoint.spec.device import device_spec
+from counterpoint.spec.presets import PRESETS
+
+H200 = Machine(PRESETS["llama-3.1-8b"], device_spec("h200"))
+SERIAL = Mode("serial", {"policy": "serial", "max_pass_tokens": 16, "prefix_cache": False})
+
+
+@pytest.mark.parametrize("limit", [-100, -17, -16, -1, 0, 1, 15, 16, 17, 200])
+@pytest.mark.parametrize("start", [-50, 0, 7])
+def test_the_highest_step_that_holds_is_found_from_anywhere(limit, start):
+    tried = []
+    assert highest(lambda step: tried.append(step) or step <= limit, start) == limit
+    assert len(tried) < 30
+
+
+def test_a_load_that_is_never_served_in_time_has_no_rate():
+    assert highest(lambda step: False, 0) is None
+
+
+def one_server(service_s: float, wanted: float, ttft_s: float) -> Task:
+    """Constant arrivals at a server that takes `service_s` for each."""
+    machine = Machine(H200.model, H200.device, host_s=0.0, depth=1, physics=Constant(service_s))
+    queries = synthetic(200, Lengths(16), Lengths(1), arrivals="constant", rate=1.0)
+    return Task(machine, Config().replace(ttft_s=ttft_s), tuple(queries), wanted)
+
+
+def test_a_server_holds_the_rate_at_which_its_queue_is_just_short_enough():
+    """At rate r > 1/s request i waits i (s - 1/r): nine in ten of 200 wait at most w if 179 (s - 1/r) <= w."""
+    service_s, wait_s = 0.1, 0.5
+    found = find_rate(one_server(service_s, 0.9, service_s + wait_s), SERIAL)
+    exact = 1 / (service_s - wait_s / 179)
+    assert exact / 1.02 <= found.rate <= exact
+    assert found.attainment is not None and found.attainment >= 0.9
+    assert any(attainment is None for rate, attainment in found.tried if rate > exact), "what can't succeed is given up"
+
+
+def test_a_target_below_the_service_time_is_never_met():
+    assert find_rate(one_server(0.1, 0.9, 0.05), SERIAL).rate == 0.0
+
+
+def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
+    queries = tuple(synthetic(40, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0))
+    task = Task(H200, Config().replace(ttft_s=0.3, tpot_s=0.02), queries, precision=0.1)
+    modes = parse_modes("serial,chunked:512", H200)
+    one = {found.mode: found.rate for found in search(task, modes, jobs=1, start=0)}
+    two = {found.mode: found.rate for found in search(task, modes, jobs=2, start=9)}
+    assert one == two and all(rate > 1 for rate in one.values())
+
+
+def test_modes_are_read_and_wrong_ones_named():
+    modes = {mode.name: mode.settings for mode in parse_modes("serial, chunked:256,multiplex:48,auto", H200)}
+    assert modes["chunked:256"] == {"policy": "chunked", "chunk_tokens": 256}
+    assert modes["multiplex:48"] == {"policy": "multiplex", "split": 48} and set(modes) >= {"serial", "auto"}
+    several = parse_modes("multiplex", H200)
+    assert len(several) > 2 and all(8 <= mode.settings["split"] <= 66 for mode in several)
+    for wrong in ("fast", "chunked:many", "auto:3", ""):
+        with pytest.raises(ValueError, match="--modes"):
+            parse_modes(wrong, H200)
+
+
+def test_the_command_writes_what_it_found(tmp_path, capsys):
+    app = cyclopts.App()
+    app.default(plan.command)
+    path = tmp_path / "plan.json"
+    load = ["--requests", "20", "--prompt-tokens", "500", "--output-tokens", "10", "--precision", "0.2", "--jobs", "1"]
+    app(
+        [*load, "--modes", "serial,chunked:512", "--slo", "ttft=0.2,tpot=20ms", "--json", str(path)],
+        exit_on_error=False,
+        result_action="return_value",
+    )
+    result = json.loads(path.read_text())
+    assert [row["mode"] for row in result["modes"]] == ["serial", "chunked:512"]
+    assert max(row["of_best"] for row in result["modes"]) == 1.0 and result["best"] in ("serial", "chunked:512")
+    text = capsys.readouterr().out
+    assert "90.0 % within ttft=0.2,tpot=20ms" in text and "chunked:512" in text
+
+
+def test_the_clock_is_stretched_and_nothing_else():
+    queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
+    result = plan.play(Task(H200, Config().replace(policy="serial", ttft_s=10.0), queries, wanted=1.0), 0.5)
+    assert result and result["total_input_tokens"] == 600 and result["duration"] == pytest.approx(4.0, rel=0.1)
