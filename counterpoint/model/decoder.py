@@ -64,11 +64,15 @@ class Decoder:
         """Embeddings of the pass's tokens, [T, D]."""
         return self.ops.embed(batch.tokens_T, self.weights.embedding_VD)
 
-    def run_layers(self, x_TD: Tensor, batch: Batch, kv: KVPool, first_layer: int, last_layer: int) -> Tensor:
+    def angles(self, batch: Batch) -> Any:
+        """Rotations of the pass's positions, as `Ops.rope_angles` has them."""
+        return self.ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
+
+    def run_layers(self, x_TD: Tensor, batch: Batch, kv: KVPool, first_layer: int, last_layer: int, angles: Any = None) -> Tensor:
         """Hidden states after layers [first_layer, last_layer), [T, D]; `x_TD` is consumed. Writes K and V of the pass's tokens
-        to `kv` in each of these layers."""
+        to `kv` in each of these layers. `angles`: of this batch, if they are there already."""
         spec, ops = self.spec, self.ops
-        angles = ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
+        angles = self.angles(batch) if angles is None else angles
         layers = self.weights.layers
         normed_TD = ops.rms_norm(x_TD, layers[first_layer].attention_norm_D, spec.norm_eps)
         for index in range(first_layer, last_layer):

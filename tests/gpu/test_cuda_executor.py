@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Service, make_parts, requests, rig
@@ -10,7 +11,7 @@ from counterpoint.core.policy import Chunked, Multiplex, Serial
 from counterpoint.device.cuda.attend import decode_by_torch
 from counterpoint.device.cuda.graphs import buckets_for
 from counterpoint.device.cuda.places import Place, Places
-from counterpoint.device.cuda.sampling import Tail, tail_for
+from counterpoint.device.cuda.sampling import MOST_TOP, Tail, tail_for
 from counterpoint.device.settings import Stage
 from counterpoint.model.batch import make_batch
 from counterpoint.model.checkpoint import Dummy
@@ -18,7 +19,7 @@ from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import reference_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.ports import Policy
-from counterpoint.types import Drop, Role, Sampling, Segment
+from counterpoint.types import Drop, Open, Role, Sampling, Segment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,9 +201,65 @@ def test_every_way_of_sampling_has_its_tail():
     assert tail_for(Stage.NONE) is Tail.GREEDY
     assert tail_for(Stage.TOP_K) is Tail.GREEDY  # of rows that are not drawn
     assert tail_for(Stage.DRAW | Stage.MIN_P) is Tail.DRAWN
-    assert tail_for(Stage.DRAW | Stage.TOP_P) is Tail.FILTERED
-    for stage in (Stage.PENALTIES, Stage.BIAS, Stage.KEEP_ON, Stage.LOGPROBS):
-        assert tail_for(Stage.DRAW | stage) is Tail.ANY
+    assert tail_for(Stage.DRAW | Stage.TOP_P) == Tail.DRAWN | Tail.FILTERED
+    for stage in (Stage.PENALTIES, Stage.BIAS, Stage.KEEP_ON):
+        assert tail_for(Stage.DRAW | stage) == Tail.DRAWN | Tail.ADJUSTED
+        assert tail_for(stage) is Tail.ADJUSTED
+    assert tail_for(Stage.LOGPROBS | Stage.PROMPT_LOGPROBS) is Tail.LOGPROBS
+    assert tail_for(1 << 40) is Tail.ANY, "what a graph does not know is done outside"
+
+
+HARD = Sampling(
+    max_tokens=9,
+    temperature=0.7,
+    seed=11,
+    min_tokens=6,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.6,
+    logit_bias=((5, 3.0), (9, 3.0), (5, 1.0)),
+    stop_token_ids=(3, 4),
+    logprobs=3,
+)
+
+
+@pytest.mark.parametrize("sampling", [*SETTINGS.values(), HARD], ids=[*SETTINGS, "everything"])
+def test_a_graph_samples_as_the_host_would(sampling: Sampling):
+    """More alternatives than a graph has send a row through the host's settings: the same tokens, the same log-probabilities."""
+    answers = []
+    for top in (3, MOST_TOP + 1):
+        with rig() as r:
+            r.open(0, PROMPT, msgspec.structs.replace(sampling, logprobs=top))
+            answers.append(r.generate(0, len(PROMPT), 9))
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
+    for ours, theirs in zip(*answers, strict=True):
+        (one,), (other,) = ours.logprobs, theirs.logprobs
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.top_ids == other.top_ids[:3] and len(other.top_ids) == MOST_TOP + 1
+
+
+def test_what_was_counted_is_forgotten_with_its_request():
+    """A slot that had penalties, a bias and held-back ends is given to a request that asks for none, beside one that does; and a
+    request that comes back with a part of its answer is counted on from there."""
+    plain = Sampling(max_tokens=9, temperature=0.0)
+    with rig() as r:
+        r.open(0, PROMPT, plain)
+        alone = tokens_of(r.generate(0, len(PROMPT), 9))
+        r.open(1, PROMPT, HARD)
+        whole = tokens_of(r.generate(1, len(PROMPT), 9, first_page=4))
+        r.open(1, PROMPT, plain)
+        r.open(0, PROMPT, HARD)
+        pages = [tuple(range(4 * s, 4 * s + 4)) for s in range(2)]
+        r.run([Segment(s, 0, len(PROMPT), True, pages[s]) for s in range(2)], lane=1)
+        dones = [r.run([Segment(s, len(PROMPT) + n, 1, True) for s in range(2)], decode=True) for n in range(8)]
+        assert [done.tokens[1] for done in dones] == alone[1:]
+        assert [done.tokens[0] for done in dones] == whole[1:]
+        assert all(done.logprobs[0] is not None and done.logprobs[1] is None for done in dones)
+        tokens = (*PROMPT, *whole[:5])
+        r.submit(Open(2, tokens, len(PROMPT), (), HARD))
+        resumed = [r.run([Segment(2, 0, len(tokens), True, (9, 10, 11, 12))], lane=1).tokens[0]]
+        resumed += [r.run([Segment(2, len(tokens) + n, 1, True)], decode=True).tokens[0] for n in range(3)]
+    assert resumed == whole[5:]
 
 
 # ---------------------------------------------------------------- failures and choices

@@ -32,6 +32,7 @@ from counterpoint.device.cuda.sampling import (
     download_chosen,
     download_prompts,
     sample_any,
+    spread_chosen,
     told_chosen,
     told_prompts,
 )
@@ -59,6 +60,7 @@ class OpenPass:
     rows: PassRows
     batch: Batch
     sampled: Sampled
+    angles: Any
     x_TD: Tensor
 
 
@@ -158,6 +160,8 @@ class CudaExecutor:
         flight.over = functools.partial(graph.idle.append, feed)
         if graph.logits_BV is None:
             flight.ids, flight.rows = feed.ids_B, len(segments)
+            if feed.chosen is not None:
+                flight.logprobs = spread_chosen(feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.settings)
             return
         rows = pass_rows(segments)
         sampled = Sampled(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
@@ -171,15 +175,15 @@ class CudaExecutor:
             rows = pass_rows(step.segments)
             self.tables.send(step.segments)
             batch, sampled = self.tables.batch(rows, place.planner, place.decode)
-            x_TD = decoder.embed(batch)
+            angles, x_TD = decoder.angles(batch), decoder.embed(batch)
         else:
             held = self._passes.pop(step.batch, None)
             if held is None:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
-            rows, batch, sampled, x_TD = held.rows, held.batch, held.sampled, held.x_TD
-        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer)
+            rows, batch, sampled, angles, x_TD = held.rows, held.batch, held.sampled, held.angles, held.x_TD
+        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer, angles)
         if step.last_layer < decoder.spec.layers:
-            self._passes[step.batch] = OpenPass(rows, batch, sampled, x_TD)
+            self._passes[step.batch] = OpenPass(rows, batch, sampled, angles, x_TD)
             return
         flight.held, flight.over = batch, batch.attention.close
         flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, batch, x_TD)

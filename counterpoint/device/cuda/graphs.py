@@ -23,12 +23,15 @@ from torch import Tensor
 from counterpoint.device.cuda.attend import Plan
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.places import Place
-from counterpoint.device.cuda.sampling import Tail, sample_in_graph, tail_for
+from counterpoint.device.cuda.sampling import MOST_TOP, Tail, sample_in_graph, tail_for
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.model.sample import logprobs
 from counterpoint.types import Segment
+
+Chosen = tuple[Tensor, Tensor, Tensor]  # of B rows: the token's log-probability, the best ids and their log-probabilities [B, N]
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -46,15 +49,18 @@ class Feed:
     inputs_3B: Tensor
     rows_3B: np.ndarray
     ids_B: Tensor
+    chosen: Chosen | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """`inputs_3B` int32: slot, position and new page of each row (DeviceTables.decode_inputs). After a replay the sampled ids are
-    in `ids_B`, or (Tail.ANY) the logits in `logits_BV`. `idle`: feeds that no step on its way uses."""
+    in `ids_B` and (Tail.LOGPROBS) their log-probabilities in `chosen`, or (Tail.ANY) the logits in `logits_BV`. `idle`: feeds that
+    no step on its way uses."""
 
     inputs_3B: Tensor
     ids_B: Tensor
+    chosen: Chosen | None
     logits_BV: Tensor | None
     replay: Callable[[], None]
     idle: list[Feed]
@@ -80,15 +86,21 @@ class DecodeGraphs:
     def launch(self, place: Place, segments: Sequence[Segment]) -> tuple[Graph, Feed]:
         """Launch a step of decodes on the place's stream (which is current). The ids come to the feed's `ids_B`, or the logits
         stay in the graph's, until its next launch. The feed goes back to `graph.idle` when it has been read."""
-        stages = self.tables.settings.rows["stages"][[s.slot for s in segments]]
-        graph = self.graph(place, self.bucket(len(segments)), tail_for(int(np.bitwise_or.reduce(stages))))
+        graph = self.graph(place, self.bucket(len(segments)), self._tail([s.slot for s in segments]))
         feed = graph.idle.pop() if graph.idle else self._feed(graph)
         self.tables.decode_inputs(segments, feed.rows_3B)
         self.driver.copy(feed.inputs_3B, graph.inputs_3B)
         graph.replay()
         if graph.logits_BV is None:
             self.driver.copy(graph.ids_B, feed.ids_B)
+        for made, kept in zip(graph.chosen or (), feed.chosen or (), strict=True):
+            self.driver.copy(made, kept)
         return graph, feed
+
+    def _tail(self, slots: list[int]) -> Tail:
+        rows = self.tables.settings.rows
+        tail = tail_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
+        return Tail.ANY if tail & Tail.LOGPROBS and int(rows["logprobs"][slots].max()) > MOST_TOP else tail
 
     def capture(self, places: Iterable[Place], tails: Iterable[Tail]) -> None:
         """Capture all buckets of these, the largest first: the smaller ones then find their memory already there."""
@@ -111,6 +123,12 @@ class DecodeGraphs:
         inputs_3B = torch.empty(3, size, dtype=torch.int32, device=device)
         ids_B = torch.empty(size, dtype=torch.int64, device=device)
         logits_BV = torch.empty(size, vocab, dtype=torch.float32, device=device) if tail is Tail.ANY else None
+        known = self.tables.settings.vocab
+        chosen = None
+        if tail & Tail.LOGPROBS:
+            own_B = torch.empty(size, dtype=torch.float32, device=device)
+            tops = [torch.empty(size, min(MOST_TOP, known), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)]
+            chosen = (own_B, *tops)
 
         def body() -> None:
             slot_B, start_B = inputs_3B[0].long(), inputs_3B[1].long()
@@ -121,17 +139,23 @@ class DecodeGraphs:
             sampled_B = sample_in_graph(result_BV, slot_B, start_B + 1, self.tables, tail)
             self.tables.tokens[slot_B, start_B + 1] = sampled_B.clamp(min=0).to(torch.int32)
             ids_B.copy_(sampled_B)
+            for made, kept in zip(logprobs(result_BV, sampled_B, MOST_TOP, known) if chosen else (), chosen or (), strict=True):
+                kept.copy_(made)
 
         idle_rows = np.empty((3, size), np.int32)
         self.tables.decode_inputs((), idle_rows)
         with self.driver.on(place.stream), torch.inference_mode():
             self.driver.upload(idle_rows, inputs_3B)
             replay = self.driver.capture(place.stream, body)
-        return Graph(inputs_3B, ids_B, logits_BV, replay, [])
+        return Graph(inputs_3B, ids_B, chosen, logits_BV, replay, [])
 
     def _feed(self, graph: Graph) -> Feed:
-        inputs_3B = self.driver.keep(tuple(graph.inputs_3B.shape), torch.int32)
-        return Feed(inputs_3B, inputs_3B.numpy(), self.driver.keep(tuple(graph.ids_B.shape), torch.int64))
+        def like(tensor: Tensor) -> Tensor:
+            return self.driver.keep(tuple(tensor.shape), tensor.dtype)
+
+        inputs_3B = like(graph.inputs_3B)
+        own_B, *tops = map(like, graph.chosen or (graph.ids_B,))
+        return Feed(inputs_3B, inputs_3B.numpy(), like(graph.ids_B), (own_B, tops[0], tops[1]) if graph.chosen else None)
 
     def _logits(self, slot_B: Tensor, start_B: Tensor, page_B: Tensor, place: Place) -> Tensor:
         tables = self.tables

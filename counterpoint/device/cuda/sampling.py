@@ -20,51 +20,74 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.cuda.tables import DeviceTables
+from counterpoint.device.cuda.tables import ADJUSTED, DeviceTables
 from counterpoint.device.settings import Settings, Stage, column
 from counterpoint.device.tables import PassRows
 from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
-from counterpoint.model.sample import Choice, Draw, Filters, logprobs, sample
+from counterpoint.model.sample import Choice, Draw, Filters, drawn, logprobs, sample
 from counterpoint.types import TokenLogprobs
 
 BLOCK = 512  # rows of a prompt's logits at a time
+MOST_TOP = 20  # alternatives that a captured step has of each token
 
 
-class Tail(enum.Enum):
-    """How the rows of a decode step are sampled: the cheapest way that does for all of them. ANY is outside the graph."""
+class Tail(enum.Flag):
+    """How the rows of a decode step are sampled: no more than any of them asks for. Nothing of it is the best logit of each. ANY is
+    outside the graph."""
 
-    GREEDY = "greedy"
-    DRAWN = "drawn"
-    FILTERED = "filtered"
-    ANY = "any"
+    GREEDY = 0
+    DRAWN = enum.auto()
+    FILTERED = enum.auto()  # top-k, top-p
+    ADJUSTED = enum.auto()  # penalties, bias, min_tokens
+    LOGPROBS = enum.auto()  # and at most MOST_TOP alternatives
+    ANY = enum.auto()
+
+
+IN_GRAPH = Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P | ADJUSTED | Stage.LOGPROBS | Stage.PROMPT_LOGPROBS
 
 
 @functools.lru_cache
 def tail_for(stages: int) -> Tail:
     """`stages`: what any of the rows asks for, as settings.Stage."""
-    if stages & ~(Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P):
+    if stages & ~int(IN_GRAPH):  # also what this device has never heard of
         return Tail.ANY
-    if not stages & Stage.DRAW:
-        return Tail.GREEDY
-    return Tail.FILTERED if stages & (Stage.TOP_K | Stage.TOP_P) else Tail.DRAWN
+    tail = Tail.GREEDY
+    if stages & Stage.DRAW:
+        tail |= Tail.DRAWN | (Tail.FILTERED if stages & (Stage.TOP_K | Stage.TOP_P) else Tail.GREEDY)
+    if stages & ADJUSTED:
+        tail |= Tail.ADJUSTED
+    return tail | Tail.LOGPROBS if stages & Stage.LOGPROBS else tail
 
 
 def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: Tail) -> Tensor:
-    """Ids by the settings that the device has of each slot; capturable. Not for Tail.ANY."""
-    vocab = tables.settings.vocab
-    if tail is Tail.GREEDY:
-        return sample(logits_BV, Choice(), vocab)
-    temperature_B, top_p_B, min_p_B = tables.floats[slot_B].unbind(1)
-    top_k_B, seed_B, prompt_tokens_B = tables.integers[slot_B].unbind(1)
-    filters = None
-    if tail is Tail.FILTERED:
-        every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
-        filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
-    drawn_B = temperature_B > 0
-    draw = Draw(None, seed_B, end_B - prompt_tokens_B, torch.where(drawn_B, temperature_B, 1.0), min_p_B, filters)
-    ids_B = sample(logits_BV, Choice(draw=draw), vocab)
-    return torch.where(drawn_B | (ids_B < 0), ids_B, logits_BV[:, :vocab].argmax(1))
+    """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
+    logits_BV = logits_BV[:, : tables.settings.vocab]
+    if not tail & (Tail.DRAWN | Tail.ADJUSTED):
+        return sample(logits_BV, Choice())
+    temperature_B, top_p_B, min_p_B, *penalties = tables.floats[slot_B].unbind(1)
+    top_k_B, seed_B, prompt_tokens_B, min_tokens_B = tables.integers[slot_B].unbind(1)
+    made_B = end_B - prompt_tokens_B
+    finite_B = logits_BV.sum(1).isfinite()
+    if tail & Tail.ADJUSTED:
+        assert tables.adjustments is not None
+        repetition_B, presence_B, frequency_B = penalties
+        settings = (repetition_B, presence_B, frequency_B, min_tokens_B)
+        logits_BV = tables.adjustments.adjust(logits_BV, slot_B, made_B, settings)
+    ids_B = logits_BV.argmax(1)
+    if tail & Tail.DRAWN:
+        filters = None
+        if tail & Tail.FILTERED:
+            every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
+            filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
+        draws_B = temperature_B > 0
+        draw = Draw(None, seed_B, made_B, torch.where(draws_B, temperature_B, 1.0), min_p_B, filters)
+        ids_B = torch.where(draws_B, drawn(logits_BV, draw), ids_B)
+    ids_B = torch.where(finite_B, ids_B, -1)
+    if tail & Tail.ADJUSTED:
+        assert tables.adjustments is not None
+        tables.adjustments.count(slot_B, ids_B)
+    return ids_B
 
 
 def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
@@ -107,16 +130,20 @@ def on_device(value: Any, driver: Driver) -> Any:
 @dataclass(frozen=True, slots=True)
 class Download:
     """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
-    they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them."""
+    they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them. `spread`: the tensors
+    have all rows of the step, and those of `row` are meant."""
 
     own_R: Tensor
     ids_RN: Tensor
     values_RN: Tensor
     top_R: tuple[int, ...]
     row: tuple[int, ...]
+    spread: bool = False
 
     def told(self) -> list[TokenLogprobs]:
-        lists = (self.own_R.tolist(), self.ids_RN.tolist(), self.values_RN.tolist(), self.top_R)
+        tensors = (self.own_R, self.ids_RN, self.values_RN)
+        own_R, ids_RN, values_RN = (x[list(self.row)] for x in tensors) if self.spread else tensors
+        lists = (own_R.tolist(), ids_RN.tolist(), values_RN.tolist(), self.top_R)
         return [TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top])) for own, ids, values, top in zip(*lists, strict=True)]
 
 
@@ -129,6 +156,13 @@ def download_chosen(logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: 
     at_R = driver.upload(rows_R.numpy())
     own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab))
     return Download(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
+
+
+def spread_chosen(chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: Settings) -> Download:
+    """The same from a captured step, whose buffers on the host have all rows: of those that ask."""
+    rows = settings.rows[slot_B]
+    (asking,) = np.nonzero(rows["stages"] & Stage.LOGPROBS)
+    return Download(*chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True)
 
 
 def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, batch: Batch, x_TD: Tensor) -> list[Download]:

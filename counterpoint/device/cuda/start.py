@@ -24,6 +24,7 @@ from torch import Tensor
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.device.cuda import memory
+from counterpoint.device.cuda.adjust import ELEMENT_BYTES as ADJUSTMENT_BYTES
 from counterpoint.device.cuda.attend import DecodeKernel, Planner, best_decode, best_planner
 from counterpoint.device.cuda.driver import CudaDriver
 from counterpoint.device.cuda.executor import CudaExecutor, Reports
@@ -256,7 +257,7 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
         weights=weights,
         activations=passes * activations,
         graphs=steps * memory.GRAPH_BYTES + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
-        tables=(scheduler.max_running + 1) * wanted * 5,
+        tables=(scheduler.max_running + 1) * (wanted * 5 + spec.vocab * ADJUSTMENT_BYTES),
     )
 
 

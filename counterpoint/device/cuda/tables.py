@@ -8,7 +8,8 @@ Must not: run a model.
 What `open` is told stays on the host until a step names the slot: it is sent on that step's stream, so no stream has to wait for
 another. One slot and one page more than asked for stand for the rows that fill up a batch: written by all of them, read by none.
 
-Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens.
+Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens. Once a request asks for penalties, a bias or a least
+number of tokens, 9 bytes more per slot and token of the vocabulary (adjust.py).
 
 Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled segments or rows of a decode step,
 P pages of a block-table row.
@@ -23,16 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from counterpoint.device.cuda.adjust import Adjustments
 from counterpoint.device.cuda.attend import DecodeKernel, Plan, Planner
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.kernels.floor import FilterFloor
-from counterpoint.device.settings import Settings
+from counterpoint.device.settings import Settings, Stage
 from counterpoint.device.tables import PassRows
 from counterpoint.model.batch import Batch
 from counterpoint.types import Open, Segment
 
-FLOATS = ("temperature", "top_p", "min_p")
-INTEGERS = ("top_k", "seed", "prompt_tokens")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+INTEGERS = ("top_k", "seed", "prompt_tokens", "min_tokens")
+ADJUSTED = Stage.PENALTIES | Stage.BIAS | Stage.KEEP_ON
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +47,9 @@ class Sampled:
 
 
 class DeviceTables:
-    """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers` [slots + 1, 3]:
-    the columns FLOATS and INTEGERS of the sampling settings. `settings` is the host's copy, with all of them."""
+    """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers`: the
+    columns FLOATS and INTEGERS of the slots' sampling settings; `adjustments`: what more there is of them, once one asks.
+    `settings` is the host's copy, with all of them."""
 
     def __init__(
         self,
@@ -69,7 +73,10 @@ class DeviceTables:
         self.pages = torch.full((slots + 1, width), spare_page, dtype=torch.int32, device=device)
         self.floats = torch.zeros(slots + 1, len(FLOATS), dtype=torch.float32, device=device)
         self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
+        self.floats[:, FLOATS.index("repetition")] = 1.0
         self.settings = Settings(slots + 1, vocab, eos_token_ids)
+        self.adjustments: Adjustments | None = None
+        self._adjusted: set[int] = set()  # slots whose row there says something
         self.filter_floor = filter_floor
         self._unsent: dict[int, Open] = {}
         self._pages_used = [0] * slots
@@ -94,6 +101,7 @@ class DeviceTables:
         for command in opened:
             tokens = self.driver.upload(np.array(command.tokens, np.int32))
             self.tokens[command.slot, : len(command.tokens)] = tokens
+            self._adjust(command, tokens)
             entries += self._placed(command.slot, command.pages)
         for segment in segments:
             if segment.pages:
@@ -149,6 +157,22 @@ class DeviceTables:
         """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still
         run over it."""
         self.tokens[sampled.slot_B, sampled.end_B] = ids_B.clamp(min=0).to(torch.int32)
+        if self.adjustments is not None:
+            self.adjustments.count(sampled.slot_B, ids_B)
+
+    def _adjust(self, command: Open, tokens_L: Tensor) -> None:
+        """Fill in the slot's row of the adjustments, if it asks for any or its last request did."""
+        slot, settings = command.slot, self.settings
+        asks = bool(settings.rows["stages"][slot] & ADJUSTED)
+        if not asks and slot not in self._adjusted:
+            return
+        if self.adjustments is None:
+            self.adjustments = Adjustments(self.tokens.shape[0], self.settings.vocab, self.driver.device)
+        bias, ends = settings.bias.pairs[slot], settings.ends.pairs[slot]
+        bias_N = (self.driver.upload(bias["id"].copy()), self.driver.upload(bias["value"].copy()))
+        ends_N = self.driver.upload(ends["id"][ends["value"] < 0])
+        self.adjustments.open(slot, tokens_L, command.prompt_tokens, bias_N, ends_N)
+        self._adjusted = self._adjusted | {slot} if asks else self._adjusted - {slot}
 
     def _plan(
         self,
