@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 class Inbox(Protocol):
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Block until there are events; their arrival time in seconds and the events, or None when there will be no more.
+        """Block until there are events; their arrival time in seconds and the events (none, if the loop shall only tell how things
+        stand), or None when there will be no more.
         The one blocking call of the loop."""
         ...
 

@@ -332,13 +332,27 @@ class PolicyReport(msgspec.Struct, frozen=True, omit_defaults=True):
     fallbacks: dict[str, int] = {}
 
 
+class LaneStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A step for whoever watches: on lane `lane` it had `units` in [started_s, ended_s), on the inbox's clock; `ended_s` 0: it
+    still runs. The steps of one forward pass have one `batch`, and each of them says the whole pass's tokens."""
+
+    lane: int
+    batch: int
+    started_s: float
+    ended_s: float
+    units: int
+    prefill_tokens: int
+    decode_batch: int
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine's gauges and counters now. Pages: free + cached (unreferenced, evictable) + in use = total.
     `split_s` is the time each (prefill units, decode units) pair was in force, as [[prefill, decode, seconds], ...];
     0 units: that side had no step in flight. `lane_s`: what each lane did with its time, as (role, what, seconds): busy, launch
     (a step is in flight and the device has not begun it) and, with none in flight, why (core/tally.py: Idle).
     `step_s`: device time by (prefill, decode or mixed; units asked for; units it ran on). `active_unit_s`: units with work times
-    seconds, where the device tells. `overtakes`: prefills put aside between two layer groups for a shorter one."""
+    seconds, where the device tells. `overtakes`: prefills put aside between two layer groups for a shorter one.
+    `playing`: the step that each busy lane runs; `recent`: the latest of the `steps` that have come back, oldest first."""
 
     waiting: int = 0
     running: int = 0
@@ -361,3 +375,5 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     resplits: int = 0
     overtakes: int = 0
     policy: PolicyReport = PolicyReport()
+    playing: tuple[LaneStep, ...] = ()
+    recent: tuple[LaneStep, ...] = ()

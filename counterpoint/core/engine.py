@@ -20,6 +20,7 @@ import itertools
 from dataclasses import dataclass
 
 from counterpoint.core.pages import Pages, page_names, root_name
+from counterpoint.core.recent import Recent
 from counterpoint.core.request import Phase, Request
 from counterpoint.core.state import LaneState, Pass, State
 from counterpoint.core.tally import Tally
@@ -81,6 +82,7 @@ class Engine:
         self.living: dict[str, Request] = {}  # until the client has its finish and nothing in flight names it
         self.waiting: list[Request] = []  # by rank
         self.tally = Tally(limits.units)
+        self.recent = Recent()
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._computing: dict[bytes, Request] = {}  # page name -> the running request that will publish it
         self._commands: list[Command] = []
@@ -144,6 +146,8 @@ class Engine:
             pages_free=self.pages.free,
             pages_cached=self.pages.cached,
             page_tokens=self.limits.page_tokens,
+            playing=self.recent.playing(self.state),
+            recent=self.recent.steps(),
         )
 
     # ------------------------------------------------------------ events
@@ -216,6 +220,7 @@ class Engine:
         beside = next((other.in_flight[0][0] for other in self.state.lanes.values() if other.in_flight and other is not lane), None)
         self.policy.observe(step, done, beside)
         self.tally.step(step, done)
+        self.recent.ended(step, done, now)
         if done.error:
             for request in whole.requests:
                 if request.phase is not Phase.DONE:
@@ -450,7 +455,7 @@ class Engine:
         turn = self.policy.advance(lane.lane, whole, self.state, now)
         if turn is None:
             return False
-        self._launch(lane, whole, *turn)
+        self._launch(lane, now, whole, *turn)
         return True
 
     def _begin(self, lane: LaneState, now: float) -> bool:
@@ -459,7 +464,7 @@ class Engine:
         whole = self._make_pass(lane, fill) if fill is not None else None
         if fill is None or whole is None:
             return False
-        self._launch(lane, whole, fill.units, fill.layers or self.limits.layers)
+        self._launch(lane, now, whole, fill.units, fill.layers or self.limits.layers)
         return True
 
     def _make_pass(self, lane: LaneState, fill: Fill) -> Pass | None:
@@ -498,7 +503,7 @@ class Engine:
         work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
         return Pass(self._new_id(), lane_id, requests, tuple(segments), work)
 
-    def _launch(self, lane: LaneState, whole: Pass, units: int, layers: int) -> None:
+    def _launch(self, lane: LaneState, now: float, whole: Pass, units: int, layers: int) -> None:
         first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
         assert last > first and 0 < units <= self.state.free_units(lane.lane), "the policy asked for layers or units there are not"
         work = whole.work if first == 0 and last == self.limits.layers else _part(whole.work, first, last)
@@ -512,6 +517,7 @@ class Engine:
         lane.in_flight.append((step, whole))
         self._commands.append(step)
         self.tally.note_split(self.state)
+        self.recent.launched(lane, now)
 
     def _drop_dead(self, lane: LaneState) -> None:
         """Give up passes that stand between two layer groups if all their requests have ended."""

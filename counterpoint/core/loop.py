@@ -20,14 +20,15 @@ Deliver = Callable[[list[Output], Engine], None]
 
 
 def run(engine: Engine, inbox: Inbox, executor: Executor, deliver: Deliver, log: EventLog | None = None) -> None:
-    """Until the inbox ends. `deliver` gets the outputs of each turn (maybe none) and must not block."""
+    """Until the inbox ends. `deliver` gets the outputs of each turn (maybe none) and must not block. A turn without events does
+    nothing else."""
     while (got := inbox.get()) is not None:
         now, events = got
-        if log is not None:
+        if events and log is not None:
             log.write(now, events)
         for event in events:
             engine.handle(now, event)
-        for command in engine.pump(now):
+        for command in engine.pump(now) if events else ():
             executor.submit(command)
         deliver(engine.take_outputs(), engine)
 

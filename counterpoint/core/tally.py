@@ -7,6 +7,7 @@ alone, in a few operations an event. Must not: influence a decision.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from counterpoint.core.state import LaneState, State
 from counterpoint.types import Finish, PolicyReport, Role, Stats, Step, StepDone
@@ -98,7 +99,7 @@ class Tally:
     def finished(self, finish: Finish) -> None:
         self._finished[finish.value] = self._finished.get(finish.value, 0) + 1
 
-    def stats(self, policy: PolicyReport, **gauges: int) -> Stats:
+    def stats(self, policy: PolicyReport, **gauges: Any) -> Stats:
         return Stats(
             **gauges,
             units_total=self.units,

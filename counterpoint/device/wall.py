@@ -7,6 +7,7 @@ Must not: look into an event.
 
 from __future__ import annotations
 
+import enum
 import queue
 import time
 from collections.abc import Sequence
@@ -14,12 +15,19 @@ from collections.abc import Sequence
 from counterpoint.types import Event
 
 
+class Word(enum.Enum):
+    STOP = "stop"
+    NUDGE = "nudge"
+
+
 class WallInbox:
-    """`put` and `stop` from any thread, `get` from one."""
+    """`put`, `nudge` and `stop` from any thread, `get` from one. `turns` counts the calls of `get`: one that does not change though
+    the inbox was nudged means that whoever calls `get` is stuck in its turn."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | Word] = queue.SimpleQueue()
         self._stopped = False
+        self.turns = 0
 
     def clock(self) -> float:
         """Seconds since an arbitrary moment, the same for all threads of the machine; never goes back."""
@@ -30,18 +38,26 @@ class WallInbox:
 
     def stop(self) -> None:
         """Let `get` return None once the events already put are out. Later ones are not looked at."""
-        self._queue.put(None)
+        self._queue.put(Word.STOP)
+
+    def nudge(self) -> None:
+        """Let `get` return, if need be without events."""
+        self._queue.put(Word.NUDGE)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Block until there are events; the time now and all that wait, or None after `stop`."""
+        """Block until there are events or a nudge; the time now and all events that wait, or None after `stop`."""
+        self.turns += 1
         events: list[Event] = []
+        nudged = False
         while not self._stopped:
             try:
-                event = self._queue.get(block=not events)
+                item = self._queue.get(block=not events and not nudged)
             except queue.Empty:
                 break
-            if event is None:
+            if item is Word.STOP:
                 self._stopped = True
+            elif item is Word.NUDGE:
+                nudged = True
             else:
-                events.append(event)
-        return (self.clock(), events) if events else None
+                events.append(item)
+        return (self.clock(), events) if events or nudged else None

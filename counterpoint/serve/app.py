@@ -27,6 +27,7 @@ from counterpoint.serve import messages
 from counterpoint.serve.client import EngineClient, EngineLost
 from counterpoint.serve.guard import ApiKey, Overloaded, Queue
 from counterpoint.serve.intake import Ask, Intake, apart
+from counterpoint.serve.live import Live
 from counterpoint.serve.messages import CountTokensRequest, MessagesRequest, chat_of, conversation_of
 from counterpoint.serve.messages_reply import MessageReply
 from counterpoint.serve.metrics import Metrics
@@ -41,6 +42,8 @@ from counterpoint.serve.openai import (
     in_words_of,
     parse,
 )
+from counterpoint.serve.page import page
+from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
 from counterpoint.serve.responses import ResponsesRequest
 from counterpoint.serve.responses_reply import ResponseReply
@@ -64,12 +67,13 @@ CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Service:
     """What the routes work with. `intake` is None until the model is ready."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, name: str, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics, pulse: Pulse, name: str, config: ServerConfig) -> None:
         self.engine = engine
         self.metrics = metrics
         self.name = name
         self.config = config
         self.queue = metrics.queue = Queue(config.max_queued_requests, config.max_queued_tokens)
+        self.live = Live(engine, pulse, self.queue, name)
         self.intake: Intake | None = None
         self.started_s = 0
 
@@ -127,6 +131,7 @@ def create_app(service: Service) -> FastAPI:
 
     add_other_apis(app, service)
     add_facts(app, service)
+    add_page(app, service)
     app.openapi = lambda: document(app)
     return app
 
@@ -202,6 +207,19 @@ def add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def version() -> Json:
         return {"version": counterpoint.__version__}
+
+
+def add_page(app: FastAPI, service: Service) -> None:
+    """Not in the OpenAPI document: the page is for people, and its events never end."""
+    whole = page()
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return whole
+
+    @app.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        return service.live.watch()
 
 
 def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """EngineClient: the HTTP process's end of the wire.
 
 Owns: the engine's process and the streams that are open in it. Promises: every stream ends, with a Delta that has `finish` or
-with EngineLost; a stream that is left early is aborted; a dead engine is noticed at once, a frozen one within FROZEN_S, and a busy
-one is neither. Must not: know HTTP, text, or what an answer is for.
+with EngineLost; a stream that is left early is aborted; a dead engine is noticed at once, a frozen process within FROZEN_S, a stuck
+loop in it within FROZEN_S + TURN_S, and a busy engine is none of these. Must not: know HTTP, text, or what an answer is for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
 
 import msgspec
 import zmq
@@ -25,6 +25,7 @@ from counterpoint.types import Abort, Arrive, Delta, Record, Stats
 
 FROZEN_S = 4.0  # without a heartbeat for so long, the engine is not healthy
 LOST_S = 10.0  # and after so long, what runs in it is given up
+TURN_S = 6.0  # one turn of its loop may take so long before it counts as silence
 QUIT_S = 5.0
 
 Mail = asyncio.Queue["Delta | EngineLost | TimedOut"]
@@ -46,6 +47,14 @@ class EngineFailed(Exception):
 
 class TimedOut(Exception):
     """Some requests took longer than they may, and have been aborted."""
+
+
+class Listener(Protocol):
+    """Hears all that passes; it must be quick."""
+
+    def entered(self, arrives: Sequence[Arrive]) -> None: ...
+
+    def heard(self, outputs: wire.Outputs) -> None: ...
 
 
 class Stream:
@@ -109,11 +118,16 @@ class EngineClient:
     """`on_record` is called with the Record of each finished request. `system` names the function that builds the engine."""
 
     def __init__(
-        self, config: Config, on_record: Callable[[Record], None] | None = None, system: str = "counterpoint.build:system"
+        self,
+        config: Config,
+        on_record: Callable[[Record], None] | None = None,
+        system: str = "counterpoint.build:system",
+        listener: Listener | None = None,
     ) -> None:
         self.config = config
         self.system = system
         self.on_record = on_record
+        self.listener = listener
         self.state: State = "loading"
         self.stats = Stats()
         self.hello: wire.Hello | None = None
@@ -121,7 +135,8 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._queues: dict[str, Mail] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._silent_s = 0.0
+        self._unheard_s = 0.0  # since its last message
+        self._turn_s = 0.0  # of its loop's present turn, as it said last
         self._ready: asyncio.Future[wire.Hello] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.mkdtemp(prefix="counterpoint-")  # readable by this user alone
         self._context = zmq.asyncio.Context()
@@ -192,10 +207,12 @@ class EngineClient:
         if queues and self.state not in ("dead", "stopped"):
             self._send([Abort(id) for id in queues])
 
-    def _enter(self, arrives: Iterable[Arrive], queue: Mail) -> None:
+    def _enter(self, arrives: Sequence[Arrive], queue: Mail) -> None:
         self.check()
         for arrive in arrives:
             self._queues[arrive.id] = queue
+        if self.listener is not None:
+            self.listener.entered(arrives)
         self._send(list(arrives))
 
     def _leave(self, id: str, reason: str) -> bool:
@@ -212,8 +229,9 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             message = wire.decode_from_engine(await self._inward.recv())
-            self._silent_s = 0.0
-            if self.state == "frozen":
+            self._unheard_s = 0.0
+            self._turn_s = message.turn_s if isinstance(message, wire.Beat) else 0.0
+            if self.state == "frozen" and self._silent_s < FROZEN_S:
                 log.warning("the engine responds again")
                 self.state = "ready"
             if isinstance(message, wire.Outputs):
@@ -236,6 +254,8 @@ class EngineClient:
 
     def _take(self, outputs: wire.Outputs) -> None:
         self.stats = outputs.stats or self.stats
+        if self.listener is not None:
+            self.listener.heard(outputs)
         for item in outputs.items:
             if isinstance(item, Record):
                 if self.on_record is not None:
@@ -259,12 +279,21 @@ class EngineClient:
         await asyncio.wait([self._ready])
         while True:
             await asyncio.sleep(wire.BEAT_S)
-            self._silent_s += wire.BEAT_S
+            self._unheard_s += wire.BEAT_S
             if self._silent_s >= FROZEN_S and self.state == "ready":
-                log.error("the engine has not been heard of for %.1f s", self._silent_s)
+                log.error(
+                    "the engine has not been heard of for %.1f s; its loop is in one turn since %.1f s",
+                    self._unheard_s,
+                    self._turn_s,
+                )
                 self.state = "frozen"
             if self._silent_s >= LOST_S and self._queues:
                 self.fail_streams("the engine does not respond")
+
+    @property
+    def _silent_s(self) -> float:
+        """How long nothing has come of it: no message, or only beats of a process whose loop does not turn."""
+        return max(self._unheard_s, self._turn_s - TURN_S)
 
     def _lose(self, state: State, reason: str) -> None:
         if self.state in ("dead", "stopped"):

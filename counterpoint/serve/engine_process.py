@@ -153,6 +153,7 @@ def hello_of(config: Config, system: Any) -> Hello:
         pid=os.getpid(),
         policy=config.scheduler.policy,
         lanes=system.lanes,
+        roles=tuple(lane.role for lane in system.engine.policy.lanes),
         vocab=system.spec.vocab,
         max_context_tokens=limits.max_context_tokens,
         page_tokens=limits.page_tokens,
@@ -163,18 +164,24 @@ def hello_of(config: Config, system: Any) -> Hello:
 
 
 def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
-    """Events in, heartbeats out, until the engine's loop is over."""
+    """Events in, heartbeats out, until the engine's loop is over. With each beat the loop is nudged: however long a step takes, the
+    loop itself comes back at once, unless it is stuck."""
     beats = Mailbox(context, start.from_engine)
     mail = context.socket(zmq.PULL)
     mail.set_hwm(0)
     mail.linger = 0
     mail.bind(start.to_engine)
-    due_s = 0.0
+    due_s = turned_s = 0.0
+    turns = -1
     try:
         while not over.is_set():
-            if time.monotonic() >= due_s:
-                beats.post(Beat())
-                due_s = time.monotonic() + BEAT_S
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                if inbox.turns != turns:
+                    turns, turned_s = inbox.turns, now_s
+                    inbox.nudge()
+                beats.post(Beat(now_s - turned_s))
+                due_s = now_s + BEAT_S
             if not mail.poll(max(0, round(1000 * (due_s - time.monotonic())))):
                 continue
             for message in decode_to_engine(mail.recv()):
@@ -201,7 +208,7 @@ class Deliver:
             stats = engine.stats()
             self._due_s = now + STATS_S
         if outputs or stats is not None:
-            self.out.post(Outputs(outputs, stats))
+            self.out.post(Outputs(outputs, now, stats))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from counterpoint.serve.messages import envelope
 from counterpoint.serve.openai import ApiError
 from counterpoint.types import Arrive
 
-OPEN_PATHS = frozenset(("/health", "/metrics"))  # probes and scrapers have no key
+OPEN_PATHS = frozenset(("/health", "/metrics", "/"))  # probes and scrapers have no key; the page asks for it
 BUSY_RETRY_S = 1
 REASONS = ("queued_requests", "queued_tokens")
 

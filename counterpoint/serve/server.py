@@ -22,6 +22,7 @@ from counterpoint.serve.app import Service, create_app
 from counterpoint.serve.client import EngineClient, EngineFailed
 from counterpoint.serve.intake import Intake
 from counterpoint.serve.metrics import Metrics
+from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import Hello
@@ -80,8 +81,9 @@ class Server:
         self.listener = listener
         self.name = config.model.served_name or source.name
         self.metrics = Metrics(self.name)
-        self.engine = EngineClient(config.replace(api_key=None), on_record=self.metrics.observe, system=system)
-        self.service = Service(self.engine, self.metrics, self.name, config.server)
+        pulse = Pulse()
+        self.engine = EngineClient(config.replace(api_key=None), self.metrics.observe, system, listener=pulse)
+        self.service = Service(self.engine, self.metrics, pulse, self.name, config.server)
         self.http = HttpServer(
             uvicorn.Config(
                 create_app(self.service),
@@ -150,6 +152,7 @@ class Server:
 
     def on_signal(self) -> None:
         self.signals += 1
+        self.service.live.close()
         self.http.should_exit = True
         if self.signals == 1:
             log.info("stopping: what runs may finish for %g s; a second signal stops at once", self.config.server.drain_s)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from counterpoint.config import Config
-from counterpoint.types import Abort, Arrive, Delta, Record, Stats
+from counterpoint.types import Abort, Arrive, Delta, Record, Role, Stats
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 BEAT_S = 0.5  # how often an engine's process says that it lives
 
 
@@ -40,12 +40,14 @@ ToEngine = Arrive | Abort | Quit
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine is ready. `kv_tokens`: what the KV cache holds. `lanes`: them in words. `notes`: what the user should know."""
+    """The engine is ready. `kv_tokens`: what the KV cache holds. `lanes`: them in words; `roles`: of lane 0, 1 and so on.
+    `notes`: what the user should know."""
 
     version: int = WIRE_VERSION
     pid: int
     policy: str
     lanes: str
+    roles: tuple[Role, ...]
     vocab: int
     max_context_tokens: int
     page_tokens: int
@@ -61,7 +63,10 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives (whatever its device does)."""
+    """The process lives (whatever its device does). `turn_s`: how long ago its loop last came back for events, of which it is
+    always given some."""
+
+    turn_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -72,9 +77,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one or more turns of the engine gave."""
+    """What one or more turns of the engine gave, at `now_s` on the machine's monotonic clock."""
 
     items: list[Delta | Record]
+    now_s: float
     stats: Stats | None = None
 
 

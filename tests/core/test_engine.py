@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import make_policy
+from counterpoint.core.recent import RECENT_STEPS
 from counterpoint.types import Abort, Finish, Open, Slo, Step
 
 POLICIES = ["serial", "chunked", "multiplex", "auto"]
@@ -279,6 +280,37 @@ def test_multiplex_runs_both_lanes_at_once_and_gives_the_device_back():
     h.drain()
     h.check_answers()
     assert any(p and d for p, d, _ in h.engine.stats().split_s)
+
+
+def test_whoever_watches_sees_what_the_lanes_run_and_have_run():
+    h = harness("multiplex", layer_group=1)
+    h.arrive("a", range(5), max_tokens=30)
+    while not h.got.get("a"):
+        h.step()
+    h.arrive("b", range(60, 100), max_tokens=2)
+    h.step()
+    stats = h.engine.stats()
+    assert [(s.lane, s.units, s.prefill_tokens, s.decode_batch) for s in stats.playing] == [(0, 2, 0, 1), (1, 2, 40, 0)]
+    assert all(s.started_s == h.now and s.ended_s == 0 for s in stats.playing)
+    before, launched = stats, [h.device.queue[lane][0] for lane in (0, 1)]
+    h.step(1)
+    stats = h.engine.stats()
+    last = stats.recent[-1]
+    assert stats.steps == before.steps + 1 and stats.recent[:-1] == before.recent
+    assert (last.lane, last.batch, last.units, last.prefill_tokens) == (1, launched[1].batch, 2, 40)
+    assert (last.started_s, last.ended_s) == (h.now - 1, h.now)
+    assert stats.playing[0] == before.playing[0], "the decode step still runs"
+    h.drain()
+    assert h.engine.stats().playing == ()
+
+
+def test_recent_steps_are_bounded():
+    h = harness("serial")
+    h.arrive("a", range(5), max_tokens=150)
+    h.drain()
+    stats = h.engine.stats()
+    assert stats.steps == 150 and len(stats.recent) == RECENT_STEPS
+    assert [s.ended_s for s in stats.recent] == [h.now - i for i in range(RECENT_STEPS - 1, -1, -1)]
 
 
 def test_multiplex_refuses_a_split_that_leaves_a_lane_empty():

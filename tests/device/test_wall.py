@@ -27,6 +27,21 @@ def test_get_waits_for_another_thread():
     assert got[0][1] == [Abort("a")]
 
 
+def test_a_nudge_wakes_a_waiting_reader_without_events():
+    inbox = WallInbox()
+    got = []
+    reader = threading.Thread(target=lambda: got.append(inbox.get()))
+    reader.start()
+    inbox.nudge()
+    reader.join(30)
+    assert got[0][1] == []
+    inbox.nudge()
+    inbox.put(Abort("a"))
+    again = inbox.get()
+    assert again is not None and again[1] == [Abort("a")]
+    assert inbox.turns == 2
+
+
 def test_stop_ends_after_what_was_put_before():
     inbox = WallInbox()
     inbox.put(Abort("a"))

@@ -92,8 +92,16 @@ class Row:
     @property
     def held_by(self) -> str:
         """A prompt "HOLD UNTIL path" waits for that file."""
+        return self._behind("HOLD UNTIL ")
+
+    @property
+    def sticks_by(self) -> str:
+        """A prompt "STICK UNTIL path" holds up the engine's loop until that file is there."""
+        return self._behind("STICK UNTIL ")
+
+    def _behind(self, words: str) -> str:
         text = bytes(t for t in self.prompt if t < BYTES).decode(errors="replace")
-        return text.partition("HOLD UNTIL ")[2].partition(" ")[0]
+        return text.partition(words)[2].partition(" ")[0]
 
     def token(self, position: int) -> int:
         sampling, n = self.sampling, position - self.prompt_tokens
@@ -133,6 +141,8 @@ class EchoExecutor:
             row = Row(command.tokens, command.prompt_tokens, command.sampling)
             if row.says("LOSE THE DEVICE"):
                 raise RuntimeError("the device is lost, as asked")
+            while row.sticks_by and not os.path.exists(row.sticks_by):  # which an executor must never do
+                time.sleep(STEP_S)
             self.rows[command.slot] = row
         elif isinstance(command, Step):
             self.steps[command.lane].put(command)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from serve_process import Running, data_of, poll
 
 from counterpoint.core.loop import read_log
+from counterpoint.serve.client import FROZEN_S, TURN_S
 from counterpoint.types import Arrive
 
 ENDLESS = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -152,6 +154,45 @@ def test_a_frozen_engine(own_server: Start):
     poll(lambda: server.get("/health").status_code == 200)
     assert server.post("/v1/completions", {"prompt": "hi"}).json()["choices"][0]["text"] == "hi"
     poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the given-up request still runs")
+    assert server.stop() == 0
+
+
+def test_a_stuck_loop(own_server: Start, tmp_path: Path):
+    """Its process still beats, and no step runs."""
+    server = own_server().wait_ready()
+    stream = Reading(server, ENDLESS)
+    go = tmp_path / "go"
+    refused: list[httpx.Response] = []
+    stuck = threading.Thread(target=lambda: refused.append(server.post("/v1/completions", {"prompt": f"STICK UNTIL {go} "})))
+    stuck.start()
+    poll(lambda: server.get("/health").status_code == 503, 20, "stuck, yet healthy")
+    assert server.get("/health").json()["status"] == "frozen"
+    assert "respond" in stream.fails()["message"]
+    stuck.join(30)
+    assert refused[0].status_code == 503
+    go.touch()
+    poll(lambda: server.get("/health").status_code == 200)
+    assert server.post("/v1/completions", {"prompt": "hi"}).json()["choices"][0]["text"] == "hi"
+    poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the given-up request still runs")
+    assert server.stop() == 0
+
+
+def test_a_long_step_is_not_a_stuck_loop(own_server: Start, tmp_path: Path):
+    """Longer than a loop may be stuck: the step runs, the loop waits for it, and the server says how things stand."""
+    server = own_server().wait_ready()
+    go = tmp_path / "go"
+    answered: list[httpx.Response] = []
+    busy = threading.Thread(target=lambda: answered.append(server.post("/v1/completions", {"prompt": f"HOLD UNTIL {go} "})))
+    busy.start()
+    poll(lambda: server.metric("counterpoint_requests_running") == 1)
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < FROZEN_S + TURN_S + 2:
+        assert server.get("/health").status_code == 200
+        busy.join(0.5)
+    assert busy.is_alive()
+    go.touch()
+    busy.join(20)
+    assert answered[0].is_success
     assert server.stop() == 0
 
 

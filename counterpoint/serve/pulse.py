@@ -1,0 +1,129 @@
+"""Pulse: what the last minute was like, told while it happens (a Record comes only at a request's end).
+
+Owns: rolling percentiles and rates, and the newest steps. Promises: a few operations a token, memory that does not grow with the
+load; percentiles right to within 3 %. Must not: send anything, or keep a request's content.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from counterpoint.serve.wire import Outputs
+from counterpoint.types import Arrive, Delta, LaneStep, Stats
+
+WINDOW_S = 60
+RATE_S = 5.0
+KEPT_STEPS = 512
+SHARES = (0.5, 0.9, 0.99)
+LEAST_S, RATIO = 1e-5, 1.05  # durations are counted in buckets that are 5 % wide
+
+
+class Window:
+    """Durations of the last WINDOW_S seconds, a histogram for each second."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, Counter[int]]] = deque()
+        self._total: Counter[int] = Counter()
+
+    def add(self, now_s: float, duration_s: float) -> None:
+        second = int(now_s)
+        if not self._seconds or self._seconds[-1][0] < second:
+            self._expire(now_s)
+            self._seconds.append((second, Counter()))
+        bucket = math.floor(math.log(max(duration_s, LEAST_S) / LEAST_S, RATIO))
+        self._seconds[-1][1][bucket] += 1
+        self._total[bucket] += 1
+
+    def percentiles(self, now_s: float, shares: Sequence[float] = SHARES) -> list[float] | None:
+        """The durations that these shares of all do not exceed, in seconds; None if there are none."""
+        self._expire(now_s)
+        count = self._total.total()
+        if not count:
+            return None
+        found: list[float] = []
+        below = 0
+        for bucket in sorted(self._total):
+            below += self._total[bucket]
+            while len(found) < len(shares) and below >= shares[len(found)] * count:
+                found.append(LEAST_S * RATIO ** (bucket + 0.5))
+        return found
+
+    def _expire(self, now_s: float) -> None:
+        while self._seconds and self._seconds[0][0] <= now_s - WINDOW_S:
+            self._total -= self._seconds.popleft()[1]  # which also forgets what falls to 0
+
+
+class Counts(NamedTuple):
+    """The engine's counters at one time."""
+
+    at_s: float
+    prompt: int
+    generated: int
+    queries: int
+    hits: int
+
+
+class Pulse:
+    """A listener of EngineClient. Times are on the machine's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.ttft = Window()
+        self.itl = Window()
+        self.steps: deque[LaneStep] = deque(maxlen=KEPT_STEPS)  # the newest of `last_step` steps in all
+        self.last_step = 0
+        self._counts: deque[Counts] = deque([Counts(time.monotonic(), 0, 0, 0, 0)], maxlen=WINDOW_S + 1)  # one a second
+        self._now = self._counts[0]
+        self._last_s: dict[
+            str, tuple[float, Window]
+        ] = {}  # of each request: since when its next token is due, and where that counts
+
+    # ------------------------------------------------------------ what is heard
+
+    def entered(self, arrives: Sequence[Arrive]) -> None:
+        now_s = time.monotonic()
+        self._last_s.update((arrive.id, (now_s, self.ttft)) for arrive in arrives)
+
+    def heard(self, outputs: Outputs) -> None:
+        for item in outputs.items:
+            if isinstance(item, Delta):
+                self._delta(outputs.now_s, item)
+        if outputs.stats is not None:
+            self._stats(outputs.now_s, outputs.stats)
+
+    def _delta(self, now_s: float, delta: Delta) -> None:
+        if delta.tokens and (due := self._last_s.get(delta.id)) is not None:
+            since_s, window = due
+            window.add(now_s, now_s - since_s)
+            self._last_s[delta.id] = (now_s, self.itl)
+        if delta.finish is not None:
+            self._last_s.pop(delta.id, None)
+
+    def _stats(self, now_s: float, stats: Stats) -> None:
+        fresh = min(stats.steps - self.last_step, len(stats.recent))
+        self.steps.extend(stats.recent[len(stats.recent) - fresh :])
+        self.last_step = stats.steps
+        self._now = Counts(
+            now_s, stats.prompt_tokens, stats.generated_tokens, stats.prefix_queries_tokens, stats.prefix_hits_tokens
+        )
+        if now_s - self._counts[-1].at_s >= 1:
+            self._counts.append(self._now)
+
+    # ------------------------------------------------------------ what there is to tell
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Prompt tokens and generated tokens a second, over the last RATE_S."""
+        before = next((c for c in self._counts if c.at_s >= now_s - RATE_S - 1), self._now)
+        passed_s = now_s - before.at_s
+        if passed_s <= 0:
+            return 0.0, 0.0
+        return (self._now.prompt - before.prompt) / passed_s, (self._now.generated - before.generated) / passed_s
+
+    def hit_rate(self, now_s: float) -> float | None:
+        """Share of the looked-up prompt tokens that the prefix cache had, over the last WINDOW_S; None: none were looked up."""
+        before = next((c for c in self._counts if c.at_s >= now_s - WINDOW_S), self._now)
+        queries = self._now.queries - before.queries
+        return (self._now.hits - before.hits) / queries if queries else None

@@ -1,0 +1,199 @@
+"""What /live tells, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_process import Running, data_of, poll
+
+from counterpoint.serve import live, pulse
+from counterpoint.serve.wire import Outputs
+from counterpoint.types import Arrive, Delta, Finish, LaneStep, Sampling, Stats
+
+Start = Callable[..., Running]
+Frame = dict[str, Any]
+
+
+@contextlib.contextmanager
+def watching(server: Running) -> Iterator[Iterator[Frame]]:
+    with server.http.stream("GET", f"{server.url}/live") as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        yield (dict(data_of(line)) for line in response.iter_lines() if line)
+
+
+def first(frames: Iterator[Frame], fits: Callable[[Frame], Any]) -> Frame:
+    return next(frame for frame in frames if fits(frame))
+
+
+# ---------------------------------------------------------------- over a real socket
+
+
+def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
+    server = own_server().wait_ready()
+    with watching(server) as frames:
+        idle = first(frames, lambda f: f["about"]["units"])
+        assert idle["state"] == "ready" and idle["about"]["roles"] == ["both"] and idle["about"]["context_tokens"] == 4096
+        assert (
+            idle["playing"] == []
+            and idle["ttft_s"] is None
+            and idle["kv_tokens"]["free"] == idle["kv_tokens"]["total"] == 16 * 1024
+        )
+        secret = f"HOLD UNTIL {tmp_path / 'go'} swordfish"
+        body = {"prompt": secret, "max_tokens": 6, "stream": True, "ignore_eos": True}
+        with server.http.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            busy = first(frames, lambda f: f["playing"])
+            (step,) = busy["playing"]
+            assert step[0] == 0 and step[3] == 0 and step[4:] == [1, len(secret), 0], "a step that has not ended is shown"
+            assert busy["running"] == 1 and busy["queued"] == 1 and step[2] <= busy["now_s"]
+            (tmp_path / "go").touch()
+            answer.read()
+        done = first(frames, lambda f: f["finished"] == 1)
+        assert done["last_step"] == 6 and done["ttft_s"][0] > done["itl_s"][0] > 0
+        assert "swordfish" not in json.dumps([idle, busy, done])
+    with watching(server) as frames:
+        steps = next(frames)["steps"]
+        assert [step[5:] for step in steps] == [[len(secret), 0]] + [[0, 1]] * 5, "who comes later sees them too"
+    poll(lambda: server.get("/live/x").status_code == 404)
+    assert "/live" not in server.get("/openapi.json").json()["paths"]
+    assert server.stop() == 0
+
+
+def test_viewers_are_limited_and_do_not_keep_the_server_alive(own_server: Start):
+    server = own_server(drain_s=600.0).wait_ready()
+    with contextlib.ExitStack() as viewers:
+        for _ in range(live.MAX_VIEWERS):
+            client = viewers.enter_context(httpx.Client(timeout=30, trust_env=False))
+            viewers.enter_context(client.stream("GET", f"{server.url}/live"))
+        refusal = server.get("/live")
+        assert refusal.status_code == 503 and int(refusal.headers["retry-after"]) > 0
+        assert server.post("/v1/completions", {"prompt": "hi"}).json()["choices"][0]["text"] == "hi"
+
+    def free() -> bool:
+        with server.http.stream("GET", f"{server.url}/live") as response:
+            return response.status_code == 200
+
+    poll(free, what="the places of viewers that have left are not free")
+    with watching(server) as frames:
+        next(frames)
+        assert server.stop() == 0
+        assert all(frame["state"] == "ready" for frame in frames), "and the stream ends whole"
+
+
+# ---------------------------------------------------------------- viewers
+
+
+class Sent:
+    """An ASGI connection whose client reads, or does not."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+        self.bodies: list[bytes] = []
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if not self.reads:
+                await asyncio.Event().wait()
+            self.bodies.append(message["body"])
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+
+class Engine:
+    stats, hello, state, error = Stats(), None, "ready", ""
+
+
+def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(live, "STALL_S", 0.3)
+    monkeypatch.setattr(live, "FRAME_S", 0.01)
+    monkeypatch.setattr(live, "QUIET_S", 0.01)
+
+    async def scene() -> None:
+        shown = live.Live(Engine(), pulse.Pulse(), live.Queue(), "echo")  # type: ignore[arg-type]
+        reader, sleeper = Sent(True), Sent(False)
+        tasks = [asyncio.create_task(shown.watch()({}, sent.receive, sent.send)) for sent in (reader, sleeper)]
+        async with asyncio.timeout(20):
+            await tasks[1]  # closed by us
+            seen = len(reader.bodies)
+            assert seen > 5 and len(shown.viewers) == 1
+            while len(reader.bodies) < seen + 5:
+                await asyncio.sleep(0)
+            shown.close()
+            await tasks[0]
+        assert reader.bodies[-1] == b"" and not shown.viewers
+        with pytest.raises(live.Overloaded):
+            shown.watch()
+
+    asyncio.run(scene())
+
+
+def test_a_slow_viewer_gets_the_newest_frames():
+    frames: live.Frames = asyncio.Queue(live.KEPT_FRAMES)
+    for n in range(10):
+        live.put(frames, b"%d" % n)
+    assert [frames.get_nowait() for _ in range(frames.qsize())] == [b"6", b"7", b"8", b"9"]
+
+
+# ---------------------------------------------------------------- the last minute
+
+
+def test_percentiles_are_right_and_forget():
+    window = pulse.Window()
+    assert window.percentiles(0) is None
+    random.seed(5)
+    values = [random.lognormvariate(-3, 1.5) for _ in range(20_000)]
+    for n, value in enumerate(values):
+        window.add(100 + n / 1000, value)
+    exact = statistics.quantiles(values, n=100)
+    found = window.percentiles(120)
+    assert found is not None
+    assert found == pytest.approx([exact[49], exact[89], exact[98]], rel=0.04)
+    window.add(175, 5.0)
+    last = statistics.quantiles([*values[19_000:], 5.0], n=100)
+    assert window.percentiles(178.5) == pytest.approx([last[49], last[89], last[98]], rel=0.04), "only the last second is left"
+    assert window.percentiles(181) == pytest.approx([5.0] * 3, rel=0.03)
+    assert window.percentiles(300) is None
+    window.add(301, 1e9)
+    window.add(301, 0.0)
+    assert window.percentiles(301) is not None
+
+
+def test_a_pulse_counts_tokens_as_they_come():
+    beat = pulse.Pulse()
+    beat.entered([Arrive(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
+    begun_s = beat._last_s["a"][0]
+    deltas = [(0.5, Delta("a", (1,))), (0.6, Delta("a", (2,))), (0.7, Delta("a", (3,), finish=Finish.LENGTH))]
+    for after_s, delta in deltas:
+        beat.heard(Outputs([delta, Delta("unknown", (7,))], begun_s + after_s))
+    assert beat.ttft.percentiles(begun_s + 1) == pytest.approx([0.5] * 3, rel=0.03)
+    assert beat.itl.percentiles(begun_s + 1) == pytest.approx([0.1] * 3, rel=0.03)
+    assert not beat._last_s, "nothing is kept of a request that has ended"
+
+
+def test_rates_and_hits_are_of_the_last_seconds():
+    beat = pulse.Pulse()
+    begun_s = beat._counts[0].at_s
+    assert beat.rates(begun_s) == (0.0, 0.0) and beat.hit_rate(begun_s) is None
+    for n in range(1, 200):
+        stats = Stats(generated_tokens=10 * n, prompt_tokens=3 * n, prefix_queries_tokens=4 * n, prefix_hits_tokens=n * (n > 150))
+        beat.heard(Outputs([], begun_s + n, stats))
+    assert beat.rates(begun_s + 199) == pytest.approx((3, 10))
+    assert beat.hit_rate(begun_s + 199) == pytest.approx(199 / (4 * 60))
+    assert len(beat._counts) <= pulse.WINDOW_S + 1
+
+
+def test_each_step_is_taken_once():
+    beat = pulse.Pulse()
+    steps = [LaneStep(0, n, n, n + 1, 1, 0, 1) for n in range(300)]
+    for end in (3, 3, 10, 100, 300):
+        beat.heard(Outputs([], 1.0, Stats(steps=end, recent=tuple(steps[max(0, end - 128) : end]))))
+    assert [step.batch for step in beat.steps] == [*range(100), *range(172, 300)], "what the ring has lost is lost"
