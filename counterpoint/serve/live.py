@@ -19,8 +19,8 @@ import counterpoint
 from counterpoint.serve.client import EngineClient
 from counterpoint.serve.guard import Overloaded, Queue
 from counterpoint.serve.pulse import Pulse
-from counterpoint.serve.replies import Json
-from counterpoint.serve.stream import ClientGone, event, unless_gone
+from counterpoint.serve.replies import Json, event
+from counterpoint.serve.stream import ClientGone, unless_gone
 from counterpoint.types import LaneStep
 
 FRAME_S = 0.2
