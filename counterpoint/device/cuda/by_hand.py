@@ -57,7 +57,6 @@ class Bench:
         for pool in (*self.device.kv.k, *self.device.kv.v):
             fill(pool)
         self.order = torch.randperm(self.device.pages).tolist()
-        self.prefill_role = Role.PREFILL
 
     # ---------------------------------------------------------------- setting up
 

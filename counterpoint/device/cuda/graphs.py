@@ -126,9 +126,10 @@ class DecodeGraphs:
         known = self.tables.settings.vocab
         chosen = None
         if tail & Tail.LOGPROBS:
+            top = min(MOST_TOP, known)
             own_B = torch.empty(size, dtype=torch.float32, device=device)
-            tops = [torch.empty(size, min(MOST_TOP, known), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)]
-            chosen = (own_B, *tops)
+            ids_BN = torch.empty(size, top, dtype=torch.int64, device=device)
+            chosen = (own_B, ids_BN, torch.empty(size, top, dtype=torch.float32, device=device))
 
         def body() -> None:
             slot_B, start_B = inputs_3B[0].long(), inputs_3B[1].long()
