@@ -123,9 +123,7 @@ def main() -> int:
     write_tasks(OUT / "tasks")
     write_model(OUT / "model")
     python = asked.python or environment(OUT / "lm-eval")
-    theirs, their_samples = evaluate(
-        python, "transformers", "hf", {"pretrained": OUT / "model", "dtype": "float32", "device": "cpu"}
-    )
+    theirs, their_samples = evaluate(python, "transformers", "hf", {"pretrained": OUT / "model", "dtype": "float32"})
     counterpoint = str(Path(sys.executable).with_name("counterpoint"))
     command = [counterpoint, "serve", str(OUT / "model"), "--dtype", "float32", "--port", "0", "--served-name", "m"]
     server = Running(OUT / "server.log", command=command).wait_ready()
