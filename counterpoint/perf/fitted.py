@@ -14,7 +14,8 @@ never measured has its neighbours' factors.
     decode     (products(rows) + head) · c(rows) + attention(context) · a           rows: the batch, filled up to its bucket
     fused      the prefill of all its rows · p + attention(context) · a + head + d
 
-None is under the *floor* of its kind: where small steps of very different sizes take the same time, it is the host that they take.
+None is under the *floor* of its kind, the same on all units: small passes are launched one operation after another, and take as
+long as the host takes for that.
 
 Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens and decode context to half an octave;
 split): the roofline's, corrected by the nearest measured pairs.
@@ -39,7 +40,7 @@ PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
 LEAST = 0.02  # of a factor
 OCTAVES, UNITS = 1.5, 16.0  # how far a measured pair tells of others: in prefill tokens and decode context, in split units
-ALIKE, UNLIKE = 1.08, 1.12  # times within ALIKE of each other, for work that is UNLIKE: a floor
+CLEAR = 0.9  # of a time: work that should take less than so much is hidden behind it
 DOUBT = 0.02  # weight of the bare roofline beside the pairs
 
 
@@ -80,10 +81,15 @@ class Factors:
 class Seen(NamedTuple):
     """A measured step as the fit sees it: `seconds` without what has no factor."""
 
+    units: int
     rows: int
     terms: tuple[float, ...]
     seconds: float
     layers: int
+
+
+def units_of(seen: Sequence[Seen]) -> list[int]:
+    return sorted({one.units for one in seen})
 
 
 Terms = Callable[[Work, int], tuple[int, tuple[float, ...], float]]  # rows, what has a factor, what has none
@@ -160,7 +166,7 @@ class Fitted:
     def _mixed_s(self, work: Work, units: int, level: int) -> float:
         _, terms, rest = self._mixed_terms(work, units)
         known = self.mixed.get(level)
-        others, floor_s = (known.others, known.floor_s) if known else ((1.0, 1.0, 1.0), 0.0)
+        others, floor_s = (known.others, known.floor_s) if known else ((1.0, 1.0, 1.0), self.prefills[level].floor_s)
         total = sum([factor * term for factor, term in zip(others, terms, strict=True)])
         return max(floor_s * (work.last_layer - work.first_layer), total) + rest
 
@@ -216,26 +222,27 @@ class Fitted:
     def _fit_kind(self, points: Sequence[Point], terms_of: Terms) -> dict[int, Factors]:
         """Factors by units, for those with at least one point."""
         seen = self._seen(points, terms_of)
-        common = common_factor([one.seconds / sum(one.terms) for found in seen.values() for one in found])
-        return {units: self._fit_level(found, common) for units, found in seen.items()}
+        common = common_factor([one.seconds / sum(one.terms) for one in seen])
+        floor_s, clear = above_floor(seen, common)
+        common = common_factor([one.seconds / sum(one.terms) for one in clear])
+        return {units: self._fit_level([one for one in clear if one.units == units], common, floor_s) for units in units_of(clear)}
 
     @staticmethod
-    def _seen(points: Sequence[Point], terms_of: Terms) -> dict[int, list[Seen]]:
-        found: dict[int, list[Seen]] = {}
+    def _seen(points: Sequence[Point], terms_of: Terms) -> list[Seen]:
+        found = []
         for point in points:
             rows, terms, rest = terms_of(point.work, point.units)
             layers = point.work.last_layer - point.work.first_layer
-            found.setdefault(point.units, []).append(Seen(rows, terms, point.seconds - rest, layers))
-        return dict(sorted(found.items()))
+            found.append(Seen(point.units, rows, terms, point.seconds - rest, layers))
+        return found
 
-    def _fit_level(self, seen: Sequence[Seen], common: float) -> Factors:
-        floor_s, found = above_floor(seen)
+    def _fit_level(self, found: Sequence[Seen], common: float, floor_s: float) -> Factors:
         here = common_factor([one.seconds / sum(one.terms) for one in found], common)
         knots = sorted({one.rows for one in found})
         bend = Bend(tuple(math.log(rows) for rows in knots), (here,) * len(knots))
         others = len(found[0].terms) - 1
         table = []
-        for rows, terms, seconds, _ in found:
+        for _, rows, terms, seconds, _ in found:
             line = [0.0] * (len(knots) + others)
             first, share = bend.shares(rows)
             line[first] = terms[0] * (1 - share)
@@ -248,11 +255,12 @@ class Fitted:
 
     def _fit_mixed(self, points: Sequence[Point]) -> dict[int, Factors]:
         guesses = [(1.0, PULL), (1.0, PULL), (1.0, FREE)]
+        least_s = max((level.floor_s for level in self.prefills.values()), default=0.0)
+        floor_s, clear = above_floor(self._seen(points, self._mixed_terms), 1.0, least_s)
         factors = {}
-        for units, seen in self._seen(points, self._mixed_terms).items():
-            floor_s, found = above_floor(seen)
-            solved = least_squares([(list(one.terms), one.seconds) for one in found], guesses)
-            factors[units] = Factors(Bend((0.0,), (1.0,)), tuple(solved), floor_s)
+        for units in units_of(clear):
+            table = [(list(one.terms), one.seconds) for one in clear if one.units == units]
+            factors[units] = Factors(Bend((0.0,), (1.0,)), tuple(least_squares(table, guesses)), floor_s)
         return factors
 
     # ------------------------------------------------------------ contention
@@ -295,15 +303,14 @@ def standing(work: Work, units: int, other: Work, other_units: int) -> tuple[boo
     return prefills, (math.log2(1 + prefill.prefill_tokens), math.log2(1 + decode.decode_context), float(split))
 
 
-def above_floor(seen: Sequence[Seen]) -> tuple[float, Sequence[Seen]]:
-    """The floor per layer (0: none is to be seen), and the steps clear of it: of the others only the host's time is known."""
-    least_s = min(one.seconds for one in seen)
-    low = [one for one in seen if one.seconds <= ALIKE * least_s]
-    sizes = [sum(one.terms) for one in low]
-    clear = [one for one in seen if one.seconds > ALIKE * least_s]
-    if max(sizes) < UNLIKE * min(sizes) or not clear:
-        return 0.0, seen
-    return statistics.median(one.seconds / one.layers for one in low), clear
+def above_floor(seen: Sequence[Seen], common: float, least_s: float = 0.0) -> tuple[float, list[Seen]]:
+    """The floor per layer, at least `least_s`, and the steps clear of it. A step whose work should take less than the fastest step
+    of all took only the host's time: the median of those is the floor; of steps with less work than that nothing can be fitted."""
+    fastest_s = min((one.seconds for one in seen), default=0.0)
+    idle = [one for one in seen if common * sum(one.terms) < CLEAR * fastest_s]
+    floor_s = max(least_s, statistics.median(one.seconds / one.layers for one in idle) if len(idle) > 1 else 0.0)
+    clear = [one for one in seen if common * sum(one.terms) >= CLEAR * floor_s * one.layers]
+    return (floor_s, clear) if clear else (0.0, list(seen))
 
 
 def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:
