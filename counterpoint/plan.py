@@ -198,7 +198,7 @@ def parse_modes(text: str, machine: Machine) -> list[Mode]:
 
 def static_splits(machine: Machine) -> list[int]:
     """Decode units worth trying: from an eighth of the device to half of it."""
-    units, levels = machine.device.units, machine.device.partitions()
+    units, levels = machine.device.units, machine.levels
     wanted = [units * share / 16 for share in (2, 3, 4, 6, 8)][:SPLITS]
     return sorted({min(levels, key=lambda level: abs(level - want)) for want in wanted})
 

@@ -30,9 +30,12 @@ from counterpoint.device.sim import SimExecutor, VirtualInbox
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
+from counterpoint.perf import shelf
 from counterpoint.perf.active import ActiveUnits
+from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.perturbed import Perturbed
 from counterpoint.perf.roofline import ELEMENT_BYTES, Roofline
+from counterpoint.perf.table import Table, shape_of
 from counterpoint.ports import Estimator, Executor, Inbox
 from counterpoint.spec.device import DeviceSpec, device_spec
 from counterpoint.spec.model import ModelSpec
@@ -47,8 +50,8 @@ MODEL = "llama-3.1-8b"
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it. `depth`: steps
-    in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. `physics`: what
-    steps take; None is the roofline of model and device."""
+    in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take: as
+    `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it."""
 
     model: ModelSpec
     device: DeviceSpec
@@ -56,10 +59,23 @@ class Machine:
     depth: int = 2
     belief_error: float = 0.0
     physics: Estimator | None = None
+    calibration: Table | None = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Decode units of the splits that a policy may choose from: where there is a calibration, those measured, as on the device
+        itself."""
+        if self.calibration is not None:
+            return self.calibration.splits
+        levels = self.device.partitions()
+        return levels[:: -(-len(levels) // SPLITS)]
 
     def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
         """Physics, for the device, and belief, for the policy."""
-        physics = self.physics or Roofline(self.model, self.device, *dtypes(config, self.device))
+        physics = self.physics
+        if physics is None:
+            prior = Roofline(self.model, self.device, *dtypes(config, self.device))
+            physics = prior if self.calibration is None else Fitted(self.calibration, prior)
         return physics, Perturbed(physics, self.belief_error) if self.belief_error else physics
 
 
@@ -113,10 +129,8 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
     model, device = machine.model, machine.device
     limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
-    levels = device.partitions()
-    levels = levels[:: -(-len(levels) // SPLITS)]
     try:
-        policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=levels, belief=belief)
+        policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Engine(limits, policy)
@@ -144,7 +158,8 @@ def simulate(
     tokens = TokenRange.within(machine.model.vocab)
     for query in reshape.without_texts(queries):
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
-    active = ActiveUnits(physics) if isinstance(physics, Roofline) else None
+    roofline = physics.prior if isinstance(physics, Fitted) else physics
+    active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
     executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host_s, active=active)
     source: Inbox = inbox
     if watched:
@@ -221,8 +236,12 @@ def targets(query: Query, config: Config) -> Slo:
 def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
     """What a reader of the result has to know."""
     device, asked, runs = machine.device, config.scheduler.policy, type(engine.policy).__name__.lower()
-    origin = "as measured on" if device.measured else "not measured:"
-    found = [f"simulated {device.name}, {origin} {device.source}"]
+    if machine.calibration is not None and machine.physics is None:
+        about, points = machine.calibration.about, len(machine.calibration.points)
+        found = [f"simulated {device.name}: steps as calibrated, {points} points of {about.get('date', 'unknown date')}"]
+    else:
+        origin = "as measured on" if device.measured else "not measured:"
+        found = [f"simulated {device.name}, {origin} {device.source}"]
     if runs != asked:
         found.append(f"policy {asked} runs as {runs} here")
     if machine.belief_error:
@@ -255,6 +274,12 @@ class What:
     max_context_tokens: Annotated[int | None, flag("prompt and answer together; unset: what the model allows", MACHINE)] = None
     host_overhead: Annotated[float, flag("seconds from launching a step to its earliest start", MACHINE)] = 0.0003
     depth: Annotated[int, flag("steps in flight per lane: 2 hides the host's overhead", MACHINE)] = 2
+    calibration: Annotated[
+        str,
+        flag(
+            "what steps take: a file of `counterpoint calibrate`, none (the roofline), auto (one that came along, if any)", MACHINE
+        ),
+    ] = "auto"
     belief_error: Annotated[float, flag("how far the policy's prices are off, as a share: 0.2 is up to 20 %", MACHINE)] = 0.0
 
     def configured(self, config: Config) -> Config:
@@ -268,7 +293,15 @@ class What:
         if self.depth < 1 or self.host_overhead < 0:
             raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
         spec = load_spec(find_model(config), config.model.max_context_tokens)
-        return Machine(spec, device_spec(self.gpu), self.host_overhead, self.depth, self.belief_error)
+        device = device_spec(self.gpu)
+        table = None
+        if self.calibration == "auto":
+            table = shelf.shipped(device, spec, *dtypes(config, device))
+        elif self.calibration != "none":
+            table = shelf.load(Path(self.calibration))
+            if (table.key.units, table.key.model) != (device.units, shape_of(spec)):
+                raise ValueError(f"--calibration {self.calibration}: measured on {table.key.device} with {table.key.model}")
+        return Machine(spec, device, self.host_overhead, self.depth, self.belief_error, calibration=table)
 
 
 @Parameter(name="*")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -38,16 +39,20 @@ from counterpoint.perf.table import Key, Point, Table, decode_work, file_name, f
 from counterpoint.ports import Estimator
 from counterpoint.types import Work
 
-ROWS = (512, 2048, 8192, 128, 1024, 4096, 256, 64, 6144, 3072, 1536, 768, 384, 16)  # the first FEW at first
+ROWS = (512, 2048, 8192, 128, 1024, 4096, 256, 64, 6144, 3072, 1536, 768, 384, 576, 640, 896, 448, 1152, 1280, 320, 192, 16)
 BATCHES = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (8, 1024), (64, 1024), (16, 1024), (256, 512), (96, 4096), (4, 4096),
            (192, 512), (2, 1024), (96, 1024), (8, 8192), (48, 512), (64, 8192))  # fmt: skip
-FEW = 3
+FEW = 3  # of these lists, at first
+UNEVEN = 0.6  # of the contexts of a batch: the standard deviation of their logarithms, as in a chat's load
 REUSED = (Prompt(1024, 4096), Prompt(256, 4096), Prompt(2048, 12288), Prompt(512, 16384))
 SEVERAL = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
-CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (8192, 0), (512, 8192))
+CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (7936, 0), (512, 8192), (384, 0), (768, 0),
+          (1536, 0), (64, 0))  # fmt: skip
 BESIDE = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
 PAIRS = (
     *itertools.product((Prompt(2048), Prompt(8192), Prompt(512), Prompt(2048, 8192)), ((64, 1024), (128, 4096), (8, 2048))),
+    (Prompt(1024), (32, 1024)),
+    (Prompt(4096), (16, 4096)),
     (Prompt(256), (8, 1024)),
     (Prompt(128), (4, 512)),
 )
@@ -88,6 +93,13 @@ class Job(NamedTuple):
 # ---------------------------------------------------------------- what is measured
 
 
+def uneven(batch: int, mean: int) -> tuple[int, ...]:
+    """`batch` contexts of that mean, lognormal: a kernel that shares them out unevenly is measured so."""
+    spread = [math.exp(UNEVEN * NormalDist().inv_cdf((n + 0.5) / batch)) for n in range(batch)]
+    scale = mean * batch / sum(spread)
+    return tuple(max(16, round(scale * one)) for one in spread)
+
+
 class Room(NamedTuple):
     """What steps may hold: `context` tokens of a request, `tokens` in the pool, `batch` decodes, `rows` of a pass."""
 
@@ -112,20 +124,20 @@ def plan(units: int, levels: Sequence[int], room: Room) -> list[Job]:
         for tokens in rows:
             yield from (Job((Prompt(tokens),), (), n) for n in prefill_units)
         for batch, context in batches:
-            yield from (Job((), (context,) * min(batch, room.batch), n) for n in decode_units)
+            yield from (Job((), uneven(min(batch, room.batch), context), n) for n in decode_units)
         for number, chunk in enumerate(chunks):
             batch, context = BESIDE[number % len(BESIDE)]
-            yield Job((Prompt(*chunk),), (context,) * min(batch, room.batch), units, fused=True)
+            yield Job((Prompt(*chunk),), uneven(min(batch, room.batch), context), units, fused=True)
 
     def pairs(some: Sequence[tuple[Prompt, tuple[int, int]]]) -> Iterator[Job]:
         for prompt, (batch, context) in some:
-            yield from (Job((prompt,), (context,) * min(batch, room.batch), level) for level in levels)
+            yield from (Job((prompt,), uneven(min(batch, room.batch), context), level) for level in levels)
 
     jobs = [*alone(ROWS[:FEW], BATCHES[:FEW], CHUNKS[:FEW]), *pairs(PAIRS[:FEW]), *alone(ROWS[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
     jobs += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
     jobs += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
     for batch, context in BESIDE:
-        jobs += [Job((Prompt(n, r),), (context,) * min(batch, room.batch), units, fused=True) for n, r in CHUNKS[:FEW]]
+        jobs += [Job((Prompt(n, r),), uneven(min(batch, room.batch), context), units, fused=True) for n, r in CHUNKS[:FEW]]
     jobs += pairs(PAIRS[FEW:])
     return [job for job in dict.fromkeys(jobs) if room.holds(job)]
 

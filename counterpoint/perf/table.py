@@ -49,6 +49,11 @@ class Table(msgspec.Struct, kw_only=True):
     buckets: tuple[int, ...] = ()
     points: list[Point] = []
 
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """Decode units on which a decode was measured beside a prefill, ascending."""
+        return tuple(sorted({p.units for p in self.points if p.beside is not None and not p.work.prefill_tokens}))
+
 
 def shape_of(model: ModelSpec) -> str:
     """What the price of a step depends on, in one line."""

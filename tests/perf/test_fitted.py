@@ -243,3 +243,23 @@ def test_least_squares_follows_the_points_and_stays_where_there_are_none():
     found = least_squares([([1.0, 0.0], 3.0), ([2.0, 0.0], 6.0)], [(1.0, 0.4), (1.5, 0.4)])
     assert found[0] == pytest.approx(3.0, rel=0.02)
     assert found[1] == pytest.approx(1.5)
+
+
+def test_the_shipped_tables_are_whole_and_better_than_the_roofline():
+    found = sorted(shelf.SHIPPED.glob("*.json"))
+    assert found
+    for path in found:
+        kept = shelf.load(path)
+        assert path.name == file_name(kept.key)
+        judges = [p for p in kept.points if p.held_out]
+        assert len(judges) >= 50
+        model = next(spec for spec in PRESETS.values() if shape_of(spec) == kept.key.model)
+        prior = Roofline(model, H200, kept.key.dtype, kept.key.kv_dtype)
+        errors = off(Fitted(kept, prior), judges)
+        assert errors[len(errors) // 2] < 0.05 < off(prior, judges)[len(judges) // 2]
+
+
+def test_the_simulator_finds_the_shipped_table():
+    assert shelf.shipped(H200, LLAMA, "bfloat16", "bfloat16") is not None
+    assert shelf.shipped(H200, LLAMA, "fp8", "bfloat16") is None
+    assert shelf.shipped(H200, PRESETS["qwen3-8b"], "bfloat16", "bfloat16") is None
