@@ -119,7 +119,8 @@ class Row:
         return token
 
     def logprobs(self, token: int, top: int) -> TokenLogprobs:
-        others = [token, *((token + i) % BYTES for i in range(1, top))][:top]
+        unspelled = [VOCAB - 2, VOCAB - 1] if self.says("ALIKE") else []  # two ids without any text
+        others = [token, *unspelled, *((token + i) % BYTES for i in range(1, top))][:top]
         return TokenLogprobs(-0.25, tuple(others), tuple(-0.25 * (i + 1) for i in range(top)))
 
 

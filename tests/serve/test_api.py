@@ -231,6 +231,11 @@ def test_completion_logprobs(server: Running):
     assert all(len(top) == 5 for top in logprobs.top_logprobs)
 
 
+def test_alternatives_that_read_alike_are_all_told(server: Running):
+    (top,) = complete(server, "ALIKE", max_tokens=1, logprobs=4).choices[0].logprobs.top_logprobs
+    assert list(top) == ["A", "", "token_id:259", "B"], "a second one of the same spelling goes by its id"
+
+
 def test_echoed_logprobs(server: Running):
     """What lm-eval asks for: the log-probabilities of a prompt of token ids, and no tokens."""
     answer = complete(server, list(b"hello"), max_tokens=0, echo=True, logprobs=1)
