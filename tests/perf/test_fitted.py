@@ -187,6 +187,11 @@ def test_a_prediction_is_cheap():
 # ---------------------------------------------------------------- the table
 
 
+@pytest.fixture
+def none_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(shelf, "SHIPPED", tmp_path / "shipped")
+
+
 def test_a_table_survives_the_file(tmp_path):
     kept = table(measured(OTHER), (1, 2, 4))
     assert decode(encode(kept)) == kept
@@ -201,9 +206,8 @@ def test_a_broken_table_is_refused(text: bytes):
         decode(text)
 
 
-def test_own_before_shipped_before_roofline(tmp_path, monkeypatch):
+def test_own_before_shipped_before_roofline(tmp_path, none_shipped):
     shipped, own = tmp_path / "shipped", tmp_path / "own"
-    monkeypatch.setattr(shelf, "SHIPPED", shipped)
     assert shelf.prices(KEY, PRIOR, own).estimator is PRIOR
     assert "calibrate" in shelf.prices(KEY, PRIOR, own).note
     shelf.save(table(measured(OTHER)), shipped / file_name(KEY))
@@ -217,7 +221,7 @@ def test_own_before_shipped_before_roofline(tmp_path, monkeypatch):
     assert "passed over" in shelf.prices(KEY, PRIOR, own).note
 
 
-def test_other_kernels_are_told_and_another_model_is_not_taken(tmp_path):
+def test_other_kernels_are_told_and_another_model_is_not_taken(tmp_path, none_shipped):
     shelf.save(table(measured(OTHER)), tmp_path / file_name(KEY))
     import msgspec
 
@@ -227,7 +231,7 @@ def test_other_kernels_are_told_and_another_model_is_not_taken(tmp_path):
     assert shelf.prices(another, PRIOR, tmp_path).estimator is PRIOR
 
 
-def test_a_run_that_had_hardly_begun_is_not_used(tmp_path):
+def test_a_run_that_had_hardly_begun_is_not_used(tmp_path, none_shipped):
     shelf.save(table(measured(OTHER)[:3]), tmp_path / file_name(KEY))
     assert shelf.prices(KEY, PRIOR, tmp_path).estimator is PRIOR
 
