@@ -51,12 +51,21 @@ def find_model(config: Config) -> Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Pricing:
+    """What is known of the prices of a device's steps. `key`: what they hold for; `prior`: what they are where none was measured;
+    `levels`: decode units of the splits there are; `buckets`: sizes to which decode batches are filled up."""
+
+    key: Key
+    prior: Roofline
+    levels: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class System:
     """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say).
-    `key`: what its steps' prices hold for; `prior`: what they are where none was measured; `levels`: decode units of the splits
-    there are; `buckets`: sizes to which decode batches are filled up. `again(config, inbox)` puts another engine over the same
-    device, once this one is closed.
-    `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them)."""
+    `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them). `again(config, inbox)`
+    puts another engine over the same device, once this one is closed."""
 
     engine: Engine
     executor: Executor
@@ -64,13 +73,10 @@ class System:
     source: Source
     limits: Limits
     lanes: str
-    key: Key
-    prior: Roofline
-    again: Callable[[Config, WallInbox], System]
     notes: tuple[str, ...] = ()
-    levels: tuple[int, ...] = ()
-    buckets: tuple[int, ...] = ()
     grammars: Grammars | None = None
+    pricing: Pricing | None = None
+    again: Callable[[Config, WallInbox], System] | None = None
 
 
 def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap: bool = False) -> Limits:
@@ -171,12 +177,10 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
         source,
         limits,
         lanes,
-        key,
-        prior,
-        lambda config, inbox: system(config, inbox, progress),
         tuple(notes),
-        levels=tuple(range(1, len(cores))),
         grammars=tables.settings.grammars,
+        pricing=Pricing(key, prior, levels=tuple(range(1, len(cores)))),
+        again=lambda config, inbox: system(config, inbox, progress),
     )
 
 
@@ -213,13 +217,10 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
         source,
         limits,
         lanes,
-        key,
-        prior,
-        lambda config, inbox: cuda_engine(config, source, inbox, cuda),
         tuple(notes),
-        levels=levels,
-        buckets=cuda.graphs.buckets,
         grammars=cuda.tables.settings.grammars,
+        pricing=Pricing(key, prior, levels, cuda.graphs.buckets),
+        again=lambda config, inbox: cuda_engine(config, source, inbox, cuda),
     )
 
 

@@ -350,20 +350,22 @@ def command(
     with notes.status("starting") as status:
         system = build.system(config, inbox, lambda stage: status.update(stage))
     try:
-        if not system.levels:
-            raise ValueError(f"{system.key.device} can't be split here, so there is nothing to decide that needs prices")
-        path = out or build.calibrations() / file_name(system.key)
-        table = open_table(path, system.key, system.buckets, fresh)
-        calibration = start(system, inbox, table, path)
+        pricing = system.pricing
+        assert pricing is not None
+        if not pricing.levels:
+            raise ValueError(f"{pricing.key.device} can't be split here, so there is nothing to decide that needs prices")
+        path = out or build.calibrations() / file_name(pricing.key)
+        table = open_table(path, pricing.key, pricing.buckets, fresh)
+        calibration = start(system, inbox, table, pricing.prior, path)
         limits = system.limits
         room = Room(
             limits.max_context_tokens, limits.pages * limits.page_tokens, limits.max_running - PROMPTS, limits.max_pass_tokens
         )
-        judges = held_out(limits.units, system.levels, room, longest(calibration, room, budget))
-        jobs = plan(limits.units, system.levels, room)
+        judges = held_out(limits.units, pricing.levels, room, longest(calibration, room, budget))
+        jobs = plan(limits.units, pricing.levels, room)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=notes, refresh_per_second=2) as bar:
-            task = bar.add_task(f"{system.spec.name} on {system.key.device}", total=None)
+            task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)
             left_out = calibrate(calibration, jobs, judges, budget, lambda done, of: bar.update(task, completed=done, total=of))
     finally:
         system.executor.close()
@@ -375,7 +377,7 @@ def command(
     return 0
 
 
-def start(system: build.System, inbox: WallInbox, table: Table, path: Path) -> Calibration:
+def start(system: build.System, inbox: WallInbox, table: Table, prior: Roofline, path: Path) -> Calibration:
     limits = system.limits
     probe = Probe(
         system.executor,
@@ -386,7 +388,7 @@ def start(system: build.System, inbox: WallInbox, table: Table, path: Path) -> C
         limits.layers,
         system.engine.policy.lanes[0].depth,
     )
-    return Calibration(probe, table, system.prior, lambda table: shelf.save(table, path))
+    return Calibration(probe, table, prior, lambda table: shelf.save(table, path))
 
 
 def longest(calibration: Calibration, room: Room, budget_s: float) -> int:

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.build import System, cpu_policy, make_limits
@@ -23,7 +23,6 @@ from counterpoint.core.policy import make_policy
 from counterpoint.device.wall import WallInbox
 from counterpoint.perf.roofline import Roofline
 from counterpoint.perf.table import Key, shape_of
-from counterpoint.ports import Policy
 from counterpoint.spec.device import cpu_device
 from counterpoint.spec.model import ModelSpec
 from counterpoint.spec.source import Source
@@ -48,38 +47,27 @@ SPEC = ModelSpec(
 
 
 def system(config: Config, inbox: WallInbox, progress: object = None) -> System:
+    pages = config.device.kv_pages or 1024
+    limits = make_limits(config, SPEC, pages, units=1)
     policy = make_policy(config.scheduler, 1, SPEC.layers)
-    return echoing(config, inbox, SPEC, 1, policy, system)
+    return System(
+        engine=Engine(limits, policy),
+        executor=EchoExecutor(inbox, policy.lanes),
+        spec=SPEC,
+        source=Source("spec", "", "echo"),
+        limits=limits,
+        lanes="one lane that echoes",
+    )
 
 
 def two_lane_system(config: Config, inbox: WallInbox, progress: object = None) -> System:
     """Two units and four layers, so that every policy does what it can."""
     spec = dataclasses.replace(SPEC, layers=4)
-    policy, _ = cpu_policy(config, spec, *prices(spec, 2))
-    return echoing(config, inbox, spec, 2, policy, two_lane_system)
-
-
-def prices(spec: ModelSpec, units: int) -> tuple[Key, Roofline]:
-    key = Key(device="echo", units=units, model=shape_of(spec), dtype="float16", kv_dtype="float16", kernels="none")
-    return key, Roofline(spec, cpu_device(units), "float16", "float16")
-
-
-def echoing(
-    config: Config, inbox: WallInbox, spec: ModelSpec, units: int, policy: Policy, again: Callable[[Config, WallInbox], System]
-) -> System:
-    limits = make_limits(config, spec, config.device.kv_pages or 1024, units)
-    key, prior = prices(spec, units)
-    return System(
-        engine=Engine(limits, policy),
-        executor=EchoExecutor(inbox, policy.lanes, spec.layers),
-        spec=spec,
-        source=Source("spec", "", "echo"),
-        limits=limits,
-        lanes="lanes that echo",
-        key=key,
-        prior=prior,
-        again=again,
-    )
+    limits = make_limits(config, spec, config.device.kv_pages or 1024, units=2)
+    key = Key(device="echo", units=2, model=shape_of(spec), dtype="float16", kv_dtype="float16", kernels="none")
+    policy, _ = cpu_policy(config, spec, key, Roofline(spec, cpu_device(2), "float16", "float16"))
+    executor = EchoExecutor(inbox, policy.lanes, spec.layers)
+    return System(Engine(limits, policy), executor, spec, Source("spec", "", "echo"), limits, "lanes that echo")
 
 
 @dataclass
