@@ -1,7 +1,7 @@
 """Prometheus metrics, from the engine's Stats and the Records of finished requests.
 
-Owns: names, units, buckets. Promises: one registry in one process, so that no gauge is lost; each figure that dashboards made for
-vLLM query is also there under vLLM's name, with the same meaning.
+Owns: names, units, buckets. Promises: one registry in one process, so that no gauge is lost; figures that dashboards made for vLLM
+query are also there under vLLM's names, present and older, with the same meaning; docs/metrics.md has every name.
 Must not: keep a clock, or touch a request.
 """
 
@@ -26,7 +26,7 @@ COUNTS = (0, 1, 2, 3, 5, 10)
 
 
 class Figure(NamedTuple):
-    """`vllm`: the name after `vllm:`, "" if it has none there."""
+    """`vllm`: the names after `vllm:`, the present one first; "" if it has none there."""
 
     name: str
     vllm: str
@@ -47,7 +47,7 @@ GAUGES = (
     Figure("kv_page_tokens", "", "Tokens in a page.", lambda s: s.page_tokens),
     Figure(
         "kv_usage_ratio",
-        "kv_cache_usage_perc",
+        "kv_cache_usage_perc gpu_cache_usage_perc",
         "Share of the pages in use, 0 to 1.",
         lambda s: used_pages(s) / s.pages_total if s.pages_total else 0.0,
     ),
@@ -74,13 +74,16 @@ class Distribution(NamedTuple):
 
 DISTRIBUTIONS = {
     "time_to_first_token_seconds": Distribution("time_to_first_token_seconds", "Arrival to first token.", TTFT_S),
-    "inter_token_latency_seconds": Distribution("inter_token_latency_seconds", "Between two tokens of a request.", ITL_S),
+    "inter_token_latency_seconds": Distribution(
+        "inter_token_latency_seconds time_per_output_token_seconds", "Between two tokens of a request.", ITL_S
+    ),
     "time_per_output_token_seconds": Distribution(
         "request_time_per_output_token_seconds", "Mean time per token after the first, of a request.", ITL_S
     ),
     "request_latency_seconds": Distribution("e2e_request_latency_seconds", "Arrival to the end.", LATENCY_S),
     "request_queue_seconds": Distribution("request_queue_time_seconds", "Arrival to admission.", LATENCY_S),
     "request_prefill_seconds": Distribution("request_prefill_time_seconds", "Admission to first token.", LATENCY_S),
+    "request_inference_seconds": Distribution("request_inference_time_seconds", "Admission to the end.", LATENCY_S),
     "request_decode_seconds": Distribution("request_decode_time_seconds", "First to last token.", LATENCY_S),
     "request_prompt_tokens": Distribution("request_prompt_tokens", "Tokens of a prompt.", TOKENS),
     "request_generated_tokens": Distribution("request_generation_tokens", "Tokens of an answer.", TOKENS),
@@ -122,6 +125,7 @@ class Metrics(Collector):
             seen["request_generated_tokens"] = tokens
             if record.admitted_s is not None:
                 seen["request_prefill_seconds"] = first_s - record.admitted_s
+                seen["request_inference_seconds"] = record.finished_s - record.admitted_s
             if tokens > 1:
                 seen["time_per_output_token_seconds"] = (last_s - first_s) / (tokens - 1)
         for name, value in seen.items():
@@ -152,12 +156,11 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"counterpoint_queued_{what}", help, labels=["model_name"])
             gauge.add_metric([self.model], count)
             yield gauge
-        refused = CounterMetricFamily(
-            "counterpoint_requests_refused", "Requests answered 503 as too much waited, by reason.", labels=["model_name", "reason"]
-        )
-        for reason, count in self.queue.refused.items():
-            refused.add_metric([self.model, reason], count)
-        yield refused
+        for name, labels in self._names("requests_refused", "admission_rejections"):
+            refused = CounterMetricFamily(name, "Requests answered 503 as too much waited, by reason.", labels=[*labels, "reason"])
+            for reason, count in self.queue.refused.items():
+                refused.add_metric([*labels.values(), reason], count)
+            yield refused
         yield self._split()
         yield from self._lanes()
         yield from self._policy()
@@ -168,6 +171,10 @@ class Metrics(Collector):
             info = GaugeMetricFamily("counterpoint_info", "What serves, in words; always 1.", labels=list(words))
             info.add_metric(list(words.values()), 1)
             yield info
+            pages = {"engine": "0", "block_size": str(self.stats.page_tokens), "num_gpu_blocks": str(self.stats.pages_total)}
+            cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in words; always 1.", labels=list(pages))
+            cache.add_metric(list(pages.values()), 1)
+            yield cache
 
     def _split(self) -> Metric:
         split = CounterMetricFamily(
@@ -237,5 +244,5 @@ class Metrics(Collector):
 
     def _names(self, name: str, vllm: str) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"counterpoint_{name}", {"model_name": self.model}
-        if vllm:
-            yield f"vllm:{vllm}", {"model_name": self.model, "engine": "0"}
+        for theirs in vllm.split():
+            yield f"vllm:{theirs}", {"model_name": self.model, "engine": "0"}
