@@ -16,7 +16,7 @@ from counterpoint.device.settings import Stage
 from counterpoint.model.batch import make_batch
 from counterpoint.model.checkpoint import Dummy
 from counterpoint.model.kv import KVPool
-from counterpoint.model.ops import reference_ops
+from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.ports import Policy
 from counterpoint.types import Drop, Open, Role, Sampling, Segment
@@ -34,9 +34,9 @@ def one_thread():
 PROMPT = [7 * n % VOCAB for n in range(1, 40)]
 
 
-def reference_logits(spec, tokens: list[int], deviation: float = 0.15) -> torch.Tensor:
-    """Logits behind every position, by the plain decoder on the CPU in float32: [tokens, vocab]."""
-    decoder = build_decoder(spec, Dummy(3, deviation=deviation), reference_ops())
+def reference_logits(spec, tokens: list[int], deviation: float = 0.15, ops: Ops | None = None) -> torch.Tensor:
+    """Logits behind every position, by the plain decoder (or `ops`) on the CPU in float32: [tokens, vocab]."""
+    decoder = build_decoder(spec, Dummy(3, deviation=deviation), ops or reference_ops())
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)
     sizes = torch.tensor([0]), torch.tensor([len(tokens)])

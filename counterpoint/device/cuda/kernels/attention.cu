@@ -193,10 +193,21 @@ __device__ __forceinline__ void wait() {  // all but the last PENDING groups hav
 }
 
 // ---- e4m3 ------------------------------------------------------------------------------------------------------------
-// ldmatrix moves pairs of bytes. Of K, a lane gets 4 consecutive elements of a token: of 16 elements in a chunk, 4 t .. 4 t + 3,
-// which stand for columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the mma (those of the query are taken in the same order). Of V, transposed, it gets
-// elements 2 g and 2 g + 1 of two tokens, which stand for rows g and g + 8 of the mma: so row g of the output is element 2 g.
+// ldmatrix moves pairs of bytes. Of K, a lane gets 4 consecutive elements of a token: of 16 elements in a chunk, 4 t .. 4 t + 3.
+// The first and third stand for columns 2 t and 2 t + 1 of the mma, the others for 2 t + 8 and 2 t + 9, and the query's are taken in that
+// order. Of V, transposed, it gets elements 2 g and 2 g + 1 of two tokens, which stand for rows g and g + 8 of the mma: so row g of
+// the output is element 2 g.
+// The conversion unit widens 32 bytes a clock in an SM, half of what arrives there. So K does without it: moved to the place of a
+// float16's exponent and mantissa, e4m3 is its value / 256 (also below the normal numbers; but a NaN becomes 480 / 256).
 
+constexpr float K_SHIFTED = 256;
+
+__device__ __forceinline__ uint32_t shifted_even(uint32_t w) {  // bytes 0 and 2
+  return (w << 7 & 0x3f803f80u) | (w << 8 & 0x80008000u);
+}
+__device__ __forceinline__ uint32_t shifted_odd(uint32_t w) {  // bytes 1 and 3
+  return (w >> 1 & 0x3f803f80u) | (w & 0x80008000u);
+}
 __device__ __forceinline__ uint32_t widen(uint32_t two_bytes) {  // the low two
   uint32_t both;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(uint16_t(two_bytes)));
@@ -204,8 +215,11 @@ __device__ __forceinline__ uint32_t widen(uint32_t two_bytes) {  // the low two
 }
 // K, from one ldmatrix of 16 tokens x 32 elements: the fragments of two steps.
 __device__ __forceinline__ void widen_k(const uint32_t (&r)[4], uint32_t (&first)[4], uint32_t (&second)[4]) {
-  first[0] = widen(r[0]), first[2] = widen(r[0] >> 16), first[1] = widen(r[1]), first[3] = widen(r[1] >> 16);
-  second[0] = widen(r[2]), second[2] = widen(r[2] >> 16), second[1] = widen(r[3]), second[3] = widen(r[3] >> 16);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    first[i] = shifted_even(r[i]), first[i + 2] = shifted_odd(r[i]);
+    second[i] = shifted_even(r[i + 2]), second[i + 2] = shifted_odd(r[i + 2]);
+  }
 }
 // V, from one transposed ldmatrix: likewise.
 __device__ __forceinline__ void widen_v(const uint32_t (&r)[4], uint32_t (&first)[4], uint32_t (&second)[4]) {
@@ -370,6 +384,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
   const int run = warp * gridDim.x + blockIdx.x;
   if (run >= runs) return;
   const int begin = begin_of(run, total, runs), end = begin_of(run + 1, total, runs);
+  const float scale_log2 = p.scale_log2 * (FP8 ? K_SHIFTED : 1);
   const Copy copier(p, lane);
   const uint32_t ring = base + warp * HALVES * HALF_BYTES;
 
@@ -436,12 +451,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
     {
       const uint32_t* from = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.q) + at.seq * p.q_stride + (query + g) * D);
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t two = g < group ? from[s * 8 + (FP8 ? 2 * t + i : t + 4 * i)] : 0;
-          q[s][i] = FP8 ? as_half(two, T()) : two;
-        }
+      for (int s = 0; s < STEPS; ++s) {
+        const uint32_t a = g < group ? from[s * 8 + (FP8 ? 2 * t : t)] : 0, b = g < group ? from[s * 8 + (FP8 ? 2 * t + 1 : t + 4)] : 0;
+        q[s][0] = FP8 ? as_half(__byte_perm(a, b, 0x5410), T()) : a;
+        q[s][1] = FP8 ? as_half(__byte_perm(a, b, 0x7632), T()) : b;
+      }
     }
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, o[STEPS][4];
 #pragma unroll
@@ -477,7 +491,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) c[i][0][j] = (c[i][0][j] + c[i][1][j]) * p.scale_log2;
+        for (int j = 0; j < 4; ++j) c[i][0][j] = (c[i][0][j] + c[i][1][j]) * scale_log2;
         if (left < UNIT) {
           if (i * TILE + g >= left) c[i][0][0] = c[i][0][1] = -INFINITY;
           if (i * TILE + g + 8 >= left) c[i][0][2] = c[i][0][3] = -INFINITY;

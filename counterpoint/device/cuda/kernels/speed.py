@@ -23,6 +23,8 @@ from counterpoint.device.cuda.green import Part, Partitions
 from counterpoint.device.cuda.kernels.attention import DecodeAttention, Layout
 from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.products import scaled
+from counterpoint.model.fp8 import quantise_rows, to_fp8
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
 GEMMS_NK = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)}
@@ -149,15 +151,34 @@ def peak_tflops(parts: dict[str, Part]) -> dict[str, dict[str, float]]:
 
 
 def attention_speed(
-    parts: dict[str, Part], problems: Sequence[tuple[int, int]], layouts: Sequence[Layout]
+    parts: dict[str, Part], problems: Sequence[tuple[int, int]], layouts: Sequence[Layout], fp8: bool
 ) -> dict[str, dict[str, float]]:
-    """GB/s of KV cache that decode attention reads in each partition, for (batch, context) problems."""
+    """GB/s of KV cache that decode attention reads in each partition, for (batch, context) problems. `fp8`: of e4m3, ours alone."""
     table: dict[str, dict[str, float]] = {name: {} for name in parts}
     for layout in layouts:
         for batch, context in problems:
             sets = max(2, min(24, -(-(256 << 20) // (batch * context * KV_HEADS * HEAD_DIM * 4))))
-            for name, row in attention_times(parts, Problem(batch, context, sets, layout)).items():
+            problem = Problem(batch, context, sets, layout)
+            for name, row in (attention_fp8(parts, problem) if fp8 else attention_times(parts, problem)).items():
                 table[name] |= row
+    return table
+
+
+def attention_fp8(parts: dict[str, Part], problem: Problem) -> dict[str, dict[str, float]]:
+    problem.kv = [to_fp8(kv) for kv in problem.kv]
+    problem.bytes //= 2
+    sets, some = len(problem.kv), sorted({0, problem.batch // 2, problem.batch - 1})
+    reference, label = problem.reference(0, some), f"{problem.layout} {problem.batch} x {problem.context} e4m3"
+    table = {}
+    for name, part in parts.items():
+        run, out = our_decode(problem, part), torch.full_like(problem.q, float("nan"))
+        torch.cuda.synchronize()
+        time = take_turns({"ours": captured(bound(run, out, sets), sets, part.stream)}, part.stream)["ours"]
+        table[name] = {f"{label} GB/s": problem.bytes * sets / time / 1e6, f"{label} us": time / sets * 1e3}
+        with torch.cuda.stream(part.stream):
+            run(0, out.fill_(float("nan")))
+        part.stream.synchronize()
+        told(f"{label} on {name} SMs", out[some], reference, 6e-3)
     return table
 
 
@@ -207,6 +228,7 @@ def our_decode(problem: Problem, part: Part, chained: bool = False) -> Callable[
         sms=part.sms,
         max_seqs=problem.batch,
         layout=problem.layout,
+        kv_dtype=problem.kv[0].dtype,
         chained=chained,
     )
 
@@ -240,6 +262,28 @@ def gemm_speed(parts: dict[str, Part], batches: Sequence[int], shapes: Sequence[
                 graphs = {label: captured(bound(run, outs[label], sets), calls, part.stream) for label, run in runs.items()}
                 for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
                     table[name][f"{shape} M={m} {label} us"] = t / calls * 1e3
+    return table
+
+
+def gemm_fp8_speed(parts: dict[str, Part], batches: Sequence[int], shapes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The same in e4m3: torch's scaled product and ours."""
+    table: dict[str, dict[str, float]] = {name: {} for name in parts}
+    for shape in shapes:
+        n, k = GEMMS_NK[shape]
+        sets = max(2, -(-(256 << 20) // (n * k)))
+        weights = [quantise_rows(torch.randn(n, k, dtype=torch.bfloat16, device="cuda")) for _ in range(sets)]
+        for m in batches:
+            x = quantise_rows(torch.randn(m, k, dtype=torch.bfloat16, device="cuda"))
+            for name, part in parts.items():
+                kernel, out = SkinnyGemm(part.sms), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+                runs: dict[str, Callable[[int], object]] = {
+                    "scaled": lambda i, x=x: scaled(x, weights[i % sets]),  # noqa: B023 (called before the loop goes on)
+                    "ours": lambda i, x=x, kernel=kernel, out=out: kernel(x, weights[i % sets], out),  # noqa: B023
+                }
+                torch.cuda.synchronize()
+                graphs = {label: captured(run, 2 * sets, part.stream) for label, run in runs.items()}
+                for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
+                    table[name][f"{shape} M={m} {label} us"] = t / (2 * sets) * 1e3
     return table
 
 
@@ -315,6 +359,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=["HND", "NHD"], default=["HND", "NHD"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--shapes", nargs="+", default=list(GEMMS_NK))
+    parser.add_argument("--fp8", action="store_true", help="attention over a cache of e4m3, products of e4m3")
     args = parser.parse_args()
     layouts: list[Layout] = args.layouts
     partitions = Partitions(args.levels)
@@ -329,10 +374,10 @@ def main() -> None:
         result["ceilings"] = {name: read[name] | peak[name] for name in parts}
         show("ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"])
     if "attention" in args.what:
-        result["attention"] = attention_speed(parts, problems, layouts)
+        result["attention"] = attention_speed(parts, problems, layouts, args.fp8)
         show("decode attention: layout, batch x context", result["attention"])
     if "gemm" in args.what:
-        result["gemm"] = gemm_speed(parts, args.rows, args.shapes)
+        result["gemm"] = (gemm_fp8_speed if args.fp8 else gemm_speed)(parts, args.rows, args.shapes)
         show("products of a decode step", result["gemm"])
     if "layer" in args.what:
         for batch, context in ((64, 2048), (64, 4096)):
