@@ -195,6 +195,7 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
 
 def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice) -> System:
     """An engine over an open GPU. Raises ConfigError if `config` wants what the GPU was not opened for."""
+    cuda.capture(config)
     spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
     dtype, kv_dtype = element_types(config, cuda.decoder.ops.weight_dtype)

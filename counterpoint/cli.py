@@ -182,6 +182,7 @@ app.command("counterpoint.bench.command:bench", name="bench", group=MEASURE, hel
 app.command("counterpoint.bench.calibrate:command", name="calibrate", group=MEASURE, help="Measure what steps take on this device.")
 app.command("counterpoint.simulate:command", name="simulate", group=MEASURE, help="Play a load against a simulated device.")
 app.command("counterpoint.plan:command", name="plan", group=MEASURE, help="Find which mode serves a load best.")
+app.command("counterpoint.compare:command", name="compare", group=MEASURE, help="Play the same loads here and in the simulator.")
 app.command("counterpoint.bench.demo:demo", name="demo", group=MEASURE, help="See what running side by side does to latency.")
 
 

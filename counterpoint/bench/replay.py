@@ -26,7 +26,7 @@ from counterpoint.core.loop import EventLog, run
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.ports import Executor
-from counterpoint.types import Arrive, Output, Record, Sampling, Stats
+from counterpoint.types import Abort, Arrive, Output, Record, Sampling, Stats
 
 Watch = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter
@@ -206,9 +206,11 @@ class _Player:
         self.inbox.stop()
         self._thread.join()
 
-    def play(self, arrives: Sequence[tuple[float, Arrive]], watch: Watch) -> tuple[_Phase, float, list[float]]:
-        """Put each Arrive when its time has come, and wait for all ends: the phase, its start, and when each was put.
-        Raises RuntimeError if the loop fails."""
+    def play(
+        self, arrives: Sequence[tuple[float, Arrive]], watch: Watch, limit_s: float | None = None
+    ) -> tuple[_Phase, float, list[float]]:
+        """Put each Arrive when its time has come, and wait for all ends, of which those after `limit_s` are aborts: the phase, its
+        start, and when each was put. Raises RuntimeError if the loop fails."""
         phase = self.phase = _Phase(len(arrives), watch)
         inbox, sent_s = self.inbox, []
         start_s = inbox.clock() + HEAD_START_S
@@ -220,6 +222,9 @@ class _Player:
             inbox.put(arrive)
             watch("sent")
         if arrives and self.failure is None:
+            if limit_s is not None and not phase.over.wait(max(0.0, start_s + limit_s - inbox.clock())):
+                for _, arrive in arrives:
+                    inbox.put(Abort(arrive.id, "time"))
             phase.over.wait()
         if self.failure is not None:
             raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
@@ -238,12 +243,13 @@ def replay_engine(
     watch: Watch = unwatched,
     timeline: Timeline | None = None,
     log: EventLog | None = None,
+    limit_s: float | None = None,
 ) -> Outcome:
     """Play `queries` on an engine whose loop is not running: it runs in a thread meanwhile, and has ended afterwards.
 
     A Record's arrival is the moment the query was put into the inbox. `warmup` is played first, all at once, and not counted.
-    `timeline` is one over this executor and inbox. Raises ValueError for a query that is a text (see reshape.without_texts),
-    RuntimeError if the engine or its device fails.
+    `timeline` is one over this executor and inbox. What is unanswered after `limit_s` is aborted. Raises ValueError for a query
+    that is a text (see reshape.without_texts), RuntimeError if the engine or its device fails.
     """
     warm = [(0.0, _arrive(query, tokens, seed)) for query in warmup]
     arrives = [(query.arrival_s, _arrive(query, tokens, seed)) for query in queries]
@@ -259,7 +265,7 @@ def replay_engine(
     player.start()
     try:
         before = player.play(warm, unwatched)[0].stats or before
-        phase, start_s, sent_s = player.play(arrives, watch)
+        phase, start_s, sent_s = player.play(arrives, watch, limit_s)
     finally:
         player.stop()
     records = [msgspec.structs.replace(phase.records[q.id], arrival_s=at_s) for q, at_s in zip(queries, sent_s, strict=True)]

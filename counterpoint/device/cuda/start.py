@@ -82,6 +82,10 @@ class CudaDevice:
         """The GPU's, as the driver has it."""
         return torch.cuda.get_device_name(self.driver.device)
 
+    def capture(self, config: Config) -> None:
+        """Have the graphs that `config` wants from the first request on."""
+        self.graphs.capture(captured_places(config, self.places), (Tail.GREEDY,))
+
     def executor(self, lanes: Sequence[Lane], inbox: Reports) -> CudaExecutor:
         return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.places, lanes, self.driver, inbox)
 

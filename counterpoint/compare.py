@@ -1,0 +1,293 @@
+"""Compare: the same loads on the engine that serves and in the simulator, under several modes, side by side.
+
+Owns: the `compare` command and its file of results. Promises: both play the same queries at the same times with the same settings
+and the same end; the device is opened once for all runs; a result is on disk as soon as there is one, and what is there already is
+not run again. Must not: judge a load otherwise than `bench` does.
+
+A file of loads is YAML: names, and for each the flags of `bench` about the workload (with underscores), its targets, and which
+modes are played, at which rates (requests/s):
+
+    conversation:
+      trace: azure_2023_conv.csv
+      requests: 300
+      arrivals: poisson
+      slo: ttft=1,tpot=25ms
+      modes: {"chunked:1024": 14, "multiplex:32": 16, auto: 18}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from cyclopts import Group, Parameter
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from counterpoint import __version__, build
+from counterpoint.bench import reshape
+from counterpoint.bench.load import Load, flag, parse_slo
+from counterpoint.bench.replay import replay_engine
+from counterpoint.bench.report import summarise
+from counterpoint.bench.tables import number, share
+from counterpoint.bench.workload import Query, TokenRange, describe
+from counterpoint.config import Config, ConfigError
+from counterpoint.device.wall import WallInbox
+from counterpoint.flags import settings
+from counterpoint.plan import Mode, parse_modes
+from counterpoint.simulate import Machine, What, simulate
+from counterpoint.types import Finish, Record, Stats
+
+COMPARISON = Group("Comparison", sort_key=0)
+Place = Literal["engine", "simulator"]
+PLACES: tuple[Place, ...] = ("engine", "simulator")
+WARMUP = 3  # requests before each load, not counted
+FIGURES = {
+    "TTFT\np50": "p50_ttft_ms",
+    "TTFT\np90": "p90_ttft_ms",
+    "TPOT\np50": "p50_tpot_ms",
+    "TPOT\np90": "p90_tpot_ms",
+    "gap\np99": "p99_itl_ms",
+    "goodput": "request_goodput",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: a load at a rate, under a mode."""
+
+    load: str
+    mode: Mode
+    rate: float | None
+    slo: str
+    queries: tuple[Query, ...]
+
+    @property
+    def name(self) -> str:
+        at = "" if self.rate is None else f" at {self.rate:g}/s"
+        return f"{self.load}, {self.mode.name}{at}, {self.slo or 'no targets'}"
+
+
+# ---------------------------------------------------------------- what is played
+
+
+def read_cells(path: Path, machine: Machine) -> list[Cell]:
+    """The cells of a file of loads. Raises ValueError naming the load and what is wrong with it."""
+    try:
+        loads = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(loads, Mapping):
+        raise ValueError(f"{path}: the file must hold loads by name")
+    return [cell for name, load in loads.items() for cell in cells_of(path, str(name), load, machine)]
+
+
+def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Cell]:
+    where = f"{path}: load {name!r}"
+    if not isinstance(load, Mapping) or not load.get("modes"):
+        raise ValueError(f"{where}: give it modes, as a list, or as a mapping to rates")
+    flags = {key: value for key, value in load.items() if key not in ("modes", "slo")}
+    if "trace" in flags:
+        flags["trace"] = str(path.parent / flags["trace"])
+    try:
+        workload = msgspec.convert(flags, Load, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
+    unknown = flags.keys() - {field.name for field in dataclasses.fields(Load)}
+    if unknown:
+        raise ValueError(f"{where}: no such flag of the workload: {', '.join(sorted(unknown))}")
+    slo = str(load.get("slo", ""))
+    queries = reshape.without_texts(workload.make().queries)
+    if slo:
+        queries = reshape.with_targets(queries, parse_slo(slo))
+    modes = load["modes"] if isinstance(load["modes"], Mapping) else dict.fromkeys(load["modes"])
+    found = []
+    for text, rates in modes.items():
+        for rate in rates if isinstance(rates, list) else [rates]:
+            timed = queries if rate is None else reshape.at_rate(queries, float(rate))
+            found += [Cell(name, mode, rate, slo, tuple(timed)) for mode in parse_modes(str(text), machine)]
+    return found
+
+
+def configured(config: Config, cell: Cell) -> Config:
+    slo = parse_slo(cell.slo) if cell.slo else parse_slo("")
+    return config.replace(**msgspec.structs.asdict(slo), **cell.mode.settings)
+
+
+# ---------------------------------------------------------------- the two places
+
+
+class OnEngine:
+    """The device, opened for all modes at once."""
+
+    def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
+        self._inbox = WallInbox()
+        self._system = build.system(config.replace(policy="auto"), self._inbox, tell)
+
+    def play(self, config: Config, cell: Cell, limit_s: float) -> dict[str, Any]:
+        self._system.executor.close()
+        inbox = WallInbox()
+        system = self._system = self._system.again(config, inbox)
+        came = replay_engine(
+            system.engine,
+            inbox,
+            system.executor,
+            cell.queries,
+            warmup=reshape.rehearsal(cell.queries, WARMUP),
+            tokens=TokenRange.within(system.spec.vocab),
+            limit_s=limit_s,
+        )
+        notes = [note for note in system.notes if note.startswith(("prices", "auto"))]
+        return judged(cell, came.records, came.after, came.before, came.errors) | {
+            "notes": notes,
+            "pages_leaked": came.pages_leaked,
+        }
+
+    def close(self) -> None:
+        self._system.executor.close()
+
+
+class OnSimulator:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def play(self, config: Config, cell: Cell, limit_s: float) -> dict[str, Any]:
+        came = simulate(self._machine, cell.queries, config)
+        records = [cut(record, limit_s) for record in came.records]
+        return judged(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
+
+    def close(self) -> None:
+        pass
+
+
+def cut(record: Record, limit_s: float) -> Record:
+    """`record` as it would be if all had ended at `limit_s`."""
+    if record.finished_s <= limit_s:
+        return record
+    times = tuple(at for at in record.token_s if at <= limit_s)
+    return msgspec.structs.replace(record, finished_s=limit_s, token_s=times, finish=Finish.ABORT)
+
+
+def judged(
+    cell: Cell, records: Sequence[Record], stats: Stats | None, before: Stats | None, errors: Mapping[str, str]
+) -> dict[str, Any]:
+    slo = {query.id: query.slo for query in cell.queries}
+    return summarise(records, slo=slo, stats=stats, stats_before=before, errors=errors)
+
+
+# ---------------------------------------------------------------- results
+
+
+class Results:
+    """The file of results: one row per cell and place."""
+
+    def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.about = dict(about)
+        self.rows: list[dict[str, Any]] = []
+        if path is not None and path.is_file():
+            kept = msgspec.json.decode(path.read_bytes())
+            self.rows, self.about = kept["rows"], kept["about"] | self.about
+
+    def has(self, cell: Cell, place: Place) -> bool:
+        return any(row["cell"] == cell.name and row["place"] == place for row in self.rows)
+
+    def add(self, cell: Cell, place: Place, result: Mapping[str, Any]) -> None:
+        about = {"cell": cell.name, "place": place, "load": cell.load, "mode": cell.mode.name, "rate": cell.rate, "slo": cell.slo}
+        self.rows.append({**about, "workload": describe(cell.queries), **result})
+        if self.path is not None:
+            text = msgspec.json.format(msgspec.json.encode({"about": self.about, "rows": self.rows}), indent=1)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_bytes(text + b"\n")
+            part.replace(self.path)
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table per load, a line per run; where both places have it, a third with the simulator's figures over the engine's."""
+    for load, slo in dict.fromkeys((row["load"], row["slo"]) for row in rows):
+        table = Table(
+            title=f"{load}: {slo or 'no targets'}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        )
+        for name in ("mode", "at", "", "within", *FIGURES):
+            table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
+        here = [row for row in rows if (row["load"], row["slo"]) == (load, slo)]
+        for cell in dict.fromkeys(row["cell"] for row in here):
+            found = {row["place"]: row for row in here if row["cell"] == cell}
+            for place, row in found.items():
+                within = "-" if row["slo_attainment"] is None else share(row["slo_attainment"])
+                table.add_row(row["mode"], number(row["rate"], 2), place, within, *map(number, figures(row)))
+            if len(found) == len(PLACES):
+                table.add_row("", "", "ratio", "", *(number(ratio, 2) for ratio in ratios(found["simulator"], found["engine"])))
+        console.print(table)
+
+
+def figures(row: Mapping[str, Any]) -> list[float | None]:
+    return [row[key] for key in FIGURES.values()]
+
+
+def ratios(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float | None]:
+    return [a / b if a is not None and b else None for a, b in zip(figures(one), figures(other), strict=True)]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@settings("model", "device", "scheduler")
+def command(
+    loads: Annotated[Path, flag("YAML file of loads", COMPARISON)],
+    *,
+    on: Annotated[str, flag("engine, simulator, or both", COMPARISON)] = "engine,simulator",
+    only: Annotated[str | None, flag("of the loads, those whose name holds this", COMPARISON)] = None,
+    drain: Annotated[float, flag("seconds after the last arrival; what is unanswered then has failed", COMPARISON)] = 10.0,
+    json: Annotated[Path | None, Parameter(help="file of results; what it has already is not run again", group=COMPARISON)] = None,
+    gpu: Annotated[str, flag("what is simulated, as in `counterpoint simulate`", COMPARISON)] = "h200",
+    calibration: Annotated[str, flag("what simulated steps take, as in `counterpoint simulate`", COMPARISON)] = "auto",
+    host_overhead: Annotated[float, flag("seconds from launching a simulated step to its earliest start", COMPARISON)] = 0.0003,
+    config: Config,
+) -> int:
+    """Play the same loads on the engine here and in the simulator, and set the figures side by side.
+
+    counterpoint compare loads.yaml --model llama-3.1-8b --json results.json
+    """
+    places: list[Place] = [place for place in PLACES if place in on.split(",")]
+    if not places or len(places) != len(on.split(",")):
+        raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
+    if build.find_model(config).kind == "spec":
+        config = config.replace(load_format="dummy")
+    machine = What(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(config)
+    cells = [cell for cell in read_cells(loads, machine) if only is None or only in cell.load]
+    results = Results(json, {"counterpoint": __version__, "model": machine.model.name, "config": dataclasses.asdict(config)})
+    notes = Console(stderr=True, highlight=False)
+    for place in places:
+        missing = [cell for cell in cells if not results.has(cell, place)]
+        if missing:
+            play(place, missing, machine, config, drain, results, notes)
+    names = {cell.name for cell in cells}
+    show(Console(), [row for row in results.rows if row["cell"] in names])
+    return 0
+
+
+def play(
+    place: Place, cells: Sequence[Cell], machine: Machine, config: Config, drain_s: float, results: Results, notes: Console
+) -> None:
+    def tell(line: str) -> None:
+        notes.print(line, soft_wrap=True)
+
+    player = OnEngine(config, tell) if place == "engine" else OnSimulator(machine)
+    try:
+        for cell in cells:
+            try:
+                result = player.play(configured(config, cell), cell, cell.queries[-1].arrival_s + drain_s)
+            except ConfigError as error:
+                tell(f"{cell.name}: {error}")
+                continue
+            results.add(cell, place, result)
+            within = result["slo_attainment"]
+            tell(f"{place}: {cell.name}: {'' if within is None else share(within)} in {result['duration']:.1f} s")
+    finally:
+        player.close()

@@ -1,0 +1,108 @@
+"""`compare`: one file of loads, the same queries in both places, one file of results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from counterpoint.cli import status_of
+from counterpoint.compare import cut, read_cells
+from counterpoint.simulate import Machine
+from counterpoint.spec.device import H200
+from counterpoint.spec.presets import PRESETS
+from counterpoint.types import Finish, Record
+
+MACHINE = Machine(PRESETS["llama-3.1-8b"], H200)
+LOADS = """
+chat:
+  requests: 12
+  prompt_tokens: 200
+  output_tokens: 10
+  arrivals: poisson
+  slo: ttft=1,tpot=50ms
+  modes: {"chunked:512": 20, auto: [10, 20]}
+burst:
+  requests: 3
+  arrivals: once
+  modes: ["multiplex:32", serial]
+"""
+
+
+@pytest.fixture
+def loads(tmp_path):
+    path = tmp_path / "loads.yaml"
+    path.write_text(LOADS)
+    return path
+
+
+def test_cells_have_the_same_requests_on_other_clocks(loads):
+    cells = read_cells(loads, MACHINE)
+    assert [(c.load, c.mode.name, c.rate) for c in cells] == [
+        ("chat", "chunked:512", 20), ("chat", "auto", 10), ("chat", "auto", 20),
+        ("burst", "multiplex:32", None), ("burst", "serial", None),
+    ]  # fmt: skip
+    chat = cells[:3]
+    assert len({tuple((q.id, q.prompt_tokens, q.output_tokens) for q in c.queries) for c in chat}) == 1
+    assert chat[1].queries[-1].arrival_s == pytest.approx(11 / 10)
+    assert chat[0].queries[-1].arrival_s == chat[2].queries[-1].arrival_s == pytest.approx(11 / 20)
+    assert all(q.slo.tpot_s == 0.05 for q in chat[0].queries)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "loads by name"),
+        ("a: {requests: 3}", "modes"),
+        ("a: {requests: many, modes: [auto]}", "requests"),
+        ("a: {request: 3, modes: [auto]}", "request"),
+        ("a: {modes: [fast]}", "fast"),
+        ("a: {modes: [auto], slo: 'ttft'}", "ttft"),
+        ("a: {trace: nowhere.csv, modes: [auto]}", "nowhere.csv"),
+    ],
+)
+def test_a_wrong_file_is_told(tmp_path, text, said):
+    path = tmp_path / "loads.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_cells(path, MACHINE)
+
+
+def test_results_are_kept_and_not_run_again(loads, tmp_path, capsys):
+    results = tmp_path / "results.json"
+    line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(results)]
+    assert status_of([*line, "--only", "chat"]) == 0
+    first = json.loads(results.read_text())["rows"]
+    assert [(row["load"], row["mode"], row["rate"], row["place"]) for row in first] == [
+        ("chat", "chunked:512", 20, "simulator"), ("chat", "auto", 10, "simulator"), ("chat", "auto", 20, "simulator"),
+    ]  # fmt: skip
+    assert all(row["completed"] == 12 and row["slo_attainment"] == 1.0 for row in first)
+    assert "chunked:512" in capsys.readouterr().out
+    assert status_of(line) == 0
+    second = json.loads(results.read_text())["rows"]
+    assert second[:3] == first
+    assert [row["mode"] for row in second[3:]] == ["multiplex:32", "serial"]
+
+
+def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
+    results = tmp_path / "results.json"
+    line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(results), "--drain", "0.001"]
+    assert status_of(line) == 0
+    rows = json.loads(results.read_text())["rows"]
+    assert all(row["failed"] > 0 for row in rows)
+    assert rows[0]["slo_attainment"] < 1
+
+
+def test_places_are_checked(loads, capsys):
+    assert status_of(["compare", str(loads), "--model", "llama-3.1-8b", "--on", "gpu"]) == 2
+    assert "engine,simulator" in capsys.readouterr().err
+
+
+def test_cut():
+    record = Record(
+        id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0, token_s=(1.0, 2.0, 3.0),
+        finish=Finish.LENGTH, preemptions=0,
+    )  # fmt: skip
+    assert cut(record, 3.0) == record
+    short = cut(record, 2.5)
+    assert (short.token_s, short.finish, short.finished_s) == ((1.0, 2.0), Finish.ABORT, 2.5)
