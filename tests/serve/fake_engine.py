@@ -83,7 +83,7 @@ class Row:
     def reply(self) -> list[int]:
         """What is said again: the last whole turn's content, or the prompt."""
         prompt = list(self.prompt)
-        if TURN not in prompt:
+        if TURN not in prompt or END not in prompt[prompt.index(TURN) :]:
             return prompt
         end = len(prompt) - 1 - prompt[::-1].index(END)
         begin = max(i for i in range(end) if prompt[i] == TURN)
