@@ -133,6 +133,7 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     from counterpoint.device.cpu import CpuExecutor
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.device.tables import Tables
+    from counterpoint.model.invariance import refuse_varying_products
     from counterpoint.model.kv import KVPool, page_bytes
     from counterpoint.model.weights import load_decoder
 
@@ -142,7 +143,10 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     if config.device.cores and config.device.cores > len(cores):
         raise ConfigError(f"cores is {config.device.cores}: this process may use {len(cores)}")
     progress(f"loading {source.name}")
-    decoder = load_decoder(source, config.model, "cpu", cache=cache_folder())
+    invariant = config.device.batch_invariant
+    decoder = load_decoder(source, config.model, "cpu", cache=cache_folder(), invariant=invariant)
+    if invariant:
+        refuse_varying_products(decoder)
     spec, size = decoder.spec, config.device.page_tokens
     each = page_bytes(spec, size, decoder.kv_dtype)
     context = config.model.max_context_tokens or spec.max_context_tokens

@@ -63,12 +63,17 @@ class DeviceConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = setting("auto", "element type of the KV cache")
     quantization: Literal["none", "fp8"] = setting("none", "weight quantisation")
     page_tokens: int = setting(16, "tokens in a page of the KV cache")
+    batch_invariant: bool = setting(
+        False, "an answer does not depend, in any bit, on what shares its batch or how its prompt is cut; see docs/determinism.md"
+    )
 
     def __post_init__(self) -> None:
         for name in ("cores", "kv_memory_bytes", "kv_pages", "page_tokens"):
             positive(name, getattr(self, name))
         if self.kv_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError("kv_pages and kv_memory_bytes both set the same pool: give one of them")
+        if self.batch_invariant and (self.quantization, self.kv_cache_dtype) != ("none", "auto"):
+            raise ConfigError("batch_invariant and fp8 exclude each other: leave out quantization and kv_cache_dtype, or it")
 
 
 @dataclass(frozen=True, slots=True)

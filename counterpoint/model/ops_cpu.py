@@ -1,8 +1,8 @@
 """Ops of a CPU.
 
 Owns: the choice of the fastest arithmetic that this CPU and torch build have. Promises: results equal the reference up to the
-rounding of the weights; in float16 with the C kernels, what a row comes to does not depend, in any bit, on what shares its pass or
-on how its prompt was cut (FBGEMM sums every row in one order too). So the policies give the same tokens.
+rounding of the weights; in float16 and bfloat16 with the C kernels, what a row comes to does not depend, in any bit, on what shares
+its pass or on how its prompt was cut (FBGEMM and oneDNN sum every row in one order too). So the policies give the same tokens.
 Must not: set threads or affinity (the executor does).
 
 Matrix products, which are most of the time, come in three kinds. Those of one layer of SmolLM2-135M, with the weights of all 30
@@ -39,12 +39,19 @@ log = logging.getLogger(__name__)
 
 
 def cpu_ops(
-    dtype: str = "auto", head_dim: int = 64, checkpoint_dtype: torch.dtype | None = None, cache: str | Path | None = DEFAULT_CACHE
+    dtype: str = "auto",
+    head_dim: int = 64,
+    checkpoint_dtype: torch.dtype | None = None,
+    cache: str | Path | None = DEFAULT_CACHE,
+    invariant: bool = False,
 ) -> Ops:
     """The fastest record for `dtype` (one of config.ModelConfig.dtype). `cache` is the folder of the compiled kernels; None does
-    without them, as does a `head_dim` they don't take. Raises ConfigError for a dtype that this CPU or torch build lacks."""
+    without them, as does a `head_dim` they don't take. Raises ConfigError for a dtype that this CPU or torch build lacks, and if
+    rows must be `invariant` (not depend on their pass in any bit) but are not."""
     arithmetic = chosen_dtype(dtype, checkpoint_dtype)
     kernels = load_kernels(Path(cache)) if cache is not None and head_dim % HEAD_DIM_STEP == 0 else "not asked for"
+    if invariant:
+        refuse_varying(arithmetic, kernels if isinstance(kernels, str) else "")
     between = with_torch(reference_ops()) if isinstance(kernels, str) else with_kernels(reference_ops(), kernels)
     if isinstance(kernels, str) and cache is not None:
         log.warning("slower attention by torch, because the C kernels are not in use: %s", kernels)
@@ -56,6 +63,15 @@ def cpu_ops(
     if arithmetic == "bfloat16":
         return dataclasses.replace(between, name=name, pack_linear=pack_bf16, linear=linear_bf16, pack_embedding=Tensor.bfloat16)
     return dataclasses.replace(between, name=name)
+
+
+def refuse_varying(arithmetic: str, without_kernels: str) -> None:
+    """Raise ConfigError if what a row comes to depends on its pass. MKL's float32 products and torch's attention choose the order
+    of a sum by the number of rows."""
+    if arithmetic == "float32":
+        raise ConfigError("batch_invariant needs dtype float16 or bfloat16 on a CPU, and this would be float32")
+    if without_kernels:
+        raise ConfigError(f"batch_invariant needs the C kernels on a CPU, which are not in use: {without_kernels}")
 
 
 def chosen_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:

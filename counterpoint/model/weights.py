@@ -28,13 +28,15 @@ def load_decoder(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     cache: str | Path | None = DEFAULT_CACHE,
+    invariant: bool = False,
 ) -> Decoder:
     """Read the model `source` as `config` says. `ops` left out: the CPU's fastest for `config.dtype` and the checkpoint, with
-    kernels compiled into `cache` (see `cpu_ops`). Raises ModelError naming the field or the tensor, ConfigError if `config` asks
-    for what there is not."""
+    kernels compiled into `cache`, `invariant` or not (see `cpu_ops`). Raises ModelError naming the field or the tensor,
+    ConfigError if `config` asks for what there is not."""
     spec = load_spec(source, config.max_context_tokens)
     checkpoint = open_checkpoint(source, config, spec)
-    decoder = build_decoder(spec, checkpoint, ops or cpu_ops(config.dtype, spec.head_dim, checkpoint.dtype, cache), device)
+    ops = ops or cpu_ops(config.dtype, spec.head_dim, checkpoint.dtype, cache, invariant)
+    decoder = build_decoder(spec, checkpoint, ops, device)
     checkpoint.finish()
     return decoder
 

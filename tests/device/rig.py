@@ -13,6 +13,7 @@ from counterpoint.device.wall import WallInbox
 from counterpoint.model.checkpoint import Dummy
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.model.ops import Ops
 from counterpoint.model.ops_cpu import cpu_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.spec import ModelSpec
@@ -38,8 +39,8 @@ LANES = (Lane(0, Role.DECODE, 2), Lane(1, Role.PREFILL, 2))
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 
 
-def tiny_decoder() -> Decoder:
-    return build_decoder(TINY, Dummy(3, deviation=0.15), cpu_ops("float32"))
+def tiny_decoder(ops: Ops | None = None) -> Decoder:
+    return build_decoder(TINY, Dummy(3, deviation=0.15), ops or cpu_ops("float32"))
 
 
 @dataclasses.dataclass

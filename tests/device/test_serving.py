@@ -6,8 +6,10 @@ import random
 import threading
 
 import pytest
+from msgspec import structs
 from rig import PAGE, TINY, VOCAB, tiny_decoder
 
+from counterpoint.config import ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Chunked, Multiplex, Serial
@@ -18,8 +20,9 @@ from counterpoint.device.wall import WallInbox
 from counterpoint.device.watch import Watch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.model.ops_cpu import cpu_ops
 from counterpoint.ports import Policy
-from counterpoint.types import Arrive, Delta, Finish, Output, Sampling
+from counterpoint.types import Arrive, Delta, Finish, Output, Sampling, TokenLogprobs
 
 CORES = usable_cores()[:2]
 MOST_TOKENS = 12
@@ -68,6 +71,7 @@ class Service:
             policy,
         )
         self.answers: dict[str, list[int]] = {}
+        self.chances: dict[str, list[TokenLogprobs | None]] = {}
         self.finishes: dict[str, Finish] = {}
         self.expected = 0
         self.errors: list[str] = []
@@ -87,6 +91,7 @@ class Service:
         for output in outputs:
             if isinstance(output, Delta):
                 self.answers.setdefault(output.id, []).extend(output.tokens)
+                self.chances.setdefault(output.id, []).extend(output.logprobs)
                 if output.error:
                     self.errors.append(output.error)
                 if output.finish:
@@ -96,7 +101,7 @@ class Service:
 
     def ask(self, arrivals: list[Arrive], errors: int = 0) -> dict[str, list[int]]:
         """`errors`: how many of them must fail."""
-        self.answers, self.finishes = {}, {}
+        self.answers, self.chances, self.finishes = {}, {}, {}
         self.expected = len(arrivals)
         for arrive in arrivals:
             self.inbox.put(arrive)
@@ -150,6 +155,29 @@ def test_answers_do_not_depend_on_the_policy(decoder: Decoder, truth: dict[str, 
     if pages < 1024:
         assert stats.preemptions > 0
     service.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_answers_are_the_same_to_the_bit(dtype: str):
+    """Alone, and in any company under every policy, with prefixes read or computed, with preemptions: all log-probabilities."""
+    try:
+        exact = tiny_decoder(cpu_ops(dtype, TINY.head_dim, invariant=True))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    asked = [structs.replace(arrive, sampling=structs.replace(arrive.sampling, logprobs=4)) for arrive in requests()]
+    service = Service(exact, Serial(160, len(CORES)), 256)
+    truth = {}
+    for arrive in asked:
+        service.ask([arrive])
+        truth[arrive.id] = service.answers[arrive.id], service.chances[arrive.id]
+    service.close()
+    for name in policies():
+        service = Service(exact, policies()[name], 90)
+        for round in ("cold", "with prefix hits"):
+            service.ask(asked)
+            assert {id: (service.answers[id], service.chances[id]) for id in truth} == truth, (name, round)
+        assert service.engine.stats().prefix_hits_tokens and service.engine.stats().preemptions
+        service.close()
 
 
 def test_answers_are_answers(truth: dict[str, list[int]]):
