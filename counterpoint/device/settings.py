@@ -189,4 +189,4 @@ class Ragged:
 
 def column(rows: np.ndarray, name: str) -> Tensor:
     """One field of structured rows, as a tensor of its own."""
-    return torch.from_numpy(np.ascontiguousarray(rows[name]))
+    return torch.from_numpy(rows[name].copy())  # what has one element counts as contiguous, whatever its strides

@@ -24,6 +24,7 @@ from counterpoint.serve.intake import Intake
 from counterpoint.serve.logs import load_between, start_logging
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.pulse import Pulse
+from counterpoint.serve.structure_check import Checker
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.trace import Tracing
@@ -90,6 +91,7 @@ class Server:
                 timeout_graceful_shutdown=round(config.server.drain_s + LAST_WORDS_S),
             )
         )
+        self.checker: Checker | None = None
         self.signals = 0
 
     async def run(self) -> int:
@@ -114,6 +116,8 @@ class Server:
             starting.cancel()
             reporting.cancel()
             await self.engine.close()
+            if self.checker is not None:
+                self.checker.close()
             await asyncio.gather(starting, reporting, return_exceptions=True)
             if self.tracing is not None:
                 self.tracing.close()
@@ -129,7 +133,8 @@ class Server:
         log.info("starting an engine for %s", self.name)
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
-        self.service.intake = Intake(text, hello, self.name, self.config.scheduler)
+        self.checker = Checker(self.source, hello.vocab, hello.eos_token_ids)
+        self.service.intake = Intake(text, hello, self.name, self.checker, self.config.scheduler)
         for note in hello.notes:
             log.warning("%s", note)
         print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
