@@ -223,13 +223,14 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--levels", type=int, nargs="+", default=[24, 32, 48, 64])
     parser.add_argument("--cases", nargs="+", default=CASES, help="batch x context of decode steps; the last two also together")
     parser.add_argument("--max-running", type=int, default=112)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     flags = {"policy": "multiplex", "load_format": "dummy", "max_running": args.max_running, "max_context_tokens": 16384}
-    flags |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    flags |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype, "batch_invariant": args.batch_invariant}
     config = Config().replace(model=args.model, **flags)
     cases = [(int(batch), int(context)) for batch, context in (case.split("x") for case in args.cases)]
     began_s = time.perf_counter()
