@@ -115,8 +115,9 @@ def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
         return config.device.kv_pages
     weights, kv = dtypes(config, device)
     weight_bytes = model.weight_bytes(ELEMENT_BYTES[weights])
+    copies = device.degree * model.sharded(device.degree).cached_features / model.cached_features  # of the cache, over all devices
     left = config.device.kv_memory_bytes or int(device.memory_bytes * MEMORY_SHARE) - weight_bytes
-    pages = left // (model.kv_bytes_per_token(ELEMENT_BYTES[kv]) * config.device.page_tokens)
+    pages = int(left // (copies * model.kv_bytes_per_token(ELEMENT_BYTES[kv]) * config.device.page_tokens))
     if pages < 1:
         raise ConfigError(
             f"{model.name} has {weight_bytes / 1e9:.1f} GB of {weights} weights, which leaves no room for a KV cache in the "

@@ -19,6 +19,7 @@ from counterpoint.model.ops import Ops
 from counterpoint.model.ops_cpu import cpu_ops
 from counterpoint.model.rope import rope_frequencies
 from counterpoint.spec import ModelSpec
+from counterpoint.spec.model import FAMILIES, SHAPES_ONLY, ModelError
 from counterpoint.spec.source import DEFAULT_CACHE, Source, load_spec
 
 
@@ -52,7 +53,10 @@ def open_checkpoint(source: Source, config: ModelConfig, spec: ModelSpec) -> Che
 
 
 def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: torch.device | str = "cpu") -> Decoder:
-    """Take every tensor of `spec` from `checkpoint`, layer by layer, and prepare it for `ops`."""
+    """Take every tensor of `spec` from `checkpoint`, layer by layer, and prepare it for `ops`. Raises ModelError for a shape that
+    is not run."""
+    if spec.family in SHAPES_ONLY:
+        raise ModelError(f"{spec.name} is known as a shape only, to be simulated: this engine runs {', '.join(FAMILIES)}")
 
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.take(name, shape).to(device, ops.weight_dtype)

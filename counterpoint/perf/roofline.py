@@ -75,11 +75,12 @@ class Roofline:
     Raises ValueError for a dtype that the device does not have."""
 
     def __init__(self, model: ModelSpec, device: DeviceSpec, dtype: str = "bfloat16", kv_dtype: str | None = None) -> None:
-        self.model = model
+        self.model = model = model.sharded(device.degree)
         self.device = device
         self.unit_flops = device.peak(dtype) / device.units
         self.weight_bytes = ELEMENT_BYTES[dtype]
-        self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * 2 * model.kv_heads * model.head_dim  # of a token in a layer
+        self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features  # of a token in a layer
+        self.prefill_width, self.decode_width = attention_widths(model)
         self.read = [device.read_bandwidth.at(count) for count in range(device.units + 1)]  # bytes/s by units
         self.attention_read = [device.attention.read_bandwidth.at(count) for count in range(device.units + 1)]
         self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
@@ -138,7 +139,15 @@ class Roofline:
         for product in self.layer_products:
             total += self.product(product, rows, units)
         moved = rows * self.plain_bytes
-        return total + Cost(moved / self.read[units], moved, 0.0)
+        return total + Cost(moved / self.read[units] + self._reduce_s(rows), moved, 0.0)
+
+    def _reduce_s(self, rows: int) -> float:
+        """The two all-reduces of a layer in tensor parallelism, after attention and FFN: each as a ring, 2-byte elements."""
+        device = self.device
+        if device.degree == 1:
+            return 0.0
+        moved = 2 * (device.degree - 1) / device.degree * 2.0 * rows * self.model.hidden
+        return 2 * (device.link_s + moved / device.link_bandwidth)
 
     def _head_cost(self, samples: int, units: int) -> Cost:
         """Logits of `samples` rows; the sampler reads them about three times in float32."""
@@ -181,32 +190,41 @@ class Roofline:
         """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
         mean, weighted by n."""
         model, tokens = self.model, work.prefill_tokens
-        width = model.heads * model.head_dim
         products = work.prefill_reused if reused else 0
-        flops = 4.0 * width * ((work.prefill_squares + tokens) / 2 + products)
+        flops = 2.0 * self.prefill_width * ((work.prefill_squares + tokens) / 2 + products)
         read_again = work.prefill_requests * products / tokens
-        moved = self.kv_bytes * (tokens + read_again) + 2 * self.weight_bytes * tokens * width
+        moved = self.kv_bytes * (tokens + read_again) + 2 * self.weight_bytes * tokens * model.heads * model.head_dim
         busy = busy_units(model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
         compute_s = flops / (busy * self.attention_flops)
         return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 
     def decode_attention(self, work: Work, units: int) -> Cost:
         """One layer, split over the KV cache so that all units read."""
-        flops = 4.0 * self.model.heads * self.model.head_dim * work.decode_context
+        flops = 2.0 * self.decode_width * work.decode_context
         moved = float(self.kv_bytes * work.decode_context)
         compute_s = flops / (units * self.attention_flops)
         return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 
 
 def layer_products(model: ModelSpec) -> tuple[Product, ...]:
-    """The weight matrices of one layer: QKV, O, gate-up, down (per expert for a mixture)."""
+    """The weight matrices of one layer: those of the attention, gate-up, down (per expert for a mixture)."""
     experts, taken = (model.experts, model.experts_per_token) if model.experts else (1, 1)
     return (
-        Product(model.qkv_features, model.hidden),
-        Product(model.hidden, model.heads * model.head_dim),
+        *(Product(outputs, inputs) for outputs, inputs in model.attention_matrices),
         Product(2 * model.ffn, model.hidden, experts, taken),
         Product(model.hidden, model.ffn, experts, taken),
     )
+
+
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Multiplications per query and key over all heads, in prefill and in decode. Latent attention is spelled out per head in
+    prefill; in decode its heads work on the latent vectors themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2)."""
+    if model.latent is None:
+        width = 2 * model.heads * model.head_dim
+        return width, width
+    latent = model.latent
+    spelled_out = latent.plain_dim + latent.rope_dim + latent.value_dim
+    return model.heads * spelled_out, model.heads * (2 * latent.kv_rank + latent.rope_dim)
 
 
 def plain_bytes(model: ModelSpec) -> float:

@@ -76,7 +76,9 @@ class DeviceSpec:
     `kernel_s`: what each kernel costs beyond its work; `layer_launch_s`: least time of a layer whose kernels are launched
     one by one by the host (prefill; decode steps replay captured graphs). `overlap`: whether two steps may share units.
     `source` says where the numbers come from. `dtype` and `kv_dtype`: element types of weights and KV cache unless asked
-    otherwise."""
+    otherwise. `degree`: so many such devices hold the model together (tensor parallelism) and run in step; `units`, `peak_flops`
+    and the bandwidths are those of one, `memory_bytes` is that of all. `link_bandwidth`: bytes/s by which an all-reduce among them
+    goes (NCCL's bus bandwidth), `link_s`: the least it takes."""
 
     name: str
     units: int
@@ -95,6 +97,9 @@ class DeviceSpec:
     source: str
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
+    degree: int = 1
+    link_bandwidth: float = 370 * 10**9  # about what NVLink 4 gives
+    link_s: float = 12e-6
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of all units in `dtype`. Raises ValueError naming the dtypes that the device has."""
@@ -210,13 +215,15 @@ def cpu_device(cores: int) -> DeviceSpec:
     )
 
 
+NVLINK_3 = 230 * GB  # bus bandwidth of an all-reduce among A100s
+
 PRESETS: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
         H200,
         datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
-        datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039),
-        datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039),
+        replace(datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3),
+        replace(datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3 * 2 / 3),
         datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
         datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
         CPU_2,
@@ -234,13 +241,27 @@ def unknown_gpu(units: int) -> DeviceSpec:
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """The preset called `name`, or cpu-N for N cores. Raises ValueError listing the names."""
+    """The preset called `name`, cpu-N for N cores, or NxNAME for N such devices in tensor parallelism. Raises ValueError listing
+    the names."""
     key = name.lower()
+    degree, times, one = key.partition("x")
+    if times and degree.isdigit() and int(degree) > 1 and one in PRESETS:
+        spec, count = PRESETS[one], int(degree)
+        return replace(
+            spec,
+            name=key,
+            degree=count,
+            memory_bytes=count * spec.memory_bytes,
+            measured=False,
+            source=(f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} GB/s bus bandwidth, not measured"),
+        )
     cores = key.removeprefix("cpu-")
     if cores != key and cores.isdigit() and int(cores) > 0:
         return cpu_device(int(cores))
     if key not in PRESETS:
         near = difflib.get_close_matches(key, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}, or cpu-N of N cores")
+        raise ValueError(
+            f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}, cpu-N of N cores, or 8xh100 for 8 in tensor parallelism"
+        )
     return PRESETS[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SHAPES_ONLY = ("qwen3_moe", "deepseek")  # known as shapes, to be simulated
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -43,8 +44,22 @@ class RopeSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: K and V of all heads come from one vector of `kv_rank` per token, which is what the cache holds,
+    beside `rope_dim` rotated features that the heads share. Queries come from one of `q_rank`. A head has `plain_dim` features
+    without rotation, and values of `value_dim`. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A dense decoder of the Llama line. `family` is llama, mistral, qwen2 or qwen3.
+    """A decoder of the Llama line. `family` is llama, mistral, qwen2 or qwen3, or one of SHAPES_ONLY: those have `experts` FFNs of
+    width `ffn` each, of which a token takes `experts_per_token`, and maybe `latent` attention.
 
     Head h of `heads` query heads reads KV head h // (heads // kv_heads). Biases exist on Q, K, V alone (`qkv_bias`);
     `qk_norm` is an RMS norm over each head of Q and K before RoPE (Qwen3).
@@ -69,9 +84,10 @@ class ModelSpec:
     bos_token_id: int | None = None
     experts: int = 0  # 0: dense FFN
     experts_per_token: int = 0
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
+        if self.family not in FAMILIES + SHAPES_ONLY:
             raise ModelError(f"model family {self.family!r} is not supported: one of {', '.join(FAMILIES)}")
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_context_tokens")
         for name in sizes:
@@ -84,21 +100,43 @@ class ModelSpec:
 
     @property
     def qkv_features(self) -> int:
-        """Width of the fused Q, K and V projection."""
+        """Width of the fused Q, K and V projection; with latent attention, of the projection to the latent vectors."""
+        if self.latent is not None:
+            return self.latent.q_rank + self.latent.kv_rank + self.latent.rope_dim
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
+    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the attention's matrices in a layer, in the order in which they are used."""
+        if self.latent is None:
+            return (self.qkv_features, self.hidden), (self.hidden, self.heads * self.head_dim)
+        latent, heads = self.latent, self.heads
+        return (
+            (self.qkv_features, self.hidden),
+            (heads * (latent.plain_dim + latent.rope_dim), latent.q_rank),
+            (heads * (latent.plain_dim + latent.value_dim), latent.kv_rank),
+            (self.hidden, heads * latent.value_dim),
+        )
+
+    @property
+    def cached_features(self) -> int:
+        """Numbers that one token leaves in the cache of one layer."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
+
+    @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one layer: what each token is multiplied with."""
-        attention = self.hidden * self.qkv_features + self.heads * self.head_dim * self.hidden
-        return attention + 3 * self.hidden * self.ffn
+        """Parameters of the matrices of one layer that one token is multiplied with."""
+        attention = sum(outputs * inputs for outputs, inputs in self.attention_matrices)
+        return attention + 3 * self.hidden * self.ffn * (self.experts_per_token if self.experts else 1)
 
     @property
     def parameters(self) -> int:
         """Trained numbers in the checkpoint; tied embeddings count once."""
         vectors = 2 * self.hidden + self.qkv_bias * self.qkv_features + self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (self.layer_matrix_parameters + vectors) + self.hidden + embeddings
+        idle = self.hidden * self.experts + 3 * self.hidden * self.ffn * (self.experts - self.experts_per_token)
+        each = self.layer_matrix_parameters + vectors + (idle if self.experts else 0)  # with the router
+        return self.layers * each + self.hidden + embeddings
 
     def weight_bytes(self, element_bytes: float = 2) -> int:
         """Bytes of all weights at `element_bytes` each."""
@@ -112,4 +150,19 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of K and V that one token leaves in the cache, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+        return self.layers * self.cached_features * element_bytes
+
+    def sharded(self, degree: int) -> ModelSpec:
+        """What one of `degree` devices has of it in tensor parallelism: its share of the heads, of each FFN and of the vocabulary;
+        KV heads fewer than devices are on several. Raises ModelError if the heads or the FFN can't be shared out."""
+        if degree == 1:
+            return self
+        if self.heads % degree or self.ffn % degree or (self.kv_heads % degree and degree % self.kv_heads):
+            raise ModelError(f"{self.name} can't be shared by {degree} devices: {self.heads} heads, {self.kv_heads} KV heads")
+        return dataclasses.replace(
+            self,
+            heads=self.heads // degree,
+            kv_heads=max(1, self.kv_heads // degree),
+            ffn=self.ffn // degree,
+            vocab=-(-self.vocab // degree),
+        )
