@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import secrets
 import time
 import uuid
@@ -21,6 +22,8 @@ from msgspec.structs import replace
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.serve.answer import AnswerOptions
+from counterpoint.serve.dialects import Dialect, begun_by, dialect_of
+from counterpoint.serve.listener import Hearing, hearing_of
 from counterpoint.serve.openai import (
     MAX_PROMPTS,
     MAX_TEXT_CHARACTERS,
@@ -33,8 +36,9 @@ from counterpoint.serve.openai import (
     Targets,
     TokenizeRequest,
 )
-from counterpoint.serve.structure_check import Checker, Wanted, wanted_of
+from counterpoint.serve.structure import StructureError, from_lark
 from counterpoint.serve.text import Text, TextError
+from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, tools_of
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
 
@@ -76,26 +80,53 @@ class Ask:
 class Intake:
     """`name` is the model's name in the API; `scheduler` has the targets of requests."""
 
-    def __init__(
-        self, text: Text, hello: Hello, name: str, checker: Checker, scheduler: SchedulerConfig = SchedulerConfig()
-    ) -> None:
+    def __init__(self, text: Text, hello: Hello, name: str, scheduler: SchedulerConfig = SchedulerConfig()) -> None:
         self.text = text
-        self.checker = checker
         self.name = name
         self.vocab = hello.vocab
         self.context_tokens = min(hello.max_context_tokens, hello.kv_tokens)
         self.scheduler = scheduler
+
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How the model spells reasoning and calls. Takes a second, the first time."""
+        return dialect_of(self.text)
 
     # ------------------------------------------------------------ the endpoints
 
     async def chat(self, request: ChatRequest, prefix: str = "chatcmpl-", at_most: int | None = None) -> Ask:
         """`prefix`: of the id. `at_most`: the most tokens of the answer, which what is left of the context may cut to fewer."""
         self.check_model(request.model)
-        prompt = await apart(self._rendered, characters_of(request.messages), request.messages, template_options(request))
+        tools = tools_of(request)
+        size = characters_of(request.messages) + len(encode(tools))
+        prompt = await apart(self._rendered, size, request.messages, tools, template_options(request))
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         ask = self._ask(prefix, request, [prompt], limit, at_most or self.context_tokens, logprobs, "messages")
-        return await self._bound(ask, wanted_of(request))
+        hearing = self._hearing(request, tools, prompt.text or "")
+        if hearing is None:
+            return ask
+        options = dataclasses.replace(ask.options, voice=hearing, marks=hearing.dialect.marks(hearing.fields))
+        arrives = ask.arrives
+        if must_call(request):
+            grammar = self._grammar_of_calls(hearing, prompt.text or "")
+            arrives = tuple(replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in arrives)
+        return dataclasses.replace(ask, options=options, arrives=arrives)
+
+    def _hearing(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Hearing | None:
+        """What tells reasoning and calls from content."""
+        dialect = self.dialect.writable() if must_call(request) else self.dialect
+        continued = str(request.messages[-1].for_template()["content"] or "") if request.continue_final_message else None
+        begun = begun_by(dialect, prompt, continued)
+        return hearing_of(dialect, offer_of(request, tools, dialect), request.separate_reasoning is not False, begun)
+
+    def _grammar_of_calls(self, hearing: Hearing, prompt: str) -> str:
+        assert hearing.offer is not None
+        inside = hearing.inside is not None
+        try:
+            return from_lark(lark_of(hearing.offer, hearing.dialect, self.text, prompt, inside))
+        except StructureError as error:
+            raise ApiError(400, f"tools: {error}", param="tools", code="invalid_structure") from None
 
     async def completion(self, request: CompletionRequest) -> Ask:
         self.check_model(request.model)
@@ -104,15 +135,7 @@ class Intake:
         if request.echo and request.logprobs is not None:
             arrives = [replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs)) for a in ask.arrives]
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
-        return await self._bound(ask, wanted_of(request))
-
-    async def _bound(self, ask: Ask, wanted: Wanted | None) -> Ask:
-        """The same, its answers bound to what is wanted. Raises ApiError if that can't be."""
-        if wanted is None:
-            return ask
-        grammar = await self.checker.checked(wanted)
-        arrives = tuple(replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in ask.arrives)
-        return dataclasses.replace(ask, arrives=arrives)
+        return ask
 
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The answer of /tokenize, as JSON. Raises ApiError."""
@@ -138,13 +161,14 @@ class Intake:
 
     # ------------------------------------------------------------ prompts
 
-    def _rendered(self, messages: Sequence[Message], options: dict[str, Any]) -> Prompt:
+    def _rendered(self, messages: Sequence[Message], tools: list[dict[str, Any]], options: dict[str, Any]) -> Prompt:
         """Raises ApiError if the template can't, or if it is hopelessly long."""
-        return self._encode([self._render(messages, options)], special=False, param="messages")[0]
+        return self._encode([self._render(messages, tools, options)], special=False, param="messages")[0]
 
-    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        turns, tool_options = conversation(messages, tools, self.dialect)
         try:
-            return self.text.render([message.for_template() for message in messages], **options)
+            return self.text.render(turns, **options, **tool_options)
         except TextError as error:
             raise ApiError(400, str(error), param="messages") from None
 
@@ -157,7 +181,10 @@ class Intake:
         if request.messages is None:
             text, special = request.prompt or "", request.add_special_tokens is not False
         else:
-            text, special = self._render(request.messages, template_options(request)), bool(request.add_special_tokens)
+            text, special = (
+                self._render(request.messages, tools_of(request), template_options(request)),
+                bool(request.add_special_tokens),
+            )
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"the conversation has {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenised"
             raise ApiError(400, message, param="messages")

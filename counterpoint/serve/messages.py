@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from counterpoint.serve.openai import (
     MAX_MESSAGES,
     MAX_STOPS,
     ApiError,
+    CalledFunction,
     ChatRequest,
-    JsonSchema,
     Message,
     ModelRequest,
-    ResponseFormat,
     SampledRequest,
     Stop,
     TextPart,
     Tokens,
+    ToolCall,
 )
 
 PATH = "/v1/messages"
@@ -110,21 +109,10 @@ class Metadata(Strict):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
-class OutputFormat(Strict):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Strict):
-    """`effort` is heeded by no model that we know."""
-
-    format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-
-
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
+    "output_config": (None, {}),
     "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
     "tools": (None, []),
 }
@@ -142,21 +130,8 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(SampledRequest):
     """Beside Anthropic's own fields: those of SampledRequest, and `chat_template_kwargs`."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
-        SampledRequest.refused
-        | REFUSED
-        | {
-            "n": (None, 1),
-            "response_format": (None, {"type": "text"}),
-            "stop": (None, []),
-        }
-    )
-    instead: ClassVar[dict[str, str]] = {
-        "n": "send the request several times",
-        "response_format": "use output_config.format",
-        "stop": "use stop_sequences",
-    }
-    names: ClassVar[dict[str, str]] = {"response_format": "output_config"}
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.refused | REFUSED | {"n": (None, 1), "stop": (None, [])}
+    instead: ClassVar[dict[str, str]] = {"n": "send the request several times", "stop": "use stop_sequences"}
 
     max_tokens: Tokens
     messages: Turns
@@ -164,16 +139,13 @@ class MessagesRequest(SampledRequest):
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
     metadata: Metadata | None = None
-    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def chat_of(request: MessagesRequest) -> ChatRequest:
     """The same, asked of /v1/chat/completions; `max_tokens` is for the caller to heed."""
     shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
-    form = request.output_config.format if request.output_config is not None else None
-    wanted = None if form is None else ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
-    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences, response_format=wanted)
+    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences)
 
 
 def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
@@ -208,9 +180,9 @@ def text_of(content: str | Sequence[TextBlock]) -> str | list[TextPart]:
 
 def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
     calls = [
-        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": msgspec.json.encode(b.input).decode()}}
-        for b in blocks
-        if isinstance(b, ToolUseBlock)
+        ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
     ]
     said = [block for block in blocks if isinstance(block, TextBlock)]
     thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))

@@ -17,12 +17,12 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128
-MAX_CHOICE_TEXTS = 4096
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2**14
 MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even looked at
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
+MAX_TOOLS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TARGET_S = 86_400
 MAX_TEXT_CHARACTERS = 2**22  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
@@ -57,9 +57,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-Schema = dict[str, Any] | str
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -82,46 +81,6 @@ class Targets(BaseModel):
     itl_s: Target | None = None
 
 
-class JsonSchema(BaseModel):
-    """`strict` false: what can't be held to is passed over."""
-
-    model_config = ConfigDict(strict=True)
-
-    schema_: dict[str, Any] = Field(alias="schema")
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(BaseModel):
-    """`schema` beside json_object is what some clients send for a json_schema."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-    @pydantic.model_validator(mode="after")
-    def _schema_is_there(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands beside type json_schema, and only there")
-        return self
-
-
-class StructuredOutputs(BaseModel):
-    """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
-    whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    json_: Schema | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
 class ModelRequest(BaseModel):
     """What every endpoint takes."""
 
@@ -137,15 +96,23 @@ class ModelRequest(BaseModel):
 class SampledRequest(ModelRequest):
     """What every request for an answer takes, whichever API it speaks. Beside OpenAI's own fields: top_k, min_p,
     repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
-    cache_salt, slo, and the ways to say what an answer must look like (see StructuredOutputs), of which one may be used."""
+    cache_salt, slo."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
-        "guided_decoding_backend": (None, "", "auto"),
-        "guided_whitespace_pattern": (None, ""),
+        "choice": (None, []),
+        "grammar": (None, ""),
+        "guided_choice": (None, []),
+        "guided_grammar": (None, ""),
+        "guided_json": (None,),
+        "guided_regex": (None, ""),
+        "json_schema": (None,),
         "length_penalty": (None, 1, 1.0),
         "prompt_logprobs": (None,),
+        "regex": (None, ""),
+        "response_format": (None, {"type": "text"}),
+        "structured_outputs": (None,),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
     }
@@ -168,15 +135,6 @@ class SampledRequest(ModelRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     slo: Targets | None = None
-    structured_outputs: StructuredOutputs | None = None
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-    json_schema: Schema | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
 
 
 class GenerationRequest(SampledRequest):
@@ -185,7 +143,6 @@ class GenerationRequest(SampledRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    response_format: ResponseFormat | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
     @pydantic.model_validator(mode="after")
@@ -214,8 +171,59 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(BaseModel):
+    """A tool. `parameters` is a JSON schema; none is as good as one for an object without members."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: FunctionName
+
+
+class ToolChoice(BaseModel):
+    """One tool by its name."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
 class Message(BaseModel):
-    """One turn. `content` may be null beside tool calls; parts other than text are refused."""
+    """One turn. `content` may be null beside tool calls; parts other than text are refused. What was thought is `reasoning_content`
+    or `reasoning`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -223,7 +231,8 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    reasoning: Annotated[str | None, Field(exclude=True)] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -232,18 +241,21 @@ class Message(BaseModel):
         if content is None and self.tool_calls is None:
             content = ""
         role = "system" if self.role == "developer" else self.role
-        return self.model_dump(exclude_none=True) | {"role": role, "content": content}
+        thought = self.reasoning_content or self.reasoning
+        known = {"reasoning_content": thought} if thought else {}
+        return self.model_dump(exclude_none=True) | known | {"role": role, "content": content}
 
 
 class ChatRequest(GenerationRequest):
+    """`separate_reasoning` false leaves reasoning, with its marks, in the content, where stop strings count; `include_reasoning`
+    false drops it from the answer."""
+
     refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
         "audio": (None,),
         "documents": (None, []),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
-        "tool_choice": (None, "none", "auto"),
-        "tools": (None, []),
         "web_search_options": (None,),
     }
 
@@ -251,6 +263,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -286,7 +303,8 @@ class TokenizeRequest(ModelRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,), "tools": (None, [])}
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
 
     @pydantic.model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:

@@ -16,7 +16,8 @@ import msgspec
 
 from counterpoint.serve.answer import Answer, AnswerOptions, Entry, Piece
 from counterpoint.serve.intake import Ask
-from counterpoint.serve.openai import ApiError, CompletionRequest
+from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest
+from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning, Said, Speech, gather
 from counterpoint.serve.text import Text
 from counterpoint.types import TokenLogprobs
 
@@ -64,6 +65,7 @@ def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[:: ask.n])},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 
 
@@ -142,21 +144,20 @@ class ChoiceReply(abc.ABC):
             opening = self.opening(choice, answer)
             if opening is not None:
                 yield opening
-        counted = self.ask.request.usage_always and piece.tokens and not piece.finish
-        if piece.text or piece.entries or counted:
-            yield self.part(choice, piece)
+        yield from self.parts(choice, piece, counted=bool(self.ask.request.usage_always and piece.tokens and not piece.finish))
         if piece.finish:
-            yield self.closing(choice, piece)
+            yield self.closing(choice, piece, answer)
 
     @abc.abstractmethod
     def opening(self, choice: int, answer: Answer) -> Json | None:
         """What begins the stream of a choice, before its first token."""
 
     @abc.abstractmethod
-    def part(self, choice: int, piece: Piece) -> Json: ...
+    def parts(self, choice: int, piece: Piece, counted: bool) -> Iterator[Json]:
+        """At least one if its tokens are `counted` in the stream."""
 
     @abc.abstractmethod
-    def closing(self, choice: int, piece: Piece) -> Json: ...
+    def closing(self, choice: int, piece: Piece, answer: Answer) -> Json: ...
 
     @abc.abstractmethod
     def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json: ...
@@ -167,25 +168,44 @@ class ChatReply(ChoiceReply):
 
     def __init__(self, ask: Ask, text: Text) -> None:
         super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
+        self._silent = isinstance(ask.request, ChatRequest) and ask.request.include_reasoning is False
 
     def opening(self, choice: int, answer: Answer) -> Json | None:
         return self._part(choice, {"role": "assistant", "content": ""})
 
-    def part(self, choice: int, piece: Piece) -> Json:
-        return self._part(choice, {"content": piece.text}, self._logprobs(piece.entries))
+    def parts(self, choice: int, piece: Piece, counted: bool) -> Iterator[Json]:
+        """A chunk for each thing that was said. Log-probabilities are of all tokens, and go with the last."""
+        deltas = [delta_of(said) for said in piece.said if not (self._silent and isinstance(said, Reasoning))]
+        if not deltas and (piece.entries or counted):
+            deltas = [{"content": ""}]
+        for at, delta in enumerate(deltas):
+            yield self._part(choice, delta, self._logprobs(piece.entries if at == len(deltas) - 1 else ()))
 
-    def closing(self, choice: int, piece: Piece) -> Json:
-        return self._part(choice, {}, None, piece.finish) | stop_reason(self.ask, piece)
+    def closing(self, choice: int, piece: Piece, answer: Answer) -> Json:
+        return self._part(choice, {}, None, finish_of(piece, answer)) | stop_reason(self.ask, piece)
 
     def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json:
-        content = "".join(piece.text for piece in pieces)
         entries = [entry for piece in pieces for entry in piece.entries]
         return {
             "index": choice,
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": self._message(gather(said for piece in pieces for said in piece.said)),
             "logprobs": self._logprobs(entries),
-            "finish_reason": pieces[-1].finish,
+            "finish_reason": finish_of(pieces[-1], answer),
         } | stop_reason(self.ask, pieces[-1])
+
+    def _message(self, speech: Speech) -> Json:
+        """What was thought has two names, as clients look for one or the other."""
+        message: Json = {"role": "assistant", "content": speech.content, "refusal": None}
+        if not speech.content and (speech.calls or speech.reasoning):
+            message["content"] = None
+        if speech.reasoning and not self._silent:
+            message |= {"reasoning_content": speech.reasoning, "reasoning": speech.reasoning}
+        if speech.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in speech.calls
+            ]
+        return message
 
     def _part(self, choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
         return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -209,10 +229,11 @@ class CompletionReply(ChoiceReply):
             return None
         return self._part(choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer))
 
-    def part(self, choice: int, piece: Piece) -> Json:
-        return self._part(choice, piece.text, self._logprobs(choice, piece.entries))
+    def parts(self, choice: int, piece: Piece, counted: bool) -> Iterator[Json]:
+        if piece.said or piece.entries or counted:
+            yield self._part(choice, piece.text, self._logprobs(choice, piece.entries))
 
-    def closing(self, choice: int, piece: Piece) -> Json:
+    def closing(self, choice: int, piece: Piece, answer: Answer) -> Json:
         return self._part(choice, "", None, piece.finish) | stop_reason(self.ask, piece)
 
     def whole(self, choice: int, answer: Answer, pieces: Sequence[Piece]) -> Json:
@@ -271,6 +292,22 @@ class CompletionReply(ChoiceReply):
             name = self.spelling.exact(token)
             top[name if name not in top else f"token_id:{token}"] = finite(logprob)
         return top
+
+
+def delta_of(said: Said) -> Json:
+    match said:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, id, name):
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def finish_of(piece: Piece, answer: Answer) -> str | None:
+    return "tool_calls" if piece.finish == "stop" and answer.calls else piece.finish
 
 
 def stop_reason(ask: Ask, piece: Piece) -> Json:

@@ -9,7 +9,7 @@ Must not: compile: a text made here may still prove wrong or too costly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher
@@ -17,12 +17,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from counterpoint.device.grammar import Vocabulary
 from counterpoint.serve.text import Text
-from counterpoint.spec.source import Source
 
-Kind = Literal["json", "regex", "choice", "lark", "made"]
 BLANKS = 32
-MAX_CHARACTERS = 2**17  # of what a client may send
-MADE = 4  # a grammar may be so much longer
+MAX_CHARACTERS = 2**17  # of a grammar
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 EVERYTHING = ({}, True)  # schemas that anything satisfies
 
@@ -35,29 +32,6 @@ def vocabulary_of(text: Text) -> Vocabulary:
         special=[token for token in range(size) if text.is_special(token)],
         encode=lambda said: text.encode([said], special=False)[0],
     )
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """What the process that tries grammars is told first."""
-
-    source: Source
-    vocab: int
-    eos_token_ids: tuple[int, ...]
-
-
-class Question(msgspec.Struct, frozen=True):
-    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar that a client wrote, one made here."""
-
-    kind: Kind
-    text: str
-    strict: bool
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A grammar, or why there is none."""
-
-    grammar: str = ""
-    error: str = ""
 
 
 class StructureError(ValueError):
@@ -74,18 +48,23 @@ def from_json_schema(schema: Any, strict: bool = True) -> str:
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             msgspec.json.encode(schema).decode(),
-            overrides={
-                "whitespace_flexible": True,
-                "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
-                "item_separator": ",",
-                "key_separator": ":",
-                "lenient": not strict,
-                "coerce_one_of": not strict,
-            },
+            overrides=json_options(strict),
         )
         return bounded(grammar)
     except ValueError as error:
         raise StructureError(str(error)) from None
+
+
+def json_options(strict: bool) -> Any:
+    """How llguidance is to read a schema and to write JSON."""
+    return {
+        "whitespace_flexible": True,
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": not strict,
+        "coerce_one_of": not strict,
+    }
 
 
 def from_json_object() -> str:
@@ -117,6 +96,6 @@ def from_lark(grammar: str) -> str:
 
 
 def bounded(grammar: str) -> str:
-    if len(grammar) > MADE * MAX_CHARACTERS:
-        raise StructureError(f"its grammar has {len(grammar)} characters: at most {MADE * MAX_CHARACTERS} are taken")
+    if len(grammar) > MAX_CHARACTERS:
+        raise StructureError(f"it has {len(grammar)} characters: at most {MAX_CHARACTERS} are taken")
     return grammar

@@ -20,14 +20,22 @@ class TextError(ValueError):
 
 
 class Text:
-    """`special`: the template's names for special tokens, such as bos_token. `chat_template`: jinja source, or None."""
+    """`special`: the template's names for special tokens, such as bos_token. `chat_template`: jinja source, or None.
+    `response_template`: what the tokeniser's own files say of the form of answers (see dialects.py)."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, special: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        response_template: dict[str, Any] | None = None,
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.special = dict(special or {})
+        self.response_template = response_template
         self.added = tokenizer.get_added_tokens_decoder()
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
@@ -45,17 +53,16 @@ class Text:
             self._longest_characters = max(map(len, self.tokenizer.get_vocab()), default=1)
         return int(len(text) / (self._longest_characters * CLEARLY_LONG))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation, ready for the model's answer. `options` go to the template (tools, documents,
         add_generation_prompt, continue_final_message, and its own names)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self.chat_template is None:
             raise TextError("this model has no chat template: use /v1/completions")
-        clean = [{key: value for key, value in message.items() if value is not None} for message in messages]
         options = {"add_generation_prompt": True} | options
         try:
-            (prompt,), _ = render_jinja_template([clean], chat_template=self.chat_template, **{**self.special, **options})
+            (prompt,), _ = render_jinja_template([list(messages)], chat_template=self.chat_template, **{**self.special, **options})
         except Exception as error:  # the template is a program that runs on the client's data
             raise TextError(f"the model's chat template cannot render these messages: {error}") from None
         return prompt

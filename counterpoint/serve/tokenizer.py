@@ -67,7 +67,7 @@ def text_of_folder(path: Path) -> Text:
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
     else:
         template = default_template(config.get("chat_template"))
-    return Text(tokenizer, template, special)
+    return Text(tokenizer, template, special, config.get("response_template"))
 
 
 def spelling(token: Any) -> str:
@@ -134,7 +134,8 @@ def text_of_transformers(folder: Path, **options: Any) -> Text:
         backend: Tokenizer = loaded.backend_tokenizer
     except Exception as error:  # whatever a broken or unknown file makes of it
         raise ConfigError(f"model: no tokeniser could be made of {folder}: {error}") from None
-    return Text(backend, default_template(loaded.chat_template), dict(loaded.special_tokens_map))
+    template = default_template(loaded.chat_template)
+    return Text(backend, template, dict(loaded.special_tokens_map), loaded.response_template)
 
 
 def byte_text() -> Text:

@@ -1,4 +1,5 @@
-"""`python fake_server.py '{"port": 0, …}'`: the real server over the engine of fake_engine.py, with flat settings."""
+"""`python fake_server.py '{"port": 0, …}'`: the real server over the engine of fake_engine.py, with flat settings;
+`folder` is one of tokeniser files, if it is not to have its own."""
 
 import json
 import sys
@@ -10,8 +11,10 @@ from counterpoint.spec.source import Source
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
     system = settings.pop("system", "fake_engine:system")
+    folder = settings.pop("folder", "")
+    source = Source("hf", folder, "echo") if folder else Source("spec", "", "echo")
     try:
-        sys.exit(run(Config().replace(**settings), Source("spec", "", "echo"), system))
+        sys.exit(run(Config().replace(**settings), source, system))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

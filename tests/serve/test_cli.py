@@ -157,6 +157,7 @@ def test_serve_with_a_real_engine(tiny: str, tmp_path: Path, own_server: Callabl
         "completion_tokens": 12,
         "total_tokens": 21,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     events = server.events(body)[:-1]
     assert "".join(c["text"] for e in events for c in e["choices"]) == whole["choices"][0]["text"]

@@ -144,10 +144,11 @@ TURNS = [
 
 
 def test_blocks_are_the_chat_that_they_are(server: Running):
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief\nand kind"},
         {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "said", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "said", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "t1"},
         {"role": "user", "content": "last"},
     ]

@@ -155,10 +155,11 @@ ITEMS = [
 
 def test_items_are_the_chat_that_they_are(server: Running):
     """Counted by the prompt's tokens: the same turns, asked as a chat."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "said", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "said", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
         {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "text", "text": "turn"}]},
     ]

@@ -1,0 +1,343 @@
+"""Reasoning and calls told from content: whatever a model writes, however its text is cut."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from counterpoint.serve import dialects
+from counterpoint.serve.calls import Offer
+from counterpoint.serve.dialects import Dialect, dialect_of, load, spec_of
+from counterpoint.serve.listener import hearing_of
+from counterpoint.serve.speech import CallArguments, CallStart, Content, Said, gather, joined
+from counterpoint.serve.text import Text
+from counterpoint.serve.tokenizer import byte_text
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("weather", "time"))
+OFFER = Offer(TOOLS)
+WEATHER = ("weather", '{"city": "Paris"}')
+TIME = ("time", "{}")
+
+
+def dialect(calls: dict | None, thoughts: dict | None = dialects.THINK) -> Dialect:
+    spec = spec_of(thoughts, calls)
+    return Dialect(spec, load(spec))
+
+
+DIALECTS = {
+    name: dialect(getattr(dialects, name)) for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
+}
+D = dialects
+SPELLED = {  # two calls, as each dialect writes them
+    "HERMES": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "QWEN_XML": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "LLAMA": '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "parameters": {}}',
+    "MISTRAL": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+    "MISTRAL_NAMED": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
+    "DEEPSEEK": f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n'
+    f"{D.DEEPSEEK_CALL}time{D.DEEPSEEK_SEP}{{}}{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+}
+
+
+def parts(
+    spoken: Dialect,
+    text: str,
+    cuts: list[int] | None = None,
+    *,
+    offer: Offer | None = OFFER,
+    begun: str = "",
+    whole: bool = True,
+    reasoning: bool = True,
+) -> list[Said]:
+    hearing = hearing_of(spoken, offer, reasoning, begun)
+    assert hearing is not None
+    voice, said = hearing(), []
+    ends = [*(cuts or ()), len(text)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        said += voice.feed(text[start:end])
+    return said + voice.end(whole)
+
+
+def heard(spoken: Dialect, text: str, cuts: list[int] | None = None, **options) -> tuple[str, str, list[tuple[str, str]]]:
+    speech = gather(parts(spoken, text, cuts, **options))
+    return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
+
+
+# ---------------------------------------------------------------- every family
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_reasoning_and_calls_of_each_family(name: str):
+    reasoning, content, calls = heard(DIALECTS[name], SPELLED[name])
+    assert (reasoning, content) == ("", "")
+    assert [name for name, _ in calls] == ["weather", "time"]
+    assert [msgspec.json.decode(arguments) for _, arguments in calls] == [{"city": "Paris"}, {}]
+    if name != "LLAMA":  # its calls have no mark: they are all of the answer, or none
+        text = f"<think>\nhm, Paris\n</think>\n\nLet me look.\n\n{SPELLED[name]}"
+        assert heard(DIALECTS[name], text) == ("hm, Paris", "Let me look.", calls)
+
+
+PIECES = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>", "</parameter>",
+    "[TOOL_CALLS]", "[ARGS]", "weather", "<|python_tag|>", D.DEEPSEEK_BEGIN, D.DEEPSEEK_CALL, "function", D.DEEPSEEK_SEP,
+    "\n```json\n", "\n```", D.DEEPSEEK_CALL_END, D.DEEPSEEK_END, '{"name": "weather", "arguments": ', '{"city": "Pa\\"r}is"}', "}",
+    '{"name": "weather"}', '{"arguments": {}, "name": "time"}', '{"name": "unknown", "arguments": {}}', "{", '"', "\\", "[", "]",
+    ",", ";", " ", "\n", "\n\n", "7", "null", "a", "<", "<tool", "</", "é漢😀", *SPELLED.values(),
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(DIALECTS)),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.booleans(),
+    st.sampled_from(["", "<think>"]),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_cutting_gives_the_same(name: str, text: str, cuts: list[int], whole: bool, begun: str):
+    spoken = DIALECTS[name]
+    at_once = heard(spoken, text, whole=whole, begun=begun)
+    assert heard(spoken, text, sorted(cut for cut in cuts if cut <= len(text)), whole=whole, begun=begun) == at_once
+    assert heard(spoken, text, list(range(len(text))), whole=whole, begun=begun) == at_once
+
+
+@given(st.sampled_from(sorted(DIALECTS)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool):
+    said = parts(DIALECTS[name], text, list(range(len(text))), whole=whole)
+    started = [part.index for part in said if isinstance(part, CallStart)]
+    assert started == list(range(len(started)))
+    current = -1
+    for part in said:
+        if isinstance(part, CallStart):
+            current = part.index
+        elif isinstance(part, CallArguments):
+            assert part.index == current
+        assert isinstance(part, CallStart) or part.text
+    assert gather(joined(said)) == gather(said)
+
+
+@given(st.sampled_from(sorted(DIALECTS)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(name: str, text: str, whole: bool):
+    speech = gather(parts(DIALECTS[name], text, whole=whole))
+    if not speech.calls and "<think>" not in text:
+        assert speech.content == text
+    assert heard(dialect(None), text, offer=None, whole=whole)[2] == []
+
+
+# ---------------------------------------------------------------- the library as the oracle
+
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["city", "a b"]),
+    st.text(st.characters(exclude_characters="<>", exclude_categories=["Cs"]), max_size=8),
+    max_size=2,
+)
+CALLS = st.lists(st.tuples(st.sampled_from(["weather", "time"]), ARGUMENTS), max_size=3)
+WORDS = st.text(st.characters(exclude_characters="<>{}[]\\", exclude_categories=["Cs"]), max_size=20).map(str.strip)
+
+
+@given(WORDS, WORDS, CALLS, st.lists(st.integers(0, 300), max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_a_good_answer_is_what_transformers_makes_of_it(thought: str, content: str, calls: list, cuts: list[int]):
+    bodies = [msgspec.json.encode({"name": name, "arguments": arguments}).decode() for name, arguments in calls]
+    body = "".join(f"<tool_call>{call}</tool_call>" for call in bodies)
+    text = f"<think>{thought}</think>{content}{body}"
+    spec = DIALECTS["HERMES"].spec
+    whole = parse_response(text, spec, prefix="")
+    reasoning, said, called = heard(DIALECTS["HERMES"], text, sorted(cut for cut in cuts if cut <= len(text)))
+    assert reasoning == whole.get("reasoning_content", "") and said.strip() == whole.get("content", "")
+    expected = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.get("tool_calls", [])]
+    assert [(name, msgspec.json.decode(arguments)) for name, arguments in called] == expected
+
+
+def test_a_template_that_comes_with_the_tokeniser():
+    """In the manner of models that have special names for everything, no JSON proper, and channels."""
+    spec = {
+        "start_anchor": "<|turn>model\n",
+        "fields": {
+            "thinking": {"open": "<|channel>thought\n", "close": "<channel|>"},
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": ["<turn|>"]},
+        },
+    }
+    byte = byte_text()
+    spoken = dialect_of(Text(byte.tokenizer, "{{ tools }}", {}, spec))
+    assert spoken.own and spoken.native
+    text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
+    begun = dialects.begun_by(spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None)
+    expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
+    assert heard(spoken, text, begun=begun) == expected == heard(spoken, text, list(range(len(text))), begun=begun)
+    broken = "<|tool_call>call:weather{city: <tool_call|>"
+    assert heard(spoken, broken) == ("", broken, [])
+
+
+def test_a_template_that_is_wrong_is_passed_over():
+    byte = byte_text()
+    spoken = dialect_of(Text(byte.tokenizer, "<tool_call>", {}, {"fields": {}}))
+    assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "thoughts"),
+    [
+        ("{{ tools }} <tool_call> </think>", "HERMES", "THINK"),
+        ("{{ tools }} <tool_call> <function=", "QWEN_XML", None),
+        ("{{ tools }} [TOOL_CALLS]", "MISTRAL", None),
+        ("{{ tools }} [TOOL_CALLS] [ARGS] [THINK] [/THINK]", "MISTRAL_NAMED", "THINK_BRACKETS"),
+        ("{{ tools }} <|python_tag|>", "LLAMA", None),
+        (f"{D.DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
+        ("nothing", "HERMES", None),
+    ],
+)
+def test_the_chat_template_says_which_dialect(template: str, calls: str, thoughts: str | None):
+    found = dialect_of(Text(byte_text().tokenizer, template))
+    assert found.spec["fields"]["tool_calls"] is getattr(dialects, calls)
+    assert found.spec["fields"].get("reasoning_content") is (getattr(dialects, thoughts) if thoughts else None)
+    assert found.native is ("tools" in template) and found.short_ids is ("[TOOL_CALLS]" in template)
+
+
+def test_special_tokens_of_marks_are_seen():
+    text = byte_text()
+    text.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[INST]"])
+    special = Text(text.tokenizer, "[TOOL_CALLS] [ARGS] [/THINK] tools")
+    spoken = dialect_of(special)
+    fields = spoken.template.fields
+    named = {special.piece(token) for token in spoken.marks([fields["tool_calls"]])}
+    assert named == {"[TOOL_CALLS]", "[ARGS]"}
+    assert not spoken.marks([fields["reasoning_content"]])
+
+
+# ---------------------------------------------------------------- what is no call, and what is nearly one
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>no json</tool_call>",
+        'Look: <tool_call>{"name": "unknown", "arguments": {}}</tool_call> is what it wrote.',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\x", "arguments": {}}</tool_call>',
+        "<tool_call></tool_call>",
+        "<tool_call>\n",
+        '<tool_call>{"name": "weat',
+        '<tool_call>{"arguments": {}, "name": "weather"',
+        " \n<tool_call",
+        "<tool_call>" + "[" * 5000,
+        '<tool_call>{"name": "' + "weather" * 300 + '", "arguments": {}}</tool_call>',
+    ],
+)
+def test_what_only_looks_like_a_call_is_content(text: str):
+    assert heard(DIALECTS["HERMES"], text, whole=False) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        ('{"name": "weather", "arguments": {"city": "Paris"}}', [WEATHER]),
+        ('{"name": "weather", "parameters": {"city": "Paris"}, "id": "1"}', [WEATHER]),
+        ('{"arguments": {"city": "Paris"}, "name": "weather"}', [WEATHER]),
+        ('[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time"}]', [WEATHER, TIME]),
+        ('{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}', [WEATHER]),
+        ('{"name": "time", "arguments": null}', [TIME]),
+        ('{"name": "time", "arguments": ""}', [TIME]),
+        ('{"name": "weather", "arguments": {"city": "</think> }\\" {"}}', [("weather", '{"city": "</think> }\\" {"}')]),
+        ('{"name": "weather", "arguments": {"city": Paris}}', [("weather", '{"city": Paris}')]),
+        ('{"name": "weather", "arguments": [1]}', [("weather", "[1]")]),
+    ],
+)
+def test_calls_as_models_write_them(said: str, calls: list):
+    text = f"<tool_call>{said}</tool_call>"
+    assert heard(DIALECTS["HERMES"], text) == ("", "", calls) == heard(DIALECTS["HERMES"], text, list(range(len(text))))
+
+
+def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
+    text = SPELLED["HERMES"]
+    for end in range(len(text)):
+        reasoning, content, calls = heard(DIALECTS["HERMES"], text[:end], whole=False)
+        assert not reasoning
+        for (name, arguments), (full_name, full_arguments) in zip(calls, [WEATHER, TIME], strict=False):
+            assert name == full_name and full_arguments.startswith(arguments)
+        assert content == "" or text[:end].endswith(content), "what is no call yet is content"
+
+
+def test_a_good_call_before_a_bad_one():
+    text = SPELLED["HERMES"].replace('"time"', '"nothing"')
+    _, content, calls = heard(DIALECTS["HERMES"], text)
+    assert calls == [WEATHER] and content == '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+
+
+def test_arguments_go_out_as_they_come():
+    said = '<tool_call>{"name": "weather", "arguments": {"city": "'
+    hearing = hearing_of(DIALECTS["HERMES"], OFFER, True, "")
+    assert hearing is not None
+    voice = hearing()
+    (start, begun) = joined(voice.feed(said))
+    assert isinstance(start, CallStart) and start.name == "weather" and begun == CallArguments(0, '{"city": "')
+    assert voice.feed("Par") == [CallArguments(0, "Par")]
+
+
+def test_one_call_where_no_more_are_wanted():
+    for name, spoken in DIALECTS.items():
+        single = Offer(TOOLS, parallel=False)
+        for cuts in ([], list(range(len(SPELLED[name])))):
+            said = parts(spoken, SPELLED[name] + " and more", cuts, offer=single)
+            assert [part.name for part in said if isinstance(part, CallStart)] == ["weather"], name
+            assert not any(isinstance(part, Content) for part in said)
+
+
+def test_nothing_is_called_where_nothing_is_offered():
+    text = f"<think>a</think>{SPELLED['HERMES']}"
+    assert heard(DIALECTS["HERMES"], text, offer=None) == ("a", SPELLED["HERMES"], [])
+    assert hearing_of(dialect(dialects.HERMES, None), None, True, "") is None, "there is nothing to listen for"
+
+
+# ---------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "reasoning", "content"),
+    [
+        ("", "<think>\na\n</think>\n\nb\n", "a", "b\n"),
+        ("<think>", "\na\n</think>\n\nb", "a", "b"),
+        ("<think>\n\n</think>\n\n", "b", "", "b"),
+        ("", " plain \n", "", " plain \n"),
+        ("", "<think>never ends", "never ends", ""),
+        ("", "a <think>b</think> c <think>d</think>", "bd", "a  c"),
+        ("half an answer", " and the rest ", "", " and the rest "),
+    ],
+)
+def test_reasoning(begun: str, text: str, reasoning: str, content: str):
+    said = heard(DIALECTS["HERMES"], text, begun=begun)
+    assert said == (reasoning, content, []) == heard(DIALECTS["HERMES"], text, list(range(len(text))), begun=begun)
+
+
+def test_reasoning_may_stay_in_the_content():
+    text = "<think>a</think>b"
+    assert heard(DIALECTS["HERMES"], text, reasoning=False) == ("", text, [])
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize(
+    "nasty", ["\n", " \n<", "<tool_call>", "<parameter=a>", "[TOOL_CALLS]a", "{", '{"name": "weather", "arguments": "']
+)
+def test_the_work_for_a_character_is_bounded(name: str, nasty: str):
+    """Patterns that look again at all that was held would take minutes for this."""
+    text = nasty * (40_000 // len(nasty))
+    said = parts(DIALECTS[name], text, list(range(0, len(text), 4)))
+    assert said is not None
