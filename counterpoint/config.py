@@ -121,7 +121,11 @@ class ServerConfig:
     max_queued_requests: int | None = setting(None, "answers that may wait for their first token; beyond, 503; unset: no limit")
     max_queued_tokens: int | None = setting(None, "prompt tokens that may wait for a first token; beyond, 503; unset: no limit")
     request_timeout_s: float | None = setting(None, "after so long an unfinished answer is given up; unset: never")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged; debug: every request too")
+    log_format: Literal["text", "json"] = setting("text", "json: a JSON object a line, with figures as fields")
+    otlp_endpoint: str | None = setting(
+        None, "send a trace span of each request to this OpenTelemetry collector, as http://HOST:4318 (extra: otel)"
+    )
     event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
     timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")
 
@@ -132,6 +136,8 @@ class ServerConfig:
             positive(name, getattr(self, name))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
             raise ConfigError("api_key must be printable ASCII, and not empty")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}: it must be a URL, as http://localhost:4318")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}: it must be 0 or more")
 

@@ -47,6 +47,8 @@ ROW = np.dtype(
     align=True,
 )
 
+PAIR = np.dtype([("id", "i8"), ("value", "f4")], align=True)  # torch takes no strides that are odd for the element
+
 
 class Settings:
     """One row per slot. `rows` is a structured array, `bias` and `ends` the values added to single logits: the request's
@@ -172,7 +174,7 @@ class Ragged:
     grows: a thread that reads has the old or the new one, and its own rows are the same in both."""
 
     def __init__(self, slots: int) -> None:
-        self.pairs = np.zeros((slots, 0), [("id", "i8"), ("value", "f4")])
+        self.pairs = np.zeros((slots, 0), PAIR)
 
     def put(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
         missing = len(pairs) - self.pairs.shape[1]
@@ -189,4 +191,4 @@ class Ragged:
 
 def column(rows: np.ndarray, name: str) -> Tensor:
     """One field of structured rows, as a tensor of its own."""
-    return torch.from_numpy(np.ascontiguousarray(rows[name]))
+    return torch.from_numpy(rows[name].copy())  # what has one element counts as contiguous, whatever its strides

@@ -7,7 +7,9 @@ Must not: tokenise, schedule, or shape an answer itself.
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -47,9 +49,11 @@ from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
 from counterpoint.serve.responses import ResponsesRequest
 from counterpoint.serve.responses_reply import ResponseReply
-from counterpoint.serve.stream import ClientGone, Generation, read_body, respond
+from counterpoint.serve.stream import BEGAN_NS, ClientGone, Generation, read_body, respond
+from counterpoint.serve.trace import Tracing
 
 LOADING_RETRY_S = 5
+UNLOGGED = frozenset(("/health", "/metrics"))
 REFERENCE = "#/components/schemas/{model}"
 BODIES = (
     ChatRequest,
@@ -62,16 +66,26 @@ BODIES = (
 )
 Asked = TypeVar("Asked", bound=ModelRequest)
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+log = logging.getLogger("counterpoint")
 
 
 class Service:
     """What the routes work with. `intake` is None until the model is ready."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, pulse: Pulse, name: str, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        pulse: Pulse,
+        name: str,
+        config: ServerConfig,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.engine = engine
         self.metrics = metrics
         self.name = name
         self.config = config
+        self.tracing = tracing
         self.queue = metrics.queue = Queue(config.max_queued_requests, config.max_queued_tokens)
         self.live = Live(engine, pulse, self.queue, name)
         self.intake: Intake | None = None
@@ -95,7 +109,7 @@ class Service:
         """Raises EngineLost, or Overloaded: from here on it must be closed."""
         self.engine.check()
         place = self.queue.enter(ask.arrives)
-        return Generation(self.engine, ask, intake.text, place, self.metrics.cut_short, self.config.request_timeout_s)
+        return Generation(self.engine, ask, intake.text, place, self.metrics.cut_short, self.config.request_timeout_s, self.tracing)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -289,7 +303,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 class RequestIds:
-    """Every response has an x-request-id: the client's, if it sent a decent one. It is told, never used as a key."""
+    """Every response has an x-request-id: the client's, if it sent a decent one. It is told, never used as a key. At level debug,
+    each request is logged at its end (probes and scrapes are not)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -300,10 +315,25 @@ class RequestIds:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         id = given if CLIENT_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope[BEGAN_NS] = time.time_ns()
+        status = 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            if log.isEnabledFor(logging.DEBUG) and scope["path"] not in UNLOGGED:
+                tell(scope, id, status)
+
+
+def tell(scope: Scope, id: str, status: int) -> None:
+    """The path as it was sent, without a query: it can't break the line, and holds no secrets."""
+    path, seconds = scope["raw_path"].decode("latin-1")[:200], (time.time_ns() - scope[BEGAN_NS]) / 1e9
+    fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4), "request_id": id}
+    log.debug("%s %s %d in %.3f s, id %s", scope["method"], path, status, seconds, id, extra={"fields": fields})

@@ -37,6 +37,7 @@ from counterpoint.serve.openai import (
     TokenizeRequest,
 )
 from counterpoint.serve.structure import StructureError, from_lark
+from counterpoint.serve.structure_check import Checker, Wanted, wanted_of
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, tools_of
 from counterpoint.serve.wire import Hello
@@ -80,8 +81,11 @@ class Ask:
 class Intake:
     """`name` is the model's name in the API; `scheduler` has the targets of requests."""
 
-    def __init__(self, text: Text, hello: Hello, name: str, scheduler: SchedulerConfig = SchedulerConfig()) -> None:
+    def __init__(
+        self, text: Text, hello: Hello, name: str, checker: Checker, scheduler: SchedulerConfig = SchedulerConfig()
+    ) -> None:
         self.text = text
+        self.checker = checker
         self.name = name
         self.vocab = hello.vocab
         self.context_tokens = min(hello.max_context_tokens, hello.kv_tokens)
@@ -103,6 +107,7 @@ class Intake:
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         ask = self._ask(prefix, request, [prompt], limit, at_most or self.context_tokens, logprobs, "messages")
+        ask = await self._bound(ask, wanted_of(request))
         hearing = self._hearing(request, tools, prompt.text or "")
         if hearing is None:
             return ask
@@ -135,7 +140,15 @@ class Intake:
         if request.echo and request.logprobs is not None:
             arrives = [replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs)) for a in ask.arrives]
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
-        return ask
+        return await self._bound(ask, wanted_of(request))
+
+    async def _bound(self, ask: Ask, wanted: Wanted | None) -> Ask:
+        """The same, its answers bound to what is wanted. Raises ApiError if that can't be."""
+        if wanted is None:
+            return ask
+        grammar = await self.checker.checked(wanted)
+        arrives = tuple(replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in ask.arrives)
+        return dataclasses.replace(ask, arrives=arrives)
 
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The answer of /tokenize, as JSON. Raises ApiError."""

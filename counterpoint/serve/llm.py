@@ -51,6 +51,11 @@ class SamplingParams:
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Those that are given."""

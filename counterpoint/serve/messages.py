@@ -18,8 +18,10 @@ from counterpoint.serve.openai import (
     ApiError,
     CalledFunction,
     ChatRequest,
+    JsonSchema,
     Message,
     ModelRequest,
+    ResponseFormat,
     SampledRequest,
     Stop,
     TextPart,
@@ -109,10 +111,21 @@ class Metadata(Strict):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """`effort` is heeded by no model that we know."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
-    "output_config": (None, {}),
     "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
     "tools": (None, []),
 }
@@ -130,8 +143,21 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(SampledRequest):
     """Beside Anthropic's own fields: those of SampledRequest, and `chat_template_kwargs`."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.refused | REFUSED | {"n": (None, 1), "stop": (None, [])}
-    instead: ClassVar[dict[str, str]] = {"n": "send the request several times", "stop": "use stop_sequences"}
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
+        SampledRequest.refused
+        | REFUSED
+        | {
+            "n": (None, 1),
+            "response_format": (None, {"type": "text"}),
+            "stop": (None, []),
+        }
+    )
+    instead: ClassVar[dict[str, str]] = {
+        "n": "send the request several times",
+        "response_format": "use output_config.format",
+        "stop": "use stop_sequences",
+    }
+    names: ClassVar[dict[str, str]] = {"response_format": "output_config"}
 
     max_tokens: Tokens
     messages: Turns
@@ -139,13 +165,16 @@ class MessagesRequest(SampledRequest):
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
     metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def chat_of(request: MessagesRequest) -> ChatRequest:
     """The same, asked of /v1/chat/completions; `max_tokens` is for the caller to heed."""
     shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
-    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences)
+    form = request.output_config.format if request.output_config is not None else None
+    wanted = None if form is None else ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
+    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences, response_format=wanted)
 
 
 def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:

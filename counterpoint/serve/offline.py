@@ -24,6 +24,7 @@ from counterpoint.serve.client import EngineLost
 from counterpoint.serve.engine_process import hello_of, open_gate
 from counterpoint.serve.intake import Ask, Intake
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
+from counterpoint.serve.structure_check import Checker
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.types import Abort, Delta, Output
@@ -60,7 +61,9 @@ class Offline:
         self._inbox = WallInbox()
         self._system = build.system(config, self._inbox, progress)
         self.hello = hello_of(config, self._system)
-        self.intake = Intake(self.text, self.hello, self._system.source.name, config.scheduler)
+        source = self._system.source
+        self._checker = Checker(source, self.hello.vocab, self.hello.eos_token_ids)
+        self.intake = Intake(self.text, self.hello, source.name, self._checker, config.scheduler)
         self._gate = open_gate(self._system, self._inbox)
         self._mail: dict[str, Mail] = {}
         self._lock = threading.Lock()  # of `_mail` and `_lost`
@@ -76,6 +79,7 @@ class Offline:
         self.close()
 
     def close(self) -> None:
+        self._checker.close()
         self._gate.close()
         self._inbox.stop()
         self._thread.join()

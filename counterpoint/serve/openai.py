@@ -17,6 +17,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128
+MAX_CHOICE_TEXTS = 4096
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2**14
 MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even looked at
@@ -59,6 +60,8 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+Schema = dict[str, Any] | str
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
 Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -81,6 +84,46 @@ class Targets(BaseModel):
     itl_s: Target | None = None
 
 
+class JsonSchema(BaseModel):
+    """`strict` false: what can't be held to is passed over."""
+
+    model_config = ConfigDict(strict=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`schema` beside json_object is what some clients send for a json_schema."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @pydantic.model_validator(mode="after")
+    def _schema_is_there(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema stands beside type json_schema, and only there")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
+    whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class ModelRequest(BaseModel):
     """What every endpoint takes."""
 
@@ -96,23 +139,15 @@ class ModelRequest(BaseModel):
 class SampledRequest(ModelRequest):
     """What every request for an answer takes, whichever API it speaks. Beside OpenAI's own fields: top_k, min_p,
     repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
-    cache_salt, slo."""
+    cache_salt, slo, and the ways to say what an answer must look like (see StructuredOutputs), of which one may be used."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
-        "choice": (None, []),
-        "grammar": (None, ""),
-        "guided_choice": (None, []),
-        "guided_grammar": (None, ""),
-        "guided_json": (None,),
-        "guided_regex": (None, ""),
-        "json_schema": (None,),
+        "guided_decoding_backend": (None, "", "auto"),
+        "guided_whitespace_pattern": (None, ""),
         "length_penalty": (None, 1, 1.0),
         "prompt_logprobs": (None,),
-        "regex": (None, ""),
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
     }
@@ -135,6 +170,15 @@ class SampledRequest(ModelRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     slo: Targets | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_schema: Schema | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
 
 class GenerationRequest(SampledRequest):
@@ -143,6 +187,7 @@ class GenerationRequest(SampledRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    response_format: ResponseFormat | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
     @pydantic.model_validator(mode="after")

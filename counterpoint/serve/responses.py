@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from counterpoint.serve.openai import (
@@ -18,7 +19,9 @@ from counterpoint.serve.openai import (
     MAX_TOP_LOGPROBS,
     CalledFunction,
     ChatRequest,
+    JsonSchema,
     Message,
+    ResponseFormat,
     SampledRequest,
     Stop,
     TextPart,
@@ -95,7 +98,25 @@ Input = Annotated[Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>"
 
 
 class TextFormat(Strict):
-    type: Literal["text"]
+    """Of these, `schema` and what follows stand beside json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _schema_is_there(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema stands beside type json_schema, and only there")
+        return self
+
+    def response_format(self) -> ResponseFormat:
+        schema = None
+        if self.schema_ is not None:
+            schema = JsonSchema(schema=self.schema_, name=self.name, description=self.description, strict=self.strict)
+        return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(Strict):
@@ -123,6 +144,7 @@ class ResponsesRequest(SampledRequest):
         "n": (None, 1),
         "previous_response_id": (None,),
         "prompt": (None,),
+        "response_format": (None, {"type": "text"}),
         "tool_choice": (None, "none", "auto"),
         "tools": (None, []),
         "truncation": (None, "disabled"),
@@ -134,9 +156,10 @@ class ResponsesRequest(SampledRequest):
         "n": "send the request several times",
         "previous_response_id": NOTHING_STORED,
         "prompt": NOTHING_STORED,
+        "response_format": "use text.format",
         "truncation": "send what fits into the context",
     }
-    names: ClassVar[dict[str, str]] = {"messages": "input", "max_tokens": "max_output_tokens"}
+    names: ClassVar[dict[str, str]] = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
     input: Input
     instructions: str | None = None
@@ -162,6 +185,7 @@ class ResponsesRequest(SampledRequest):
             **shared,
             messages=list(self._messages()),
             max_completion_tokens=self.max_output_tokens,
+            response_format=self.text.format.response_format() if self.text and self.text.format else None,
             stop=self.stop,
             logprobs=LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,

@@ -193,7 +193,7 @@ class ResponseReply:
 
 def echo_of(request: ResponsesRequest) -> Json:
     """What was asked for, as it is in force: nothing is stored, whatever was wished."""
-    text = request.text.model_dump(exclude_none=True) if request.text else {}
+    text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
     reasoning = request.reasoning.model_dump() if request.reasoning else {"effort": None, "summary": None}
     return {
         "background": False,

@@ -21,13 +21,16 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.serve.app import Service, create_app
 from counterpoint.serve.client import EngineClient, EngineFailed
 from counterpoint.serve.intake import Intake
+from counterpoint.serve.logs import load_between, start_logging
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.pulse import Pulse
+from counterpoint.serve.structure_check import Checker
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tokenizer import load_text
+from counterpoint.serve.trace import Tracing
 from counterpoint.serve.wire import Hello
 from counterpoint.spec.source import Source
-from counterpoint.types import Stats
+from counterpoint.types import Record
 
 LOG_EVERY_S = 10.0
 LAST_WORDS_S = 2.0  # after the drain, for error events to reach their clients
@@ -39,7 +42,7 @@ def run(config: Config, source: Source, system: str = "counterpoint.build:system
     """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
     Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
-        start_logging(config.server.log_level)
+        start_logging(config.server.log_level, config.server.log_format)
         loops = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loops) as runner:
             return runner.run(serve(config, source, system, listener))
@@ -60,12 +63,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def start_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("uvicorn.error", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel("INFO" if level == "debug" else "WARNING")
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn, without its signal handlers: they would end the process by the signal, not with 0."""
 
@@ -81,18 +78,20 @@ class Server:
         self.listener = listener
         self.name = config.model.served_name or source.name
         self.metrics = Metrics(self.name)
-        pulse = Pulse()
-        self.engine = EngineClient(config.replace(api_key=None), self.metrics.observe, system, listener=pulse)
-        self.service = Service(self.engine, self.metrics, pulse, self.name, config.server)
+        self.pulse = Pulse()
+        self.tracing = Tracing(config.server.otlp_endpoint) if config.server.otlp_endpoint is not None else None
+        self.engine = EngineClient(config.replace(api_key=None), self.on_record, system, listener=self.pulse)
+        self.service = Service(self.engine, self.metrics, self.pulse, self.name, config.server, self.tracing)
         self.http = HttpServer(
             uvicorn.Config(
                 create_app(self.service),
                 log_config=None,
-                access_log=config.server.log_level == "debug",
+                access_log=False,  # RequestIds tells more
                 lifespan="off",
                 timeout_graceful_shutdown=round(config.server.drain_s + LAST_WORDS_S),
             )
         )
+        self.checker: Checker | None = None
         self.signals = 0
 
     async def run(self) -> int:
@@ -117,7 +116,16 @@ class Server:
             starting.cancel()
             reporting.cancel()
             await self.engine.close()
+            if self.checker is not None:
+                self.checker.close()
             await asyncio.gather(starting, reporting, return_exceptions=True)
+            if self.tracing is not None:
+                self.tracing.close()
+
+    def on_record(self, record: Record) -> None:
+        self.metrics.observe(record)
+        if self.tracing is not None:
+            self.tracing.observe(record)
 
     # ------------------------------------------------------------ start
 
@@ -125,7 +133,8 @@ class Server:
         log.info("starting an engine for %s", self.name)
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
-        self.service.intake = Intake(text, hello, self.name, self.config.scheduler)
+        self.checker = Checker(self.source, hello.vocab, hello.eos_token_ids)
+        self.service.intake = Intake(text, hello, self.name, self.checker, self.config.scheduler)
         for note in hello.notes:
             log.warning("%s", note)
         print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
@@ -172,22 +181,6 @@ class Server:
             await asyncio.sleep(LOG_EVERY_S)
             stats, now_s = self.engine.stats, time.monotonic()
             if stats.running or stats.waiting or stats.steps != last.steps:
-                log.info("%s", load_line(last, stats, now_s - last_s))
+                load = load_between(last, stats, now_s - last_s, self.pulse, now_s)
+                log.info("%s", load.words(), extra={"fields": load.fields()})
             last, last_s = stats, now_s
-
-
-def load_line(last: Stats, stats: Stats, seconds: float) -> str:
-    """What the engine did between two Stats."""
-    prompt = (stats.prompt_tokens - last.prompt_tokens) / seconds
-    generated = (stats.generated_tokens - last.generated_tokens) / seconds
-    queried = stats.prefix_queries_tokens - last.prefix_queries_tokens
-    hits = (stats.prefix_hits_tokens - last.prefix_hits_tokens) / queried if queried else 0.0
-    used = 1 - (stats.pages_free + stats.pages_cached) / stats.pages_total if stats.pages_total else 0.0
-    before = {(prefill, decode): spent for prefill, decode, spent in last.split_s}
-    spent = {(p, d): s - before.get((p, d), 0.0) for p, d, s in stats.split_s}
-    most = sorted(((s, split) for split, s in spent.items() if s > 0), reverse=True)[:3]
-    splits = ", ".join(f"{p}+{d} {s / seconds:.0%}" for s, (p, d) in most)
-    return (
-        f"prompt {prompt:.0f} tok/s, generated {generated:.0f} tok/s; running {stats.running}, waiting {stats.waiting}; "
-        f"KV in use {used:.0%}, prefix hits {hits:.0%}; prefill+decode units: {splits or 'idle'}"
-    )

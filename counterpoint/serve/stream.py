@@ -21,11 +21,13 @@ from counterpoint.serve.client import EngineClient, EngineLost, Stream, TimedOut
 from counterpoint.serve.guard import Place
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
-from counterpoint.serve.replies import Json, Reply, encode
+from counterpoint.serve.replies import Json, Reply, encode, usage_of
 from counterpoint.serve.text import Text
+from counterpoint.serve.trace import Traced, Tracing
 from counterpoint.types import Delta
 
 Result = TypeVar("Result")
+BEGAN_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the wall clock
 
 
 class ClientGone(Exception):
@@ -35,35 +37,63 @@ class ClientGone(Exception):
 class Generation:
     """One Ask on its way through the engine: an Answer for each choice, and the pieces as they come. It holds `place` until each
     choice has its first token, or until it is closed. The ids of requests that a stop string ended go into `cut_short`: the engine
-    will report them as aborted."""
+    will report them as aborted. With `tracing`, a span tells of it."""
 
     def __init__(
-        self, engine: EngineClient, ask: Ask, text: Text, place: Place, cut_short: set[str], timeout_s: float | None = None
+        self,
+        engine: EngineClient,
+        ask: Ask,
+        text: Text,
+        place: Place,
+        cut_short: set[str],
+        timeout_s: float | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.ask = ask
         self.place = place
         self.cut_short = cut_short
         self.timeout_s = timeout_s
+        self.tracing = tracing
+        self.traced: Traced | None = None
+        self.error: str | None = None
+        self.finishes: list[str | None] = [None] * len(ask.arrives)
         self.answers = [Answer(text, ask.options, arrive.prompt) for arrive in ask.arrives]
         self._choice = {arrive.id: index for index, arrive in enumerate(ask.arrives)}
 
+    def begin(self, request: Request) -> None:
+        if self.tracing is not None:
+            began_ns = request.scope[BEGAN_NS]
+            self.traced = self.tracing.begin(self.ask, request.url.path, request.headers, began_ns)
+
     def close(self) -> None:
         self.place.leave()
+        if self.traced is not None:
+            self.traced.end(usage_of(self.ask, self.answers), self.finishes, self.error)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece, bool], None]:
         """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed or an answer
         that took too long."""
-        async with self.engine.open(self.ask.arrives, self.timeout_s) as deltas:
-            async for delta in unless_late(deltas):
-                self.place.served(delta.id)
-                choice = self._choice[delta.id]
-                piece = self.answers[choice].feed(delta)
-                if piece.cancel and deltas.abort(delta.id, "stop"):
-                    self.cut_short.add(delta.id)
-                if piece.finish == "error":
-                    raise ApiError(500, piece.error or "the engine failed on this request")
-                yield choice, piece, not deltas.empty
+        try:
+            async with self.engine.open(self.ask.arrives, self.timeout_s) as deltas:
+                async for delta in unless_late(deltas):
+                    self.place.served(delta.id)
+                    if self.traced is not None and delta.tokens:
+                        self.traced.token()
+                    choice = self._choice[delta.id]
+                    piece = self.answers[choice].feed(delta)
+                    if piece.cancel and deltas.abort(delta.id, "stop"):
+                        self.cut_short.add(delta.id)
+                    if piece.finish == "error":
+                        raise ApiError(500, piece.error or "the engine failed on this request", code="engine_error")
+                    self.finishes[choice] = piece.finish
+                    yield choice, piece, not deltas.empty
+        except EngineLost:
+            self.error = "engine_lost"
+            raise
+        except ApiError as error:
+            self.error = error.code
+            raise
 
     async def whole(self, reply: Reply) -> Json:
         pieces: list[list[Piece]] = [[] for _ in self.answers]
@@ -148,6 +178,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def respond(request: Request, generation: Generation, reply: Reply) -> Response:
+    generation.begin(request)
     if generation.ask.request.stream:
         return EventStream(generation, reply)
     try:

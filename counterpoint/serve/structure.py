@@ -9,7 +9,7 @@ Must not: compile: a text made here may still prove wrong or too costly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from llguidance import LLMatcher
@@ -17,9 +17,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from counterpoint.device.grammar import Vocabulary
 from counterpoint.serve.text import Text
+from counterpoint.spec.source import Source
 
+Kind = Literal["json", "regex", "choice", "lark", "made"]
 BLANKS = 32
-MAX_CHARACTERS = 2**17  # of a grammar
+MAX_CHARACTERS = 2**17  # of what a client may send
+MADE = 4  # a grammar may be so much longer
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 EVERYTHING = ({}, True)  # schemas that anything satisfies
 
@@ -32,6 +35,29 @@ def vocabulary_of(text: Text) -> Vocabulary:
         special=[token for token in range(size) if text.is_special(token)],
         encode=lambda said: text.encode([said], special=False)[0],
     )
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What the process that tries grammars is told first."""
+
+    source: Source
+    vocab: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Question(msgspec.Struct, frozen=True):
+    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar that a client wrote, one made here."""
+
+    kind: Kind
+    text: str
+    strict: bool
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A grammar, or why there is none."""
+
+    grammar: str = ""
+    error: str = ""
 
 
 class StructureError(ValueError):
@@ -96,6 +122,6 @@ def from_lark(grammar: str) -> str:
 
 
 def bounded(grammar: str) -> str:
-    if len(grammar) > MAX_CHARACTERS:
-        raise StructureError(f"it has {len(grammar)} characters: at most {MAX_CHARACTERS} are taken")
+    if len(grammar) > MADE * MAX_CHARACTERS:
+        raise StructureError(f"its grammar has {len(grammar)} characters: at most {MADE * MAX_CHARACTERS} are taken")
     return grammar

@@ -51,6 +51,7 @@ from counterpoint.types import (
     Segment,
     Step,
     StepDone,
+    TokenLogprobs,
     Work,
 )
 
@@ -155,19 +156,24 @@ def make_parts(
     split: bool = True,
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
+    fixed: bool = False,
 ) -> Parts:
-    """`kv_dtype` and `quantise` (on a GPU) as `cuda_ops` has them. `split` makes partitions;
+    """`kv_dtype`, `quantise` and `fixed` (on a GPU) as `cuda_ops` has them. `split` makes partitions;
     in place, the device has 8 units and splits of 2 and 4."""
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()
         partitions = made_once(LEVELS if split else ())
-        ops, planner = cuda_ops(spec, dtype, driver.device, kv_dtype, quantise)
-        planners = (planner, best_planner(spec, dtype, driver.device))
+        ops, planner = cuda_ops(spec, dtype, driver.device, kv_dtype, quantise, fixed)
+        planners = (planner, planner if fixed else best_planner(spec, dtype, driver.device))
         units = partitions.total_sms
         full = (partitions.full.stream, partitions.full_urgent.stream)
 
         def kernels(sms: int):
+            if fixed:
+                from counterpoint.device.cuda import invariant
+
+                return invariant.decode, ops
             layer = layer_kernels(spec, dtype, driver.device, sms, chained=True)
             products = Products(sms, layer, driver.device, chained=True)
             kernel = best_decode(spec, dtype, driver.device, sms, rows, chained=True, kv_dtype=kv_dtype)[1]
@@ -299,6 +305,7 @@ class Service:
             policy,
         )
         self.answers: dict[str, list[int]] = {}
+        self.chances: dict[str, list[TokenLogprobs | None]] = {}
         self.finishes: dict[str, Finish] = {}
         self.errors: list[str] = []
         self.abort_after: dict[str, int] = {}  # id -> tokens after which it is aborted
@@ -319,6 +326,7 @@ class Service:
         for output in outputs:
             if isinstance(output, Delta):
                 self.answers.setdefault(output.id, []).extend(output.tokens)
+                self.chances.setdefault(output.id, []).extend(output.logprobs)
                 if output.id in self.abort_after and len(self.answers[output.id]) >= self.abort_after[output.id]:
                     self.inbox.put(Abort(output.id))
                 if output.error:
@@ -330,7 +338,7 @@ class Service:
 
     def ask(self, arrivals: Sequence[Any], expected: int | None = None, timeout_s: float = 120) -> dict[str, list[int]]:
         """Send events, wait until every request has its finish; the answers."""
-        self.answers, self.finishes = {}, {}
+        self.answers, self.chances, self.finishes = {}, {}, {}
         self.expected = len(arrivals) if expected is None else expected
         for arrive in arrivals:
             self.inbox.put(arrive)

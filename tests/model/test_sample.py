@@ -290,6 +290,14 @@ def test_a_slot_forgets_its_last_request():
     assert sample(torch.zeros(2, VOCAB), settings.choice(slots, slots + 1, TOKENS)).tolist() == [7, 0]
 
 
+def test_one_bias_of_one_row():
+    """The least there can be: torch takes no view of it unless its elements stand in line."""
+    settings = Settings(1, VOCAB)
+    settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
+    one = torch.zeros(1, dtype=torch.int64)
+    assert sample(torch.zeros(1, VOCAB), settings.choice(one, one + 1, TOKENS)).tolist() == [7]
+
+
 def test_logprobs_are_those_of_the_raw_logits():
     x = logits(4)
     ids = torch.tensor([3, 1, 4, -1])

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
-import openai
 import psutil
+
+if TYPE_CHECKING:
+    import openai
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -61,6 +63,8 @@ class Running:
 
     @functools.cached_property
     def client(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:

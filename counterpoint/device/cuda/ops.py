@@ -46,18 +46,19 @@ def cuda_ops(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
+    fixed: bool = False,
 ) -> tuple[Ops, Planner]:
     """The record of passes launched one operation after another, and the planner of their prefill attention. `kv_dtype`: of the
-    pool (None: `dtype`). `quantise`: the layers' matrices are e4m3, and what is multiplied with them. Raises ConfigError if Triton
-    is missing."""
+    pool (None: `dtype`). `quantise`: the layers' matrices are e4m3, and what is multiplied with them. `fixed`: no sum's order
+    depends on what shares the pass (invariant.py). Raises ConfigError if Triton is missing."""
     try:
-        from counterpoint.device.cuda import fused
+        from counterpoint.device.cuda import fused, invariant
     except ImportError as error:
         raise ConfigError(f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}") from None
     if quantise:
         refuse_quantisation(spec, dtype)
-    planner = best_planner(spec, dtype, device)
-    layer = layer_kernels(spec, dtype, device, units=0, chained=False)
+    planner = invariant.FixedPlanner(spec, device) if fixed else best_planner(spec, dtype, device)
+    layer = None if fixed else layer_kernels(spec, dtype, device, units=0, chained=False)
     gather = functools.partial(fused.gather_context, dtype=dtype) if layer is None else layer.gather_context
 
     def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
@@ -77,12 +78,13 @@ def cuda_ops(
 
     record = dataclasses.replace(
         reference_ops(),
-        name=f"cuda {str(dtype).removeprefix('torch.')}{' and fp8' * quantise}, prefill attention by {planner.name}",
+        name=f"cuda {str(dtype).removeprefix('torch.')}{' and fp8' * quantise}"
+        + (", batch-invariant" if fixed else f", prefill attention by {planner.name}"),
         weight_dtype=dtype,
         kv_dtype=dtype if kv_dtype is None else kv_dtype,
         pack_linear=pack_quantised if quantise else pack_linear,
         pack_head=pack_head,
-        linear=linear_with(quantise_rows if layer is None else layer.quantise),
+        linear=invariant.linear if fixed else linear_with(quantise_rows if layer is None else layer.quantise),
         embed=embed,
         rms_norm=fused.rms_norm,
         add_rms_norm=fused.add_rms_norm,

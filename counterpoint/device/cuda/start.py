@@ -41,6 +41,7 @@ from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.device.tables import pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.fp8 import FP8
+from counterpoint.model.invariance import refuse_varying_products
 from counterpoint.model.kv import KVPool, page_bytes
 from counterpoint.model.ops import Ops
 from counterpoint.model.weights import build_decoder, load_decoder
@@ -101,7 +102,8 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     quantise, kv_dtype = config.device.quantization == "fp8", FP8 if config.device.kv_cache_dtype == "fp8" else dtype
     memory.refuse_weights(memory.weight_bytes(spec, dtype.itemsize, quantise), total, free)
     partitions, notes = split_device(config)
-    ops, planner = cuda_ops(spec, dtype, device, kv_dtype, quantise)
+    invariant = config.device.batch_invariant
+    ops, planner = cuda_ops(spec, dtype, device, kv_dtype, quantise, fixed=invariant)
     began_s = time.perf_counter()
     if config.model.load_format == "dummy":
         decoder = build_decoder(spec, DrawnWeights(config.model.weights_seed, dtype, device), ops, device)
@@ -111,8 +113,12 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     weights = torch.cuda.memory_allocated(device)
     progress(f"{spec.name}: {memory.gib(weights)} of weights in {time.perf_counter() - began_s:.1f} s; {ops.name}")
 
-    planners = (planner, best_planner(spec, dtype, device))
-    places = equip(config, decoder, partitions, planners, progress)
+    if invariant:
+        refuse_varying_products(decoder, device)
+        places = fixed_places(decoder, partitions, planner)
+    else:
+        planners = (planner, best_planner(spec, dtype, device))
+        places = equip(config, decoder, partitions, planners, progress)
     driver = CudaDriver()
     budget = divide(config, decoder, places, driver, total)
     size, slots = config.device.page_tokens, config.scheduler.max_running
@@ -164,6 +170,15 @@ def equip(
     chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     progress(f"decode attention: {', '.join(sorted(names))}; products: {chosen}, in {time.perf_counter() - began_s:.1f} s")
     return places
+
+
+def fixed_places(decoder: Decoder, partitions: Partitions, planner: Planner) -> Places:
+    """The places, all with the same kernels, chosen by nothing."""
+    from counterpoint.device.cuda import invariant
+
+    full = (partitions.full.stream, partitions.full_urgent.stream)
+    kernels = (invariant.decode, decoder.ops)
+    return make_places(full, partitions.total_sms, partitions, lambda units: kernels, (planner, planner))
 
 
 def filter_floor(device: torch.device) -> FilterFloor | None:

@@ -1,0 +1,160 @@
+"""Structure, checked: from what a request says to a grammar that has been tried.
+
+Owns: which fields ask for a structure; a process that tries grammars (structure_process.py). Promises: what is wrong, or costs too
+much, is a 400 that names the field; nothing a client sends is compiled in this process, or holds up its event loop; a server that
+never sees a structure never starts the process; a process that dies is replaced.
+Must not: know how a grammar is written (structure.py does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from counterpoint.serve.guard import Overloaded
+from counterpoint.serve.openai import ApiError, GenerationRequest, SampledRequest
+from counterpoint.serve.structure import JSON_OBJECT, MAX_CHARACTERS, Answer, Kind, Question, Setting
+from counterpoint.spec.source import Source
+
+FIELDS: dict[str, Kind] = {
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+    "json_schema": "json",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "lark",
+}
+WAITING = 64  # checks that may wait for others
+KNOWN = 64  # verdicts that are kept
+TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
+log = logging.getLogger(__name__)
+encode = msgspec.json.encode
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
+    texts; for "made" a grammar by structure.py."""
+
+    kind: Kind
+    value: Any
+    param: str
+    strict: bool = True
+
+
+def wanted_of(request: SampledRequest) -> Wanted | None:
+    """Raises ApiError if it is said in two ways."""
+    given = request.model_dump(include=set(FIELDS), exclude_none=True)
+    found = [Wanted(FIELDS[name], value, name) for name, value in given.items() if value or value == {}]
+    structured = request.structured_outputs
+    if structured is not None:
+        given = structured.model_dump(by_alias=True, exclude_none=True)
+        kinds = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        found += [Wanted(kinds[name], given[name], "structured_outputs") for name in kinds if name in given]  # type: ignore[arg-type]
+        if structured.json_object:
+            found.append(Wanted("json", JSON_OBJECT, "structured_outputs"))
+    if isinstance(request, GenerationRequest) and request.response_format is not None:
+        form = request.response_format
+        if form.json_schema is not None and form.type == "json_schema":
+            found.append(Wanted("json", form.json_schema.schema_, "response_format", form.json_schema.strict is not False))
+        elif form.type == "json_object":
+            found.append(Wanted("json", JSON_OBJECT if form.schema_ is None else form.schema_, "response_format"))
+    if len(found) > 1:
+        names = " and ".join(dict.fromkeys(wanted.param for wanted in found))
+        raise ApiError(400, f"{names} say in {len(found)} ways what the answer must look like: give one", param=found[1].param)
+    return found[0] if found else None
+
+
+class Checker:
+    """For the model of `source`, whose engine knows ids below `vocab`. `checked` from one event loop at a time."""
+
+    def __init__(self, source: Source, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._setting = Setting(source, vocab, eos_token_ids)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pool = ThreadPoolExecutor(1, "structure")  # one check at a time
+        self._waiting = 0
+        self._known: OrderedDict[bytes, Answer] = OrderedDict()
+
+    async def checked(self, wanted: Wanted) -> str:
+        """The grammar. Raises ApiError, Overloaded if too many checks wait."""
+        if not self._setting.eos_token_ids:
+            raise ApiError(
+                400, f"{wanted.param}: this model has no end-of-sequence token to end a structure with", param=wanted.param
+            )
+        if self._waiting >= WAITING:
+            raise Overloaded(f"{self._waiting} structures wait already to be checked: try again later")
+        self._waiting += 1
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._answer, wanted)
+        finally:
+            self._waiting -= 1
+        if answer.error:
+            raise ApiError(400, f"{wanted.param}: {answer.error}", param=wanted.param, code="invalid_structure")
+        return answer.grammar
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+        self._pool.shutdown(cancel_futures=True)
+        self._end_child()
+
+    # ------------------------------------------------------------ the pool's thread
+
+    def _answer(self, wanted: Wanted) -> Answer:
+        try:
+            text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
+        except Exception as error:  # numbers beyond 64 bits, say
+            return Answer(error=str(error))
+        if len(text) > MAX_CHARACTERS:
+            return Answer(error=f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
+        question = encode(Question(wanted.kind, text, wanted.strict))
+        name = hashlib.sha256(question).digest()
+        answer = self._known.pop(name, None) or self._tried(question)
+        self._known[name] = answer
+        while len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        return answer
+
+    def _tried(self, question: bytes) -> Answer:
+        child = self._living_child()
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(question + b"\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except OSError:
+            line = b""
+        if line.endswith(b"\n"):
+            return msgspec.json.decode(line, type=Answer)
+        log.warning("the process that tries structures has ended (%s): another follows", child.wait())
+        self._end_child()
+        return Answer(error=TOO_COSTLY)
+
+    def _living_child(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._end_child()
+        command = [sys.executable, "-m", "counterpoint.serve.structure_process"]
+        child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdin is not None
+        child.stdin.write(encode(self._setting) + b"\n")
+        return child
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
