@@ -5,17 +5,13 @@ scaled like the measurements nearest to it: a few points never make it worse tha
 
 Per kind of step and number of units, times are linear in what the step holds, as in MuxWise (ASPLOS'26, section 4.2): prefill
 a·Σn² + b·Σn·r + c(Σn)·Σn + d, decode a·Σcontext + c(batch)·batch + d. Each term is a term of the roofline times a factor, and the
-factor of the matrix products (c and d) is a curve over their rows, straight between the measured ones on a logarithmic axis: so
-the steps that tiles make stay, and between two points the roofline's shape is kept. Factors are found by least squares of relative
-errors, with a pull towards the common factor of the kind that a single clean measurement outweighs; a number of units that was
-never measured has its neighbours' factors.
+time of the matrix products (c and d) is a curve over their rows, straight between the measured ones, because tiles make it anything
+but a line. Factors are found by least squares of relative errors, with a pull towards the common factor of the kind that a single
+clean measurement outweighs; a number of units that was never measured has its neighbours' factors.
 
     prefill    products(rows) · c(rows) + attention(n²) · a + attention(n·r) · b + head
     decode     (products(rows) + head) · c(rows) + attention(context) · a           rows: the batch, filled up to its bucket
     fused      the prefill of all its rows · p + attention(context) · a + head + d
-
-None is under the *floor* of its kind, the same on all units: small passes are launched one operation after another, and take as
-long as the host takes for that.
 
 Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens and decode context to half an octave;
 split): the roofline's, corrected by the nearest measured pairs.
@@ -25,7 +21,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,59 +35,53 @@ PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
 LEAST = 0.02  # of a factor
 OCTAVES, UNITS = 1.5, 16.0  # how far a measured pair tells of others: in prefill tokens and decode context, in split units
-CLEAR = 0.9  # of a time: work that should take less than so much is hidden behind it
 DOUBT = 0.02  # weight of the bare roofline beside the pairs
 
 
 @dataclass(frozen=True, slots=True)
-class Bend:
-    """A factor over `rows`: straight between the points on a logarithmic axis, flat outside them."""
+class Curve:
+    """Seconds of the products over their rows: `factors` times the roofline's (`prior_s`) at the measured rows, straight lines
+    between them; beyond them the roofline's shape."""
 
-    rows: tuple[float, ...]  # logarithms, ascending
+    rows: tuple[int, ...]  # ascending
+    prior_s: tuple[float, ...]
     factors: tuple[float, ...]
 
-    def shares(self, rows: int) -> tuple[int, float]:
-        """The point at or before `rows`, and the share of the next one."""
-        at, known = math.log(rows), self.rows
-        after = bisect.bisect_right(known, at)
-        if after == 0:
-            return 0, 0.0
-        if after == len(known):
-            return after - 1, 0.0
-        return after - 1, (at - known[after - 1]) / (known[after] - known[after - 1])
+    def parts(self, rows: int, prior_s: float) -> tuple[tuple[int, float], ...]:
+        """What the price of `rows`, by the roofline `prior_s`, is made of: (measured point, seconds to multiply by its factor)."""
+        known = self.rows
+        after = bisect.bisect_right(known, rows)
+        if after == 0 or after == len(known):
+            return ((max(0, after - 1), prior_s),)
+        share = (rows - known[after - 1]) / (known[after] - known[after - 1])
+        return (after - 1, (1 - share) * self.prior_s[after - 1]), (after, share * self.prior_s[after])
 
-    def at(self, rows: int) -> float:
-        first, share = self.shares(rows)
-        if not share:
-            return self.factors[first]
-        return self.factors[first] * (1 - share) + self.factors[first + 1] * share
+    def at(self, rows: int, prior_s: float) -> float:
+        return sum([self.factors[point] * seconds for point, seconds in self.parts(rows, prior_s)])
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of one kind of step on one number of units: of the products by rows, and of the other terms in the order of the kind.
-    `floor_s`: the least that a layer takes."""
+    """Of one kind of step on one number of units: of the products by rows, and of the other terms in the order of the kind."""
 
-    products: Bend
+    products: Curve
     others: tuple[float, ...]
-    floor_s: float = 0.0
 
 
-class Seen(NamedTuple):
-    """A measured step as the fit sees it: `seconds` without what has no factor."""
+class Terms(NamedTuple):
+    """A step as the fit sees it: products of `rows` rows, `times` times, at `products_s` each by the roofline; what else has a
+    factor; and what has none."""
 
-    units: int
     rows: int
-    terms: tuple[float, ...]
-    seconds: float
-    layers: int
+    times: int
+    products_s: float
+    others: tuple[float, ...]
+    rest_s: float
 
-
-def units_of(seen: Sequence[Seen]) -> list[int]:
-    return sorted({one.units for one in seen})
-
-
-Terms = Callable[[Work, int], tuple[int, tuple[float, ...], float]]  # rows, what has a factor, what has none
+    @property
+    def prior_s(self) -> float:
+        """Of what has a factor."""
+        return self.times * self.products_s + sum(self.others)
 
 
 class Fitted:
@@ -151,62 +140,58 @@ class Fitted:
         return price(work, units, below) * (1 - share) + price(work, units, above) * share
 
     def _prefill_s(self, work: Work, units: int, level: int) -> float:
-        floor_s = self.prefills[level].floor_s * (work.last_layer - work.first_layer)
-        return max(floor_s, self._prefill_work_s(work, units, level)) + self._head_s(work, units)
-
-    def _prefill_work_s(self, work: Work, units: int, level: int) -> float:
-        """What the device does for it, without the head."""
-        rows, terms, _ = self._prefill_terms(work, units)
-        return self._sum(self.prefills[level], rows, terms)
+        return self._sum(self.prefills[level], self._prefill_terms, work, units, level)
 
     def _decode_s(self, work: Work, units: int, level: int) -> float:
-        rows, terms, rest = self._decode_terms(work, units)
-        return self._sum(self.decodes[level], rows, terms) + rest
+        return self._sum(self.decodes[level], self._decode_terms, work, units, level)
 
     def _mixed_s(self, work: Work, units: int, level: int) -> float:
-        _, terms, rest = self._mixed_terms(work, units)
         known = self.mixed.get(level)
-        others, floor_s = (known.others, known.floor_s) if known else ((1.0, 1.0, 1.0), self.prefills[level].floor_s)
-        total = sum([factor * term for factor, term in zip(others, terms, strict=True)])
-        return max(floor_s * (work.last_layer - work.first_layer), total) + rest
+        if known is None:
+            return self._mixed_terms(work, units).prior_s + self._mixed_terms(work, units).rest_s
+        return self._sum(known, self._mixed_terms, work, units, level)
 
     @staticmethod
-    def _sum(factors: Factors, rows: int, terms: tuple[float, ...]) -> float:
-        total = factors.products.at(rows) * terms[0]
-        for factor, term in zip(factors.others, terms[1:], strict=True):
+    def _sum(factors: Factors, terms_of: Callable[[Work, int], Terms], work: Work, units: int, level: int) -> float:
+        rows, times, products_s, others, rest_s = terms_of(work, units)
+        total = rest_s
+        if products_s:
+            here_s = products_s if units == level else terms_of(work, level).products_s
+            total += times * factors.products.at(rows, here_s) * products_s / here_s
+        for factor, term in zip(factors.others, others, strict=True):
             total += factor * term
         return total
 
     # ------------------------------------------------------------ the terms: rows, what has a factor, what has none
 
-    def _prefill_terms(self, work: Work, units: int) -> tuple[int, tuple[float, ...], float]:
+    def _prefill_terms(self, work: Work, units: int) -> Terms:
         prior, layers = self.prior, work.last_layer - work.first_layer
         rows = work.prefill_tokens + work.decode_batch
-        products_s = layers * prior.layer_cost(on_grid(rows), units).seconds
+        products_s = prior.layer_cost(on_grid(rows), units).seconds
         own_s = layers * prior.prefill_attention(work, units, reused=False).seconds
         reused_s = layers * prior.prefill_attention(work, units).seconds - own_s if work.prefill_reused else 0.0
-        return rows, (products_s, own_s, reused_s), self._head_s(work, units)
+        return Terms(rows, layers, products_s, (own_s, reused_s), self._head_s(work, units))
 
-    def _decode_terms(self, work: Work, units: int) -> tuple[int, tuple[float, ...], float]:
+    def _decode_terms(self, work: Work, units: int) -> Terms:
         prior, layers = self.prior, work.last_layer - work.first_layer
         rows = self._filled(work.decode_batch)
         products_s = layers * prior.layer_cost(on_grid(rows), units).seconds
         if work.last_layer == work.layers:
             products_s += prior.head_cost(rows, units).seconds
-        return rows, (products_s, layers * prior.decode_attention(work, units).seconds), 0.0
+        return Terms(rows, 1, products_s, (layers * prior.decode_attention(work, units).seconds,), 0.0)
 
-    def _mixed_terms(self, work: Work, units: int) -> tuple[int, tuple[float, ...], float]:
+    def _mixed_terms(self, work: Work, units: int) -> Terms:
         layers = work.last_layer - work.first_layer
-        rest = self._head_s(work, units)
+        rest_s = self._head_s(work, units)
         if self.prefills:
-            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_work_s)
+            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_s) - rest_s
         else:
-            prefill_s = sum(self._prefill_terms(work, units)[1])
+            prefill_s = self._prefill_terms(work, units).prior_s
         known = self.decodes
         level = units if units in known else min(known, key=lambda level: abs(level - units), default=0)
         read_s = layers * self.prior.decode_attention(work, units).seconds * (known[level].others[0] if known else 1.0)
         rows = work.prefill_tokens + work.decode_batch
-        return rows, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest
+        return Terms(rows, 1, 0.0, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest_s)
 
     def _head_s(self, work: Work, units: int) -> float:
         ends = work.last_layer == work.layers and work.samples
@@ -219,49 +204,36 @@ class Fitted:
 
     # ------------------------------------------------------------ fitting
 
-    def _fit_kind(self, points: Sequence[Point], terms_of: Terms) -> dict[int, Factors]:
+    def _fit_kind(self, points: Sequence[Point], terms_of: Callable[[Work, int], Terms]) -> dict[int, Factors]:
         """Factors by units, for those with at least one point."""
-        seen = self._seen(points, terms_of)
-        common = common_factor([one.seconds / sum(one.terms) for one in seen])
-        floor_s, clear = above_floor(seen, common)
-        common = common_factor([one.seconds / sum(one.terms) for one in clear])
-        return {units: self._fit_level([one for one in clear if one.units == units], common, floor_s) for units in units_of(clear)}
-
-    @staticmethod
-    def _seen(points: Sequence[Point], terms_of: Terms) -> list[Seen]:
-        found = []
+        seen: dict[int, list[tuple[Terms, float]]] = {}
         for point in points:
-            rows, terms, rest = terms_of(point.work, point.units)
-            layers = point.work.last_layer - point.work.first_layer
-            found.append(Seen(point.units, rows, terms, point.seconds - rest, layers))
-        return found
+            seen.setdefault(point.units, []).append((terms_of(point.work, point.units), point.seconds))
+        common = common_factor([(seconds - terms.rest_s) / terms.prior_s for found in seen.values() for terms, seconds in found])
+        return {units: self._fit_level(found, common) for units, found in sorted(seen.items())}
 
-    def _fit_level(self, found: Sequence[Seen], common: float, floor_s: float) -> Factors:
-        here = common_factor([one.seconds / sum(one.terms) for one in found], common)
-        knots = sorted({one.rows for one in found})
-        bend = Bend(tuple(math.log(rows) for rows in knots), (here,) * len(knots))
-        others = len(found[0].terms) - 1
+    def _fit_level(self, found: Sequence[tuple[Terms, float]], common: float) -> Factors:
+        here = common_factor([(seconds - terms.rest_s) / terms.prior_s for terms, seconds in found], common)
+        priors = {terms.rows: terms.products_s for terms, _ in found}
+        rows = tuple(sorted(priors))
+        curve = Curve(rows, tuple(priors[n] for n in rows), (here,) * len(rows))
+        others = len(found[0][0].others)
         table = []
-        for _, rows, terms, seconds, _ in found:
-            line = [0.0] * (len(knots) + others)
-            first, share = bend.shares(rows)
-            line[first] = terms[0] * (1 - share)
-            if share:
-                line[first + 1] = terms[0] * share
-            line[len(knots) :] = terms[1:]
-            table.append((line, seconds))
-        factors = least_squares(table, [(here, PULL * here)] * (len(knots) + others))
-        return Factors(Bend(bend.rows, tuple(factors[: len(knots)])), tuple(factors[len(knots) :]), floor_s)
+        for terms, seconds in found:
+            line = [0.0] * len(rows) + list(terms.others)
+            for point, part_s in curve.parts(terms.rows, terms.products_s):
+                line[point] = terms.times * part_s
+            table.append((line, seconds - terms.rest_s))
+        factors = least_squares(table, [(here, PULL * here)] * (len(rows) + others))
+        return Factors(Curve(rows, curve.prior_s, tuple(factors[: len(rows)])), tuple(factors[len(rows) :]))
 
     def _fit_mixed(self, points: Sequence[Point]) -> dict[int, Factors]:
+        found: dict[int, list[tuple[list[float], float]]] = {}
+        for point in points:
+            terms = self._mixed_terms(point.work, point.units)
+            found.setdefault(point.units, []).append((list(terms.others), point.seconds - terms.rest_s))
         guesses = [(1.0, PULL), (1.0, PULL), (1.0, FREE)]
-        least_s = max((level.floor_s for level in self.prefills.values()), default=0.0)
-        floor_s, clear = above_floor(self._seen(points, self._mixed_terms), 1.0, least_s)
-        factors = {}
-        for units in units_of(clear):
-            table = [(list(one.terms), one.seconds) for one in clear if one.units == units]
-            factors[units] = Factors(Bend((0.0,), (1.0,)), tuple(least_squares(table, guesses)), floor_s)
-        return factors
+        return {units: Factors(Curve((), (), ()), tuple(least_squares(t, guesses))) for units, t in sorted(found.items())}
 
     # ------------------------------------------------------------ contention
 
@@ -301,16 +273,6 @@ def standing(work: Work, units: int, other: Work, other_units: int) -> tuple[boo
     prefill, decode = (work, other) if prefills else (other, work)
     split = other_units if prefills else units
     return prefills, (math.log2(1 + prefill.prefill_tokens), math.log2(1 + decode.decode_context), float(split))
-
-
-def above_floor(seen: Sequence[Seen], common: float, least_s: float = 0.0) -> tuple[float, list[Seen]]:
-    """The floor per layer, at least `least_s`, and the steps clear of it. A step whose work should take less than the fastest step
-    of all took only the host's time: the median of those is the floor; of steps with less work than that nothing can be fitted."""
-    fastest_s = min((one.seconds for one in seen), default=0.0)
-    idle = [one for one in seen if common * sum(one.terms) < CLEAR * fastest_s]
-    floor_s = max(least_s, statistics.median(one.seconds / one.layers for one in idle) if len(idle) > 1 else 0.0)
-    clear = [one for one in seen if common * sum(one.terms) >= CLEAR * floor_s * one.layers]
-    return (floor_s, clear) if clear else (0.0, list(seen))
 
 
 def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:

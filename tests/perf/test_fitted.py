@@ -34,6 +34,7 @@ OTHER = Roofline(
         attention=replace(H200.attention, efficiency=0.4, read_bandwidth=H200.read_bandwidth),
         contention=replace(H200.contention, bandwidth=1.0, compute=0.6),
         kernel_s=6e-6,
+        layer_launch_s=0.0,
     ),
 )
 
