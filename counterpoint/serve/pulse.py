@@ -16,7 +16,7 @@ from counterpoint.serve.wire import Outputs
 from counterpoint.types import Arrive, Delta, LaneStep, Stats
 
 WINDOW_S = 60
-RATE_S = 5.0
+WRITTEN_S, PROMPTS_S = 5.0, 30.0  # windows of the rates: a prompt counts as a whole when it is admitted, an answer by and by
 KEPT_STEPS = 512
 SHARES = (0.5, 0.9, 0.99)
 LEAST_S, RATIO = 1e-5, 1.05  # durations are counted in buckets that are 5 % wide
@@ -115,15 +115,19 @@ class Pulse:
     # ------------------------------------------------------------ what there is to tell
 
     def rates(self, now_s: float) -> tuple[float, float]:
-        """Prompt tokens and generated tokens a second, over the last RATE_S."""
-        before = next((c for c in self._counts if c.at_s >= now_s - RATE_S - 1), self._now)
-        passed_s = now_s - before.at_s
-        if passed_s <= 0:
-            return 0.0, 0.0
-        return (self._now.prompt - before.prompt) / passed_s, (self._now.generated - before.generated) / passed_s
+        """Prompt tokens a second over the last PROMPTS_S, and generated tokens a second over the last WRITTEN_S."""
+        prompts, written = self._since(now_s - PROMPTS_S - 1), self._since(now_s - WRITTEN_S - 1)
+        return (
+            (self._now.prompt - prompts.prompt) / max(1.0, now_s - prompts.at_s),
+            (self._now.generated - written.generated) / max(1.0, now_s - written.at_s),
+        )
+
+    def _since(self, at_s: float) -> Counts:
+        """The first counts that are not older."""
+        return next((counts for counts in self._counts if counts.at_s >= at_s), self._now)
 
     def hit_rate(self, now_s: float) -> float | None:
         """Share of the looked-up prompt tokens that the prefix cache had, over the last WINDOW_S; None: none were looked up."""
-        before = next((c for c in self._counts if c.at_s >= now_s - WINDOW_S), self._now)
+        before = self._since(now_s - WINDOW_S)
         queries = self._now.queries - before.queries
         return (self._now.hits - before.hits) / queries if queries else None

@@ -71,12 +71,16 @@ function unlock() {
 // ---------------------------------------------------------------- what a frame says
 
 const number = (value) => Math.round(value).toLocaleString("en");
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-const words = (seconds) => (seconds < 0.0995 ? `${(1000 * seconds).toPrecision(seconds < 0.00995 ? 2 : 3)} ms` : seconds < 0.9995 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}\u00a0%`;
+const width = (share) => `${100 * share}%`;
+function words(seconds) {
+  if (seconds >= 0.9995) return `${seconds.toFixed(seconds < 10 ? 2 : 1)}\u00a0s`;
+  return `${seconds < 0.0995 ? (1000 * seconds).toPrecision(seconds < 0.00995 ? 2 : 3) : Math.round(1000 * seconds)}\u00a0ms`;
+}
 const few = (value) => (value < 10 && value > 0 ? value.toFixed(1) : number(value));
 function put(id, text) { if ($(id).textContent !== text) $(id).textContent = text; }
 function figure(id, text) {
-  const [value, ...unit] = text.split(" ");
+  const [value, ...unit] = text.split("\u00a0");
   if ($(id).dataset.text === text) return;
   $(id).dataset.text = text;
   $(id).textContent = value;
@@ -124,21 +128,23 @@ function show(frame, used, total) {
   put("waiting", number(frame.waiting));
   put("finished", number(frame.finished));
   figure("kv-used", percent(used / total));
-  $("kv").children[0].style.width = percent(used / total).replace(" ", "");
-  $("kv").children[1].style.width = percent(frame.kv_tokens.cached / total).replace(" ", "");
-  const kvWords = `in use ${number(used)} · cached ${number(frame.kv_tokens.cached)} · free ${number(frame.kv_tokens.free)} tokens`;
+  $("kv").children[0].style.width = width(used / total);
+  $("kv").children[1].style.width = width(frame.kv_tokens.cached / total);
+  const kvWords = `${number(used)} in use · ${number(frame.kv_tokens.cached)} cached · ${number(frame.kv_tokens.free)} free`;
   put("kv-words", kvWords);
   $("kv").setAttribute("aria-label", `KV cache: ${kvWords}`);
   figure("hits", frame.hit_rate === null ? "–" : percent(frame.hit_rate));
   figure("resplits", number(frame.resplits));
   put("preemptions", number(frame.preemptions));
+  figure("policy", about.policy || "–");
+  put("lanes", about.lanes);
+  const errors = Object.entries(frame.prediction_errors);
+  put("errors", errors.length ? `predictions off by ${errors.map(([kind, share]) => `${percent(share)} in ${kind}`).join(", ")}` : "");
   const now = { prefill: voice(frame, 5), decode: voice(frame, 6) };
   put("now-prefill", now.prefill);
   put("now-decode", now.decode);
   const label = `Prefill ${now.prefill}. Decode ${now.decode}. ${frame.running} running, ${frame.waiting} waiting.`;
   if ($("strip").getAttribute("aria-label") !== label) $("strip").setAttribute("aria-label", label);
-  const silent = frame.state === "ready" && !frame.playing.length && !(view.newest > frame.now_s - Number($("span").value));
-  $("rest").hidden = !silent;
 }
 /** What runs now, or ran last within the last half second (steps are shorter than frames). */
 function voice(frame, field) {
@@ -200,6 +206,7 @@ function draw() {
   pen.rect(box.left, 0, box.right - box.left, box.height);
   pen.clip();
   if (view.frame) notes(box, now, span, x);
+  if (view.frame?.state === "ready" && !view.frame.playing.length && !(view.newest > now - span)) rest(box);
   rows(box, now, x);
   pen.restore();
   edges(box, span);
@@ -228,6 +235,18 @@ function staff(box, now, span, x) {
   pen.stroke();
 }
 
+/** Nothing is to be seen. */
+function rest(box) {
+  const text = "Both voices rest.", middle = (box.left + box.right) / 2, y = box.staff.y + box.staff.h / 2;
+  pen.font = `italic 17px ${ink.serif}`;
+  const half = pen.measureText(text).width / 2 + 12;
+  pen.fillStyle = ink.card;
+  pen.fillRect(middle - half, y - 12, 2 * half, 24);
+  pen.fillStyle = ink.faint;
+  pen.textAlign = "center";
+  pen.fillText(text, middle, y + 6);
+}
+
 /** [y, height] of a step: prefill has the low end of the device (above), decode the high end (below). */
 function place(step, box) {
   const units = view.frame.about.units || 1, h = (box.staff.h * Math.min(step[4], units)) / units;
@@ -250,7 +269,7 @@ function notes(box, now, span, x) {
     if (right - drawnTo < 0.75) return;
     drawn.set(step[0], right);
     bar(Math.max(left, drawnTo > left + 1 ? drawnTo : left), y, right, h, step, running);
-    if (step[6] && step[6] !== batch && left - told > 30) {
+    if (step[6] && step[6] !== batch && left - told > 30 && left < box.right - 20) {
       batch = step[6];
       told = left;
       pen.fillStyle = ink.decode;
@@ -339,13 +358,18 @@ function edges(box, span) {
   const roles = view.frame?.about.roles || [];
   if (roles.length === 1) {
     name("prefill", box.staff.y + box.staff.h / 2 - 4, ink.prefill, serif);
-    name("& decode", box.staff.y + box.staff.h / 2 + 18, ink.decode, serif);
+    name("decode", box.staff.y + box.staff.h / 2 + 18, ink.decode, serif);
   } else {
     name("prefill", box.staff.y + box.staff.h * 0.25 + 5, ink.prefill, serif);
     name("decode", box.staff.y + box.staff.h * 0.75 + 5, ink.decode, serif);
   }
   name("requests", box.requests.y + box.requests.h - 3, ink.faint, sans);
   name("KV cache", box.kv.y + box.kv.h - 3, ink.faint, sans);
+  const last = view.samples.at(-1);
+  if (last) {
+    name(number(last.running + last.waiting), box.requests.y + box.requests.h - 19, ink.ink, sans);
+    name(percent(last.used), box.kv.y + box.kv.h - 19, ink.ink, sans);
+  }
   pen.strokeStyle = ink.faint;
   pen.lineWidth = 1;
   pen.beginPath();
