@@ -68,9 +68,20 @@ class Decoder:
         """Rotations of the pass's positions, as `Ops.rope_angles` has them."""
         return self.ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
 
-    def run_layers(self, x_TD: Tensor, batch: Batch, kv: KVPool, first_layer: int, last_layer: int, angles: Any = None) -> Tensor:
+    def run_layers(
+        self,
+        x_TD: Tensor,
+        batch: Batch,
+        kv: KVPool,
+        first_layer: int,
+        last_layer: int,
+        angles: Any = None,
+        only_B: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after layers [first_layer, last_layer), [T, D]; `x_TD` is consumed. Writes K and V of the pass's tokens
-        to `kv` in each of these layers. `angles`: of this batch, if they are there already."""
+        to `kv` in each of these layers. `angles`: of this batch, if they are there already. `only_B`: rows of the pass; behind
+        the model's last layer the hidden states of these alone are wanted, [B, D], so what follows its attention is spared for
+        the others."""
         spec, ops = self.spec, self.ops
         angles = self.angles(batch) if angles is None else angles
         layers = self.weights.layers
@@ -82,7 +93,13 @@ class Decoder:
             q_THD = ops.rope_and_append(
                 qkv_TE, angles, layer.query_norm, layer.key_norm, spec.norm_eps, k_pages, v_pages, batch.kv_rows_T
             )
-            attended_TD = ops.linear(ops.attention(q_THD, k_pages, v_pages, batch.attention), layer.output)
+            narrowed_B = only_B if index + 1 == spec.layers else None
+            if narrowed_B is not None and not len(narrowed_B):
+                return x_TD[:0]
+            attended_TE = ops.attention(q_THD, k_pages, v_pages, batch.attention)
+            if narrowed_B is not None:
+                x_TD, attended_TE = x_TD[narrowed_B], attended_TE[narrowed_B]
+            attended_TD = ops.linear(attended_TE, layer.output)
             x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, spec.norm_eps)
             ffn_TD = ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down)
             if index + 1 < last_layer:  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
@@ -94,5 +111,9 @@ class Decoder:
     def logits(self, x_TD: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
         """Logits of `batch.sample_rows_B`, or of the given rows of the pass, float32 [B, V]."""
         rows_B = batch.sample_rows_B if rows_B is None else rows_B
-        x_BD = self.ops.rms_norm(x_TD[rows_B], self.weights.final_norm_D, self.spec.norm_eps)
+        return self.head(x_TD[rows_B])
+
+    def head(self, x_BD: Tensor) -> Tensor:
+        """Logits of hidden states behind the last layer, float32 [B, V]."""
+        x_BD = self.ops.rms_norm(x_BD, self.weights.final_norm_D, self.spec.norm_eps)
         return self.ops.linear(x_BD, self.weights.head).to(torch.float32)

@@ -95,13 +95,15 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bfloat16 cache", "fp8 cache"])
 @pytest.mark.parametrize("spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, kv_heads=8)], ids=["128", "64"])
 def test_tokens_are_best_or_nearly(spec, kv_dtype: torch.dtype | None, quantise: bool):
-    """A token that is not the best of a float32 reference with the same quantiser must be within a quarter of a deviation of the
-    logits of it, as bfloat16 alone is (test_cuda_gpu); and within one deviation of the plain reference's best."""
+    """A token that is not the best of a float32 reference with the same quantiser must be near it: within a quarter of a deviation
+    of the logits, as bfloat16 alone is (test_cuda_gpu), with a cache of e4m3; within three quarters where products are quantised,
+    because activations that bfloat16 has rounded fall on other numbers of e4m3 now and then. And within one deviation of the
+    plain reference's best."""
     prompt = [7 * n % VOCAB for n in range(1, 300)]
     with rig(spec=spec, dtype=torch.bfloat16, deviation=0.05, kv_dtype=kv_dtype, quantise=quantise) as r:
         r.open(0, prompt)
         got = tokens_of(r.generate(0, len(prompt), 24, units=LEVELS[0]))
-    for ops, bound in ((quantising_reference(kv_dtype, quantise), 0.25), (reference_ops(), 1.0)):
+    for ops, bound in ((quantising_reference(kv_dtype, quantise), 0.75 if quantise else 0.25), (reference_ops(), 1.0)):
         logits = reference_logits(spec, prompt + got, 0.05, ops)[len(prompt) - 1 : -1, :VOCAB]
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
         assert ((logits.amax(1) - chosen) / logits.std(1)).max() < bound

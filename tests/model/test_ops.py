@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from builders import PAGE, Run, prompts
+from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.model import Decoder, Ops, cpu_ops, make_batch, native, reference_ops
+from counterpoint.model import Decoder, KVPool, Ops, cpu_ops, make_batch, native, reference_ops
 from counterpoint.model import ops as reference
 from counterpoint.model.checkpoint import Dummy
 from counterpoint.model.native import Kernels, load_kernels, plan_tiles
@@ -226,3 +227,24 @@ def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(kernels: 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert "bfloat16" in cpu_ops("auto", checkpoint_dtype=torch.bfloat16, cache=kernels).name
     assert "bfloat16" not in cpu_ops("auto", checkpoint_dtype=torch.float32, cache=kernels).name
+
+
+def test_only_what_is_wanted_follows_the_last_attention():
+    """The rows asked for are as in a whole pass, in any order; with none of them the cache is written all the same."""
+    decoder = build_decoder(SPEC, Dummy(7, deviation=0.2), reference_ops())
+    requests = prompts(SPEC.vocab, 21)
+
+    def hidden(only: list[int] | None) -> tuple[Tensor, KVPool]:
+        run = Run(decoder, requests)
+        begin, end = torch.tensor([0]), torch.tensor([21])
+        batch = make_batch(requests[0], begin, end, torch.tensor([True]), run.table, run.kv.page_tokens, decoder.ops)
+        only_B = None if only is None else torch.tensor(only, dtype=torch.int64)
+        x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2, None, only_B)
+        return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers, None, only_B), run.kv
+
+    whole, kv = hidden(None)
+    for only in ([20], [3, 0, 20], []):
+        got, written = hidden(only)
+        torch.testing.assert_close(got, whole[only], atol=1e-4, rtol=0)
+        for ours, theirs in zip((*written.k, *written.v), (*kv.k, *kv.v), strict=True):
+            assert torch.equal(ours, theirs)

@@ -29,6 +29,7 @@ from counterpoint.device.cuda.graphs import DecodeGraphs
 from counterpoint.device.cuda.places import Place, Places
 from counterpoint.device.cuda.sampling import (
     Download,
+    asks_for_prompts,
     download_chosen,
     download_prompts,
     sample_any,
@@ -181,14 +182,18 @@ class CudaExecutor:
             if held is None:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
             rows, batch, sampled, angles, x_TD = held.rows, held.batch, held.sampled, held.angles, held.x_TD
-        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer, angles)
+        every = asks_for_prompts(self.tables, rows)
+        only_B = None if every else batch.sample_rows_B
+        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer, angles, only_B)
         if step.last_layer < decoder.spec.layers:
             self._passes[step.batch] = OpenPass(rows, batch, sampled, angles, x_TD)
             return
         flight.held, flight.over = batch, batch.attention.close
-        flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, batch, x_TD)
+        if every:
+            flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, batch, x_TD)
+            x_TD = x_TD[batch.sample_rows_B]
         if len(rows.slot_B):
-            self._sample(flight, decoder.logits(x_TD, batch), rows, sampled)
+            self._sample(flight, decoder.head(x_TD), rows, sampled)
 
     @torch.inference_mode()
     def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:

@@ -165,12 +165,15 @@ def spread_chosen(chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, set
     return Download(*chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True)
 
 
+def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
+    """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
+    return bool(tables.settings.stages(rows.slot_S) & Stage.PROMPT_LOGPROBS)
+
+
 def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, batch: Batch, x_TD: Tensor) -> list[Download]:
     """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
     goes. `x_TD` are the hidden states behind the last layer."""
     settings, driver = tables.settings, tables.driver
-    if not settings.stages(rows.slot_S) & Stage.PROMPT_LOGPROBS:
-        return []
     downloads = []
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
     asking_R = settings.having(rows.slot_S, Stage.PROMPT_LOGPROBS)

@@ -176,7 +176,7 @@ def sampling_table(bench: Bench, batch: int = 64, context: int = 2048) -> dict[s
     return result
 
 
-def loop_table(device: CudaDevice, batch: int = 64, prompt: int = 1984, answer: int = 128) -> dict[str, Any]:
+def loop_table(device: CudaDevice, batch: int = 64, prompt: int = 1900, answer: int = 448) -> dict[str, Any]:
     """Requests through engine and loop: how long the GPU waits between decode steps of a full batch."""
     result = {}
     units, layers = device.units, device.spec.layers
