@@ -8,22 +8,32 @@ Must not: decide, schedule or compute.
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from counterpoint.cluster.courier import Identity
+from counterpoint.cluster.digest import Digest, make_digest
+from counterpoint.cluster.transfer import Reach
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.choose import gpu_found
+from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.nixl import NixlLink
+from counterpoint.device.link.port import Link, LinkError, Wake
+from counterpoint.device.link.shm import ShmLink
+from counterpoint.device.link.tcp import TcpLink
 from counterpoint.perf import shelf
 from counterpoint.perf.roofline import Roofline
 from counterpoint.perf.table import Key, shape_of
-from counterpoint.ports import Executor, Policy
+from counterpoint.ports import Estimator, Executor, Policy
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.device import PRESETS, cpu_device, unknown_gpu
-from counterpoint.spec.source import Source, load_spec, resolve
+from counterpoint.spec.source import Source, load_spec, resolve, weights_id
 
 if TYPE_CHECKING:
     from counterpoint.device.cuda.start import CudaDevice
@@ -31,6 +41,16 @@ if TYPE_CHECKING:
     from counterpoint.device.wall import WallInbox
 
 Progress = Callable[[str], None]
+Allocate = Callable[[int, int, int], Memory]  # pages, bytes of a page in one region, regions
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine of a pool is built. `engines`: so many share this machine's memory. `allocate`: makes the KV pool's
+    memory, where other processes must reach it; None: the pool has memory of its own."""
+
+    engines: int = 1
+    allocate: Allocate | None = None
 
 
 def cache_folder() -> Path:
@@ -65,7 +85,8 @@ class Pricing:
 class System:
     """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say).
     `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them). `again(config, inbox)`
-    puts another engine over the same device, once this one is closed."""
+    puts another engine over the same device, once this one is closed. `memory` and `digest`: its KV pool for other workers; None
+    where they can't reach it."""
 
     engine: Engine
     executor: Executor
@@ -77,6 +98,8 @@ class System:
     grammars: Grammars | None = None
     pricing: Pricing | None = None
     again: Callable[[Config, WallInbox], System] | None = None
+    memory: Memory | None = None
+    digest: Digest | None = None
 
 
 def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap: bool = False) -> Limits:
@@ -107,13 +130,15 @@ def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap
     )
 
 
-def system(config: Config, inbox: WallInbox, progress: Progress = print) -> System:
+def system(config: Config, inbox: WallInbox, progress: Progress = print, place: Place | None = None) -> System:
     """Load the configured model on the configured device and put an engine over it. `progress` is told each stage in words.
-    Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
+    `place`: if it is one of a pool. Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
     source = find_model(config)
     if chosen_device(config) == "cuda":
+        if place is not None:
+            raise ConfigError("workers of a pool need device cpu: their KV can't be reached in a GPU's memory yet")
         return cuda_system(config, source, inbox, progress)
-    return cpu_system(config, source, inbox, progress)
+    return cpu_system(config, source, inbox, progress, place or Place())
 
 
 def chosen_device(config: Config) -> str:
@@ -128,9 +153,10 @@ def chosen_device(config: Config) -> str:
     return "cpu"
 
 
-def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
+def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
+    from counterpoint.device.link.kvpool import layout_of, memory_of
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.device.tables import Tables
     from counterpoint.model.invariance import refuse_varying_products
@@ -150,7 +176,7 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     spec, size = decoder.spec, config.device.page_tokens
     each = page_bytes(spec, size, decoder.kv_dtype)
     context = config.model.max_context_tokens or spec.max_context_tokens
-    pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes())
+    pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes() // place.engines)
     limits = make_limits(config, spec, pages, len(cores))
     kv_dtype = str(decoder.kv_dtype).removeprefix("torch.")
     key = Key(
@@ -163,7 +189,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
     prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
     policy, notes = cpu_policy(config, spec, key, prior)
-    kv = KVPool(spec, pages, size, decoder.kv_dtype)
+    storage = place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions if place.allocate is not None else None
+    kv = KVPool(spec, pages, size, decoder.kv_dtype, storage=storage)
     vocab = known_vocab(source, spec)
     tables = Tables(limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids)
     executor = CpuExecutor(decoder, kv, tables, policy.lanes, cores, inbox)
@@ -174,6 +201,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
     notes += [warning] if warning else []
+    seed = config.model.weights_seed if config.model.load_format == "dummy" else None
+    digest = make_digest(spec, weights_id(source, seed), str(decoder.kv_dtype), size, layout_of(kv))
     return System(
         Engine(limits, policy),
         executor,
@@ -185,6 +214,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
         grammars=tables.settings.grammars,
         pricing=Pricing(key, prior, levels=tuple(range(1, len(cores)))),
         again=lambda config, inbox: system(config, inbox, progress),
+        memory=memory_of(kv),
+        digest=digest,
     )
 
 
@@ -245,6 +276,55 @@ def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline) -> tu
         notes.append(belief.note)
     levels = tuple(range(1, cores))
     return make_policy(config.scheduler, cores, spec.layers, levels=levels, belief=belief.estimator, chunk=128), notes
+
+
+# ---------------------------------------------------------------- workers of a pool
+
+
+def movers(config: Config, wake: Wake) -> dict[str, Link]:
+    """What can carry KV to and from a worker here, by kind. Raises ConfigError if the wanted transport is not there."""
+    wanted, found = config.cluster.transport, dict[str, Link]()
+    makers: dict[str, Callable[[], Link]] = {
+        "shm": lambda: ShmLink(wake),
+        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host),
+        "nixl": lambda: NixlLink(wake),
+    }
+    for kind in makers if wanted == "auto" else (wanted,):
+        try:
+            found[kind] = makers[kind]()
+        except LinkError as error:
+            if wanted != "auto":
+                raise ConfigError(f"transport is {wanted}: {error}") from None
+    return found
+
+
+def identity(name: str, links: dict[str, Link], built: System, token: str) -> Identity:
+    """What worker `name` says of itself to others. Registers its pool with its movers; one that can't take it is left out.
+    Raises ConfigError if none can."""
+    if built.memory is None or built.digest is None:
+        raise ConfigError("the KV of this engine can't be reached by other workers")
+    blobs, problems = {}, []
+    for kind, link in links.items():
+        try:
+            blobs[kind] = link.register(built.memory)
+        except LinkError as error:
+            problems.append(f"{kind}: {error}")
+    if not blobs:
+        raise ConfigError(f"no transport can carry this worker's KV: {'; '.join(problems)}")
+    reach = Reach(secrets.token_hex(8), host_name(), "cpu", tuple(blobs))
+    return Identity(name, built.digest, reach, built.memory, {kind: links[kind] for kind in blobs}, blobs, token)
+
+
+def host_name() -> str:
+    """The same for processes that see each other's /proc, different for others: the boot and the process namespace."""
+    if not sys.platform.startswith("linux"):
+        return secrets.token_hex(8)
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def estimator(config: Config, source: Source, units: int) -> Estimator:
+    """Prices of steps on a worker of `units` cores, for the router."""
+    return Roofline(load_spec(source, config.model.max_context_tokens), cpu_device(units), "float16", "float32")
 
 
 def known_vocab(source: Source, spec: ModelSpec) -> int:

@@ -38,18 +38,21 @@ def flag(help: str) -> Parameter:
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler", "server")
+@settings("model", "device", "scheduler", "server", "cluster")
 def serve(config: Config) -> int:
     """Serve a model behind the OpenAI API.
 
     counterpoint serve
 
     counterpoint serve ./Qwen3-0.6B --policy multiplex --port 9000
+
+    counterpoint serve ./Qwen3-0.6B --prefill 2 --decode 2
     """
     from counterpoint import build
 
     if config.server.api_key is None:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
+    config = with_token(config)
     source = build.find_model(config)
     from counterpoint.serve.server import run
 
@@ -184,6 +187,13 @@ app.command("counterpoint.simulate:command", name="simulate", group=MEASURE, hel
 app.command("counterpoint.plan:command", name="plan", group=MEASURE, help="Find which mode serves a load best.")
 app.command("counterpoint.compare:command", name="compare", group=MEASURE, help="Play the same loads here and in the simulator.")
 app.command("counterpoint.bench.demo:demo", name="demo", group=MEASURE, help="See what running side by side does to latency.")
+
+
+def with_token(config: Config) -> Config:
+    """The cluster's token from the environment, unless it is set."""
+    if config.cluster.cluster_token is not None or config.cluster.cluster_token_file is not None:
+        return config
+    return config.replace(cluster_token=os.environ.get("COUNTERPOINT_CLUSTER_TOKEN") or None)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -143,11 +143,69 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Workers: several engines behind one server."""
+
+    prefill: int = setting(0, "workers of this machine that prefill, for others to decode")
+    decode: int = setting(0, "workers of this machine that decode what others have prefilled")
+    replicas: int = setting(0, "workers of this machine that do both")
+    transport: Literal["auto", "shm", "tcp", "nixl"] = setting(
+        "auto", "how KV goes from worker to worker; auto: the best both ends have"
+    )
+    cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
+    cluster_host: str = setting("127.0.0.1", "this machine's address for workers of other machines")
+    cluster_token: str | None = setting(
+        None, "secret that all workers share; better --cluster-token-file or COUNTERPOINT_CLUSTER_TOKEN", secret=True
+    )
+    cluster_token_file: str | None = setting(None, "file with that secret")
+    on_loss: Literal["fail", "recompute"] = setting("fail", "what becomes of an answer whose worker is lost after its first token")
+    handoff_deadline_s: float = setting(600.0, "from the start of a prefill to the end of its handoff, at most")
+    worker_lost_s: float = setting(
+        10.0, "a worker that is silent for so long is given up, and started again if it is of this machine"
+    )
+    local_tokens: int = setting(512, "a prompt of which no more must be computed is prefilled where it is decoded; 0: never")
+    spill_s: float = setting(2.0, "predicted time to first token above which the other pool helps, for requests without a target")
+    elastic: bool = setting(False, "let workers change between prefill and decode as the load moves (needs ttft_s and tpot_s)")
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "replicas", "local_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s"):
+            positive(name, getattr(self, name))
+        if self.cluster_listen is None and not self.replicas and bool(self.prefill) != bool(self.decode):
+            here, there = ("prefill", "decode") if self.prefill else ("decode", "prefill")
+            raise ConfigError(f"{here} is {getattr(self, here)} and {there} is 0: set both, or replicas for workers that do both")
+        if self.cluster_listen is not None:
+            host_and_port("cluster_listen", self.cluster_listen)
+        if self.cluster_token is not None and self.cluster_token_file is not None:
+            raise ConfigError("cluster_token and cluster_token_file both set the secret: give one of them")
+
+    @property
+    def workers(self) -> int:
+        """Of this machine."""
+        return self.prefill + self.decode + self.replicas
+
+    @property
+    def pooled(self) -> bool:
+        return self.workers > 0 or self.cluster_listen is not None
+
+
+def host_and_port(name: str, value: str) -> tuple[str, int]:
+    """HOST:PORT or [HOST]:PORT, taken apart. Raises ConfigError."""
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{name} is {value!r}: it must be HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def replace(self, **flags: Any) -> Config:
         """A copy with flat settings (`chunk_tokens=256`) put in their sections. Raises ConfigError for an unknown name."""
@@ -162,6 +220,7 @@ SECTIONS: dict[str, type] = {
     "device": DeviceConfig,
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
+    "cluster": ClusterConfig,
 }
 
 

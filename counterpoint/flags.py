@@ -18,7 +18,7 @@ from cyclopts import Group, Parameter
 
 from counterpoint.config import SECTIONS, Config, from_file
 
-TITLES = {"model": "Model", "device": "Device", "scheduler": "Scheduler", "server": "Server"}
+TITLES = {"model": "Model", "device": "Device", "scheduler": "Scheduler", "server": "Server", "cluster": "Cluster"}
 POSITIONAL = "model"  # the setting that is also the argument of a command that has no other
 
 

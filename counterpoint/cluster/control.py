@@ -47,7 +47,13 @@ class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
     proof: bytes = b""
 
 
-class Introduction(msgspec.Struct, frozen=True, tag="introduction", kw_only=True):
+class Proven(msgspec.Struct, frozen=True, kw_only=True):
+    """How a dialer introduces itself, with the proof that it knows the token."""
+
+    proof: bytes = b""
+
+
+class Introduction(Proven, frozen=True, tag="introduction", kw_only=True):
     """`link`: this end's incarnation. `kind`: the mover to use, from the acceptor. `blobs`: by mover."""
 
     worker: str
@@ -56,7 +62,6 @@ class Introduction(msgspec.Struct, frozen=True, tag="introduction", kw_only=True
     reach: Reach
     blobs: dict[str, bytes]
     kind: str = ""
-    proof: bytes = b""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -67,9 +72,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     reason: str
 
 
-Handshake = Greeting | Introduction | Ready | Refusal
-T = TypeVar("T", Greeting, Introduction, Ready)
-_decoder = msgspec.msgpack.Decoder(Handshake)
+T = TypeVar("T", bound=msgspec.Struct)
+P = TypeVar("P", bound=Proven)
 _encode = msgspec.msgpack.encode
 
 
@@ -122,21 +126,19 @@ class Wire:
 
     # ------------------------------------------------------------ handshakes
 
-    def say(self, word: Handshake) -> None:
+    def say(self, word: msgspec.Struct) -> None:
         self.write(_encode(word))
 
     async def hear(self, kind: type[T]) -> T:
         """The next word of the handshake, which must be a `kind`. Raises ControlError with the reason of a Refusal."""
         try:
-            word = _decoder.decode(await self.read(HANDSHAKE_BYTES))
+            word = msgspec.msgpack.decode(await self.read(HANDSHAKE_BYTES), type=kind | Refusal)
         except msgspec.DecodeError as error:
             raise ControlError(f"not a worker's handshake: {error}") from None
         except asyncio.IncompleteReadError:
             raise ControlError("the other end hung up in the handshake") from None
         if isinstance(word, Refusal):
             raise ControlError(word.reason)
-        if not isinstance(word, kind):
-            raise ControlError(f"{type(word).__name__} came where {kind.__name__} was due")
         return word
 
 
@@ -151,13 +153,13 @@ async def greet(wire: Wire, token: str) -> bytes:
     return proof(token, "dial", answer.nonce, nonce)
 
 
-async def be_greeted(wire: Wire, token: str) -> Introduction:
-    """The acceptor's first half: the dialer's introduction, once its proof is checked."""
+async def be_greeted(wire: Wire, token: str, kind: type[P]) -> P:
+    """The acceptor's first half: how the dialer introduces itself (a `kind`), once its proof is checked."""
     greeting = await wire.hear(Greeting)
     check_version(greeting)
     nonce = new_nonce()
     wire.say(Greeting(VERSION, nonce, proof(token, "accept", greeting.nonce, nonce)))
-    introduction = await wire.hear(Introduction)
+    introduction = await wire.hear(kind)
     if not hmac.compare_digest(introduction.proof, proof(token, "dial", nonce, greeting.nonce)):
         raise ControlError("the dialer does not have this cluster's token")
     return introduction

@@ -15,9 +15,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import traceback
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -70,20 +72,32 @@ class Line:
 
 
 class Courier:
-    """`start` binds `host`:`port` (0: a free one; see `address`) and returns when peers may dial."""
+    """`start` binds `host`:`port` (0: a free one; see `address`) and returns when peers may dial. `fault` is called on this thread
+    when something here is wrong: handoffs would hang, so the worker should end. None: it is logged."""
 
-    def __init__(self, identity: Identity, handoffs: Handoffs, outside: Outside, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        handoffs: Handoffs,
+        outside: Outside,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        fault: Callable[[str], None] | None = None,
+    ) -> None:
         control.check_exposure(host, identity.token)
         self.identity = identity
         self.handoffs = handoffs
         self.outside = outside
         self.address = Address(host, port)
+        self.bytes_sent = 0  # of KV that was posted
         self._lines: dict[int, Line] = {}
         self._dials: dict[Address, asyncio.Task[int]] = {}
         self._starting: dict[HandoffId, bool] = {}  # dialling for it -> still wanted
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
+        if fault is not None:
+            self._loop.set_exception_handler(lambda _, context: fault(told_of(context)))
         self._over = asyncio.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-courier", daemon=True)
@@ -97,9 +111,9 @@ class Courier:
         if self._failure is not None:
             raise self._failure
 
-    def tell(self, output: Admitted | Computed | Delta) -> None:
+    def tell(self, *outputs: Admitted | Computed | Delta) -> None:
         """What the engine says, in its order."""
-        self._soon(lambda: self._handle(output))
+        self._soon(lambda: self._take_outputs(outputs))
 
     def order(self, order: nouns.Order, to: Address | None = None) -> None:
         """What the front wants; `to`: the decode worker of a Start or Redirect, which is dialled if need be."""
@@ -109,9 +123,9 @@ class Courier:
         """A mover has notices."""
         self._soon(self._take_notices)
 
-    def inspect(self, look: Callable[[Handoffs], None]) -> None:
+    def inspect(self, look: Callable[[Courier], None]) -> None:
         """Call `look` on the courier's thread: for metrics, which must not read what is being changed."""
-        self._soon(lambda: look(self.handoffs))
+        self._soon(lambda: look(self))
 
     def close(self) -> None:
         """Hang up, stop. The movers are closed by whoever made them."""
@@ -122,6 +136,10 @@ class Courier:
     def _soon(self, call: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
+
+    def links_by_kind(self) -> dict[str, int]:
+        """How many links use which mover; to be called through `inspect`."""
+        return dict(Counter(line.mover.kind for line in self._lines.values()))
 
     # ------------------------------------------------------------ the thread
 
@@ -155,6 +173,11 @@ class Courier:
 
     def _handle(self, event: nouns.Event) -> None:
         self.handoffs.handle(time.monotonic(), event)
+        self._obey()
+
+    def _take_outputs(self, outputs: Sequence[Admitted | Computed | Delta]) -> None:
+        for output in outputs:
+            self.handoffs.handle(time.monotonic(), output)
         self._obey()
 
     def _take_notices(self) -> None:
@@ -200,6 +223,7 @@ class Courier:
         elif isinstance(command, nouns.Write):
             memory = self.identity.memory
             spans = memory.spans(command.first_layer, command.last_layer, command.sources, command.destinations)
+            self.bytes_sent += int(spans[:, 3].sum())
             line.mover.write(command.link, command.generation, spans, command.op)
         elif isinstance(command, nouns.Grant):
             line.mover.grant(command.link, command.generation, command.pages)
@@ -306,7 +330,7 @@ class Courier:
 
     async def _answer(self, line: Wire) -> None:
         try:
-            peer = await control.be_greeted(line, self.identity.token)
+            peer = await control.be_greeted(line, self.identity.token, Introduction)
             problem = refusal(self.identity.digest, peer.digest)
             if problem:
                 raise ControlError(problem)
@@ -352,3 +376,9 @@ class Courier:
             if not isinstance(error, asyncio.IncompleteReadError):
                 log.warning("%s: a link ends: %s", self.identity.worker, error)
         self._handle(nouns.Unlinked(link))
+
+
+def told_of(context: dict[str, Any]) -> str:
+    """An event loop's words about an exception that nobody caught, with where it came from."""
+    error = context.get("exception")
+    return context["message"] if error is None else "".join(traceback.format_exception(error))

@@ -20,7 +20,7 @@ import msgspec
 
 from counterpoint.cluster.messages import HandoffId, Sampled
 from counterpoint.cluster.nouns import Ended, Outcome, Reroute
-from counterpoint.types import Arrive, Finish, Part
+from counterpoint.types import Arrive, Finish, Part, TokenLogprobs
 
 
 class OnLoss(enum.StrEnum):
@@ -37,12 +37,19 @@ class Deliver(NamedTuple):
     tokens: tuple[Sampled, ...]
 
 
+class About(NamedTuple):
+    """To the client: log-probabilities of the prompt's next tokens."""
+
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
 class Finished(NamedTuple):
-    """To the client: the end."""
+    """To the client: the end. `lost`: no worker could finish it; the request itself is not to blame."""
 
     finish: Finish
     error: str = ""
     stopped_by: int | None = None
+    lost: bool = False
 
 
 class Again(NamedTuple):
@@ -84,13 +91,14 @@ class Drop(NamedTuple):
     handoff: HandoffId
 
 
-Action = Deliver | Finished | Again | Elsewhere | Keep | LetGo | Drop
+Action = Deliver | About | Finished | Again | Elsewhere | Keep | LetGo | Drop
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
     """`tokens`: those the client has. `held`: tokens that overtook one before them, by position. `may_stay`: prefill workers may
-    decode what nobody takes."""
+    decode what nobody takes. `prompt_told`: prompt tokens of whose log-probabilities the client knows, `prompt_heard` those the
+    current source has told."""
 
     arrive: Arrive
     retries: int = 1
@@ -103,6 +111,8 @@ class Dispatch:
     tokens: list[int] = field(default_factory=list)
     base: int = 0  # position of the token that the current source samples
     held: dict[int, Sampled] = field(default_factory=dict)
+    prompt_told: int = 0
+    prompt_heard: int = 0
     settled: bool = False  # adopted, or it stays: no attempt of this source follows
     gone: set[str] = field(default_factory=set)  # workers of this attempt that were lost
     end: tuple[int, Finished] | None = None  # and how many tokens come before it
@@ -140,6 +150,15 @@ class Dispatch:
         if finish is not None:
             self.end = (self.base + offset + len(tokens), finish)
         return self._flow()
+
+    def told(self, handoff: HandoffId, part: Part, prompt_logprobs: tuple[TokenLogprobs, ...]) -> list[Action]:
+        """What an engine says of the prompt, in order. A source that starts again tells what the client knows already."""
+        if self.over or handoff.attempt != (self.source if part is Part.PREFILL else self.attempt):
+            return []
+        fresh = prompt_logprobs[max(0, self.prompt_told - self.prompt_heard) :]
+        self.prompt_heard += len(prompt_logprobs)
+        self.prompt_told = max(self.prompt_told, self.prompt_heard)
+        return [About(fresh)] if fresh else []
 
     def _flow(self) -> list[Action]:
         """Deliver what has become continuous, and the end if nothing is missing before it."""
@@ -226,7 +245,7 @@ class Dispatch:
         self.base = len(self.tokens)
         self.held.clear()
         self.gone.clear()
-        self.settled, self.end = False, None
+        self.settled, self.end, self.prompt_heard = False, None, 0
         return [*drops, Again(self.handoff, msgspec.structs.replace(self.arrive, resumed=tuple(self.tokens)), avoid)]
 
     def _drops(self) -> list[Action]:
@@ -234,4 +253,4 @@ class Dispatch:
 
     def _fail(self, reason: str) -> list[Action]:
         self.over = True
-        return [*self._drops(), Finished(Finish.ERROR, reason)]
+        return [*self._drops(), Finished(Finish.ERROR, reason, lost=True)]

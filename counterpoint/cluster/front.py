@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from counterpoint.cluster import nouns
-from counterpoint.cluster.dispatch import Action, Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
+from counterpoint.cluster.dispatch import About, Action, Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
 from counterpoint.cluster.messages import Sampled
 from counterpoint.cluster.nouns import Ended, Grain, Order, Reroute, handoff_of
 from counterpoint.types import Arrive, Delta, Finish, Part
@@ -39,7 +39,7 @@ class ToWorker(NamedTuple):
 
 class ToClient(NamedTuple):
     id: str
-    news: Deliver | Finished
+    news: Deliver | About | Finished
 
 
 class Front:
@@ -103,6 +103,8 @@ class Front:
         if known is None or dispatch is None:
             return
         handoff, part = known
+        if delta.prompt_logprobs:
+            self._act(dispatch, dispatch.told(handoff, part, delta.prompt_logprobs))
         if delta.id not in self._given:
             self._given[delta.id] = 1 if part is Part.DECODE else 0
             self._names.setdefault(handoff.request, []).append(delta.id)
@@ -121,7 +123,7 @@ class Front:
     def _act(self, dispatch: Dispatch, actions: list[Action]) -> None:
         id = dispatch.arrive.id
         for action in actions:
-            if isinstance(action, Deliver | Finished):
+            if isinstance(action, Deliver | About | Finished):
                 self._out.append(ToClient(id, action))
             elif isinstance(action, Again):
                 self._start(dispatch, action)

@@ -108,7 +108,7 @@ class Verified(msgspec.Struct, frozen=True, gc=False):
     ok: bool
 
 
-class Start(msgspec.Struct, frozen=True):
+class Start(msgspec.Struct, frozen=True, tag=True):
     """Prefill `arrive` here and hand it on over `link`. `deadline_s`: seconds from now until the handoff is given up."""
 
     handoff: HandoffId
@@ -118,14 +118,14 @@ class Start(msgspec.Struct, frozen=True):
     grain: Grain = Grain.LAYER
 
 
-class Plain(msgspec.Struct, frozen=True):
+class Plain(msgspec.Struct, frozen=True, tag=True):
     """Do all of `arrive` here: nothing is handed on."""
 
     handoff: HandoffId
     arrive: Arrive
 
 
-class Redirect(msgspec.Struct, frozen=True, gc=False):
+class Redirect(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Answer to Reroute: try again as `handoff` over `link`."""
 
     source: HandoffId
@@ -133,26 +133,26 @@ class Redirect(msgspec.Struct, frozen=True, gc=False):
     link: int
 
 
-class Stay(msgspec.Struct, frozen=True, gc=False):
+class Stay(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Answer to Reroute: decode it on the worker that has prefilled it."""
 
     source: HandoffId
 
 
-class Settle(msgspec.Struct, frozen=True, gc=False):
+class Settle(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Answer to Reroute: let it go."""
 
     source: HandoffId
     reason: str
 
 
-class Withdraw(msgspec.Struct, frozen=True, gc=False):
+class Withdraw(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The client is gone, or another attempt has taken over: end `handoff` here, wherever it stands."""
 
     handoff: HandoffId
 
 
-class Drain(msgspec.Struct, frozen=True, gc=False):
+class Drain(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Refuse new offers (`on`), as a worker does that changes its role or stops; or take them again."""
 
     on: bool
@@ -229,7 +229,7 @@ class Fence(msgspec.Struct, frozen=True, gc=False):
     link: int
 
 
-class Reroute(msgspec.Struct, frozen=True, gc=False):
+class Reroute(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The decode side of `handoff` failed, as far as can be seen from here; the prefill (`source`) is whole. Answer with Redirect,
     Stay or Settle. (The decode worker may have adopted it all the same: whoever answers must no longer listen to that attempt.)"""
 
@@ -256,7 +256,7 @@ class Times(msgspec.Struct, frozen=True, gc=False):
         return max(0.0, self.written_s - max(self.prefilled_s, self.reserved_s))
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, tag=True):
     """This worker's `part` is decided; said once. `handoff`: with Part.PREFILL that of the source. `first`: with ADOPTED, the
     token that prefill sampled. `times`: with SENT."""
 

@@ -95,7 +95,7 @@ class Source:
             self.end(now, Outcome.FINISHED)
         elif delta.finish is not None:
             self.end(now, Outcome.ABORTED if delta.finish is Finish.ABORT else Outcome.FAILED, delta.error)
-        elif self.first is None:
+        elif self.first is None and delta.tokens:  # what is told of the prompt comes before
             self.prefilled_s = now
             self.first = Sampled(delta.tokens[0], delta.logprobs[0] if delta.logprobs else None, delta.cached_tokens)
             self._advance(now)

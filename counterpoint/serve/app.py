@@ -45,6 +45,7 @@ from counterpoint.serve.openai import (
     parse,
 )
 from counterpoint.serve.page import page
+from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
 from counterpoint.serve.responses import ResponsesRequest
@@ -74,7 +75,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineClient | Pool,
         metrics: Metrics,
         pulse: Pulse,
         name: str,
@@ -211,7 +212,7 @@ def add_facts(app: FastAPI, service: Service) -> None:
             service.ready()
         except EngineLost as lost:
             return JSONResponse({"status": service.engine.state, "reason": str(lost)}, 503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(service.engine.health())
 
     @app.get("/metrics", response_class=fastapi.responses.PlainTextResponse)
     async def metrics() -> Response:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import zmq
@@ -57,12 +57,24 @@ class Listener(Protocol):
     def heard(self, outputs: wire.Outputs) -> None: ...
 
 
+class Backend(Protocol):
+    """What a Stream needs of whoever runs its requests (EngineClient, Pool)."""
+
+    def enter(self, arrives: Sequence[Arrive], mail: Mail) -> None:
+        """Start them; what comes goes into `mail`. Raises EngineLost."""
+        ...
+
+    def leave(self, id: str, reason: str) -> bool:
+        """No more of `id` is wanted. False if it had ended already."""
+        ...
+
+
 class Stream:
     """The Deltas of some requests, in the order in which they come: `async with client.open(arrives) as deltas: async for ...`.
     It ends when each request has had its finish; leaving the block aborts those that have not.
     After `timeout_s` from its opening, those that have not are aborted, and TimedOut is raised."""
 
-    def __init__(self, client: EngineClient, arrives: Iterable[Arrive], timeout_s: float | None = None) -> None:
+    def __init__(self, client: Backend, arrives: Iterable[Arrive], timeout_s: float | None = None) -> None:
         self._client = client
         self._arrives = tuple(arrives)
         self._open = {arrive.id for arrive in self._arrives}
@@ -71,7 +83,7 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Stream:
-        self._client._enter(self._arrives, self._queue)
+        self._client.enter(self._arrives, self._queue)
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         return self
@@ -105,12 +117,12 @@ class Stream:
     def abort(self, id: str, reason: str = "abort") -> bool:
         """No more of request `id` is wanted; none of its Deltas will be given any more. False if it had ended already."""
         self._open.discard(id)
-        return self._client._leave(id, reason)
+        return self._client.leave(id, reason)
 
     def _expire(self) -> None:
         """At once, even if whoever reads is held up."""
         for id in self._open:
-            self._client._leave(id, "timeout")
+            self._client.leave(id, "timeout")
         self._queue.put_nowait(TimedOut(f"the answer was not finished within {self._timeout_s:g} s"))
 
 
@@ -199,6 +211,10 @@ class EngineClient:
             reasons = {"loading": "the model is still being loaded", "frozen": "the engine does not respond"}
             raise EngineLost(self.error or reasons.get(self.state, "the engine is not running"))
 
+    def health(self) -> dict[str, Any]:
+        """What /health says of an engine that is ready."""
+        return {"status": "ok"}
+
     def fail_streams(self, reason: str) -> None:
         """End every open stream with EngineLost, and abort its requests."""
         queues, self._queues = self._queues, {}
@@ -207,15 +223,15 @@ class EngineClient:
         if queues and self.state not in ("dead", "stopped"):
             self._send([Abort(id) for id in queues])
 
-    def _enter(self, arrives: Sequence[Arrive], queue: Mail) -> None:
+    def enter(self, arrives: Sequence[Arrive], mail: Mail) -> None:
         self.check()
         for arrive in arrives:
-            self._queues[arrive.id] = queue
+            self._queues[arrive.id] = mail
         if self.listener is not None:
             self.listener.entered(arrives)
         self._send(list(arrives))
 
-    def _leave(self, id: str, reason: str) -> bool:
+    def leave(self, id: str, reason: str) -> bool:
         living = self._queues.pop(id, None) is not None and self.state not in ("dead", "stopped")
         if living:
             self._send([Abort(id, reason)])

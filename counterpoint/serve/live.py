@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 import counterpoint
 from counterpoint.serve.client import EngineClient
 from counterpoint.serve.guard import Overloaded, Queue
+from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import Json, event
 from counterpoint.serve.stream import ClientGone, unless_gone
@@ -33,7 +34,7 @@ Frames = asyncio.Queue["bytes | None"]  # None: the end
 
 
 class Live:
-    def __init__(self, engine: EngineClient, pulse: Pulse, queue: Queue, name: str) -> None:
+    def __init__(self, engine: EngineClient | Pool, pulse: Pulse, queue: Queue, name: str) -> None:
         self.engine = engine
         self.pulse = pulse
         self.queue = queue

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from counterpoint.serve.guard import Queue
+from counterpoint.serve.pool_metrics import PoolMetrics
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Finish, Record, Stats
 
@@ -92,13 +93,14 @@ DISTRIBUTIONS = {
 
 
 class Metrics(Collector):
-    """`stats`, `hello` and `queue` are set by the server; `observe` takes each finished request."""
+    """`stats`, `hello`, `queue` and `pool` are set by the server; `observe` takes each finished request."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.stats = Stats()
         self.hello: Hello | None = None
         self.queue = Queue()
+        self.pool: PoolMetrics | None = None
         self.finished = dict.fromkeys(Finish, 0)
         self.cut_short: set[str] = set()  # ids that a stop string ended: to the engine they are aborted
         self.histograms = {
@@ -166,6 +168,8 @@ class Metrics(Collector):
         yield from self._policy()
         for name, histogram in self.histograms.items():
             yield from self._histogram(name, histogram)
+        if self.pool is not None:
+            yield from self.pool.collect()
         if self.hello is not None:
             words = {"model_name": self.model, "policy": self.hello.policy, "lanes": self.hello.lanes}
             info = GaugeMetricFamily("counterpoint_info", "What serves, in words; always 1.", labels=list(words))

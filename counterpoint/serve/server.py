@@ -23,6 +23,7 @@ from counterpoint.serve.client import EngineClient, EngineFailed
 from counterpoint.serve.intake import Intake
 from counterpoint.serve.logs import load_between, start_logging
 from counterpoint.serve.metrics import Metrics
+from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.structure_check import Checker
 from counterpoint.serve.text import Text, TextError
@@ -80,7 +81,7 @@ class Server:
         self.metrics = Metrics(self.name)
         self.pulse = Pulse()
         self.tracing = Tracing(config.server.otlp_endpoint) if config.server.otlp_endpoint is not None else None
-        self.engine = EngineClient(config.replace(api_key=None), self.on_record, system, listener=self.pulse)
+        self.engine = self.make_engine(system)
         self.service = Service(self.engine, self.metrics, self.pulse, self.name, config.server, self.tracing)
         self.http = HttpServer(
             uvicorn.Config(
@@ -93,6 +94,13 @@ class Server:
         )
         self.checker: Checker | None = None
         self.signals = 0
+
+    def make_engine(self, system: str) -> EngineClient | Pool:
+        if self.config.cluster.pooled:
+            pool = Pool(self.config, self.source, self.on_record, system, self.pulse)
+            self.metrics.pool = pool.metrics
+            return pool
+        return EngineClient(self.config.replace(api_key=None, cluster_token=None), self.on_record, system, self.pulse)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

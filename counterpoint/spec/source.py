@@ -120,6 +120,27 @@ def load_spec(source: Source, max_context_tokens: int | None = None) -> ModelSpe
     return from_hf(config, source.name, max_context_tokens)
 
 
+SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # of a file, spread evenly
+
+
+def weights_id(source: Source, seed: int | None = None) -> str:
+    """A name for the very weights: equal for copies of one checkpoint, different for others. A large file is sampled in SAMPLES
+    places, so that it need not be read whole. `seed`: of dummy weights, which are named by it."""
+    if seed is not None:
+        return f"dummy {seed}"
+    path = Path(source.path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name if path.is_dir() else ''} {size}\n".encode())
+        with file.open("rb") as content:
+            for start in sorted({size * piece // SAMPLES for piece in range(SAMPLES)}):
+                content.seek(start)
+                state.update(content.read(SAMPLE_BYTES))
+    return state.hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))

@@ -54,7 +54,7 @@ def test_one_token_may_be_all():
 
 
 def test_a_bad_request_ends_with_the_prefill_workers_words():
-    error = Finished(Finish.ERROR, "too long")
+    error = Finished(Finish.ERROR, "too long", lost=True)
     assert started().took(A1, Part.PREFILL, 0, (), error) == [error]
 
 
@@ -77,7 +77,7 @@ def test_with_nobody_else_it_stays():
 def test_where_it_may_not_stay_it_fails():
     dispatch = started(retries=0, may_stay=False)
     actions = dispatch.rerouted(Reroute(A1, A1, "full"))
-    assert LetGo("p", A1, "full") in actions and actions[-1] == Finished(Finish.ERROR, "full")
+    assert LetGo("p", A1, "full") in actions and actions[-1] == Finished(Finish.ERROR, "full", lost=True)
 
 
 def test_nobody_at_all():
@@ -138,7 +138,7 @@ def test_retries_are_bounded():
     for _ in range(2):
         assert isinstance(dispatch.lost("p")[-1], Again)
         dispatch.sent_to("p", "d")
-    assert dispatch.lost("p")[-1] == Finished(Finish.ERROR, "worker p was lost")
+    assert dispatch.lost("p")[-1] == Finished(Finish.ERROR, "worker p was lost", lost=True)
     assert dispatch.lost("p") == []
 
 

@@ -1,0 +1,248 @@
+"""Routing: the front's own book of what it has sent where, and the choice of workers from it.
+
+Owns: for every living request its workers, its size and how far it is; from them each worker's load. Promises: pure; the load is
+that of this very moment, since every request and every token passes the front (a worker's own report would be a round trip old,
+and a burst would all go to the one that looked idle); a request finds a worker as long as a willing one could ever hold it.
+Must not: read a clock, talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from counterpoint.cluster.elastic import Load
+from counterpoint.cluster.front import Route
+from counterpoint.cluster.prefixes import Prefixes
+from counterpoint.cluster.router import Choice, Router, WorkerView, replicas
+from counterpoint.core.pages import page_names, root_name
+from counterpoint.types import Arrive, Role, Work
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What never changes about a worker."""
+
+    units: int
+    layers: int
+    page_tokens: int
+    pages_total: int
+    chunk_tokens: int = 512
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A worker as the router sees it, and what is booked on it. `lost_pages`: in quarantine, by its own report."""
+
+    role: Role
+    shape: Shape
+    willing: bool = True
+    lost_pages: int = 0
+    prefill_tokens: int = 0
+    prefill_squares: int = 0
+    prefill_reused: int = 0
+    prefills: int = 0
+    decodes: int = 0
+    context: int = 0
+    pages: int = 0
+
+    @property
+    def pending(self) -> Work:
+        layers = self.shape.layers
+        return Work(
+            self.prefill_tokens, self.prefill_squares, self.prefill_reused, self.prefills, 0, 0, self.prefills, 0, layers, layers
+        )
+
+    @property
+    def running(self) -> Work:
+        layers = self.shape.layers
+        return Work(0, 0, 0, 0, self.decodes, self.context, self.decodes, 0, layers, layers)
+
+    def view(self, name: str) -> WorkerView:
+        shape = self.shape
+        return WorkerView(
+            name=name,
+            role=self.role,
+            units=shape.units,
+            layers=shape.layers,
+            page_tokens=shape.page_tokens,
+            pages_free=max(0, shape.pages_total - self.pages - self.lost_pages),
+            pages_total=shape.pages_total,
+            pending=self.pending,
+            running=self.running,
+            chunk_tokens=shape.chunk_tokens,
+            willing=self.willing,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """A request on its way. `source`, `target`: where it is prefilled and decoded (a worker that starts again has another seat).
+    `tokens`: prompt and answer so far; `new`: those of them that must be computed. `names`: of the pages of the first tokens."""
+
+    arrive: Arrive
+    route: Route
+    source: Seat
+    target: Seat
+    tokens: int
+    new: int
+    names: list[bytes] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    prefilling: bool = True
+    handed: bool = False  # the source has let it go
+
+
+class Routing:
+    def __init__(self, router: Router, prefix_cache: bool = True, prefixes: Prefixes | None = None) -> None:
+        self.router = router
+        self.prefix_cache = prefix_cache
+        self.prefixes = prefixes or Prefixes()
+        self.seats: dict[str, Seat] = {}
+        self.bookings: dict[str, Booking] = {}
+        self.chosen: dict[str, int] = {}  # by reason (router.py)
+
+    # ------------------------------------------------------------ workers
+
+    def seat(self, worker: str, role: Role, shape: Shape) -> None:
+        """A worker is there, with nothing on it."""
+        self.seats[worker] = Seat(role, shape)
+
+    def unseat(self, worker: str) -> None:
+        """It is gone, and so is its cache. What was booked on it is booked anew, or ends."""
+        self.seats.pop(worker, None)
+        self.prefixes.forget(worker)
+
+    def loads(self) -> list[Load]:
+        """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
+        found = []
+        for name, seat in self.seats.items():
+            queue = self._seconds(seat, seat.pending)
+            found.append(
+                Load(
+                    name=name,
+                    role=seat.role,
+                    ttft_s=queue,
+                    compute_s=queue / max(1, seat.prefills),
+                    tpot_s=self._seconds(seat, seat.running),
+                    kv_share=min(1.0, seat.pages / seat.shape.pages_total),
+                    drained=not (seat.prefills or seat.decodes or seat.pages),
+                )
+            )
+        return found
+
+    def _seconds(self, seat: Seat, work: Work) -> float:
+        return self.router.estimator.seconds(work, seat.shape.units) if work.prefill_tokens or work.decode_batch else 0.0
+
+    # ------------------------------------------------------------ the choice (front.Pick)
+
+    def pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
+        """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
+        tokens = len(arrive.prompt) + len(arrive.resumed)
+        views = [seat.view(name) for name, seat in self.seats.items()]
+        names = self._names(arrive, views)
+        cached = self.prefixes.pages(names)
+        choice = self._choose(tokens, arrive, views, cached, avoid, prefill)
+        if choice is None and avoid and not prefill:  # the one that failed it is the only one there is
+            choice = self._choose(tokens, arrive, views, cached, "", prefill)
+        if choice is None:
+            return None
+        self._book(arrive, choice, names, cached, prefill)
+        return choice.route
+
+    def _choose(
+        self, tokens: int, arrive: Arrive, views: list[WorkerView], cached: Mapping[str, int], avoid: str, prefill: str
+    ) -> Choice | None:
+        """Where there is room; if there is none anywhere, where it will have to wait."""
+        alike = all(view.role is Role.BOTH for view in views)
+        router = Router(self.router.estimator, self.router.wires, replicas(self.router.rule)) if alike else self.router
+        choice = router.route(tokens, arrive.slo, views, cached, avoid, prefill)
+        if choice is not None:
+            return choice
+        roomy = [msgspec.structs.replace(view, pages_free=view.pages_total) for view in views]
+        return router.route(tokens, arrive.slo, roomy, cached, avoid, prefill)
+
+    def _names(self, arrive: Arrive, views: list[WorkerView]) -> list[bytes]:
+        if not self.prefix_cache or not views:
+            return []
+        booked = self.bookings.get(arrive.id)
+        if booked is not None and not arrive.resumed:
+            return booked.names
+        return page_names((*arrive.prompt, *arrive.resumed), views[0].page_tokens, root_name(arrive.salt))
+
+    # ------------------------------------------------------------ the book
+
+    def _book(self, arrive: Arrive, choice: Choice, names: list[bytes], cached: Mapping[str, int], prefill: str) -> None:
+        old = self.bookings.pop(arrive.id, None)
+        if old is not None:
+            _count(old, -1)
+        route, tokens = choice.route, len(arrive.prompt) + len(arrive.resumed)
+        self.chosen[choice.reason] = self.chosen.get(choice.reason, 0) + 1
+        source, target = self.seats[route.prefill], self.seats[route.decode]
+        new = tokens - min(cached.get(route.prefill, 0) * source.shape.page_tokens, tokens - 1)
+        booking = Booking(arrive, route, source, target, tokens, new, names, list(arrive.resumed))
+        if old is not None and prefill:  # another decode worker for what is prefilled, or nearly so
+            booking.prefilling, booking.new, booking.tokens, booking.answer = old.prefilling, old.new, old.tokens, old.answer
+        self.bookings[arrive.id] = booking
+        _count(booking, 1)
+
+    def grew(self, id: str, tokens: tuple[int, ...]) -> None:
+        """The client has more tokens of request `id`."""
+        booking = self.bookings.get(id)
+        if booking is None:
+            return
+        _count(booking, -1)
+        if booking.prefilling:
+            self._learn(booking.route.prefill, booking.source, booking.names)
+        booking.prefilling = False
+        booking.tokens += len(tokens)
+        booking.answer += tokens
+        _count(booking, 1)
+
+    def adopted(self, id: str) -> None:
+        """The decode worker has it, the prefill worker has let it go."""
+        booking = self.bookings.get(id)
+        if booking is not None and not booking.handed:
+            _count(booking, -1)
+            booking.handed = booking.source is not booking.target
+            _count(booking, 1)
+            self._learn(booking.route.decode, booking.target, booking.names)
+
+    def stayed(self, id: str) -> None:
+        """It is decoded where it was prefilled."""
+        booking = self.bookings.get(id)
+        if booking is not None:
+            _count(booking, -1)
+            booking.route = booking.route._replace(decode=booking.route.prefill)
+            booking.target = booking.source
+            _count(booking, 1)
+
+    def ended(self, id: str) -> None:
+        booking = self.bookings.pop(id, None)
+        if booking is None:
+            return
+        _count(booking, -1)
+        if self.prefix_cache and not booking.prefilling:
+            size, names = booking.target.shape.page_tokens, booking.names
+            tokens = (*booking.arrive.prompt, *booking.answer)[:-1]  # the last token's KV was never computed
+            rest = page_names(tokens[len(names) * size :], size, names[-1] if names else root_name(booking.arrive.salt))
+            self._learn(booking.route.decode, booking.target, [*names, *rest])
+
+    def _learn(self, worker: str, seat: Seat, names: list[bytes]) -> None:
+        if self.seats.get(worker) is seat:
+            self.prefixes.learn(worker, names)
+
+
+def _count(booking: Booking, sign: int) -> None:
+    """Put a booking's load on its workers (1), or take it off (-1)."""
+    source, target = booking.source, booking.target
+    if booking.prefilling:
+        source.prefill_tokens += sign * booking.new
+        source.prefill_squares += sign * booking.new * booking.new
+        source.prefill_reused += sign * booking.new * (booking.tokens - booking.new)
+        source.prefills += sign
+    target.decodes += sign
+    target.context += sign * booking.tokens
+    target.pages += sign * -(-booking.tokens // target.shape.page_tokens)
+    if source is not target and not booking.handed:
+        source.pages += sign * -(-booking.tokens // source.shape.page_tokens)

@@ -1,0 +1,154 @@
+"""How a worker and the front of its pool talk: the words, and who may say them.
+
+Owns: the messages and the handshake. Promises: both ends prove that they know the cluster's token; versions are compared before
+anything else is; every message is one frame of msgpack of a known type (nothing on the wire can run code), and bounded.
+Must not: decide, or hold a connection.
+
+    worker   Greeting, then Join (who it is)                  cluster/control.py: nonces and proofs
+    front    Welcome or Refusal
+    worker   Loading …, then Ready or Failed; then Said … and Beat …
+    front    Orders …, Farewell
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+import counterpoint
+from counterpoint.cluster import control, nouns
+from counterpoint.cluster.control import Address, ControlError, Proven, Refusal, Wire
+from counterpoint.cluster.digest import Digest
+from counterpoint.cluster.messages import WireError
+from counterpoint.serve.wire import Beat, Failed, Hello, Progress
+from counterpoint.types import Delta, Record, Role, Stats
+
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Join(Proven, frozen=True, tag="join", kw_only=True):
+    """`worker`: its name, unique in the cluster."""
+
+    worker: str
+    role: Role
+    version: str = counterpoint.__version__
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    pass
+
+
+# ---------------------------------------------------------------- from the front
+
+
+class Told(msgspec.Struct, frozen=True):
+    """`to`: the decode worker that a Start or Redirect is to be linked to."""
+
+    order: nouns.Order
+    to: Address | None = None
+
+
+class Orders(msgspec.Struct, frozen=True, tag=True):
+    items: list[Told]
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """Stop. `reason` is empty if nothing is wrong with the worker."""
+
+    reason: str = ""
+
+
+FromFront = Orders | Farewell
+
+
+# ---------------------------------------------------------------- from the worker
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine runs. `address`: where other workers dial it. `kinds`: its movers of KV. `kv_bytes_per_token`: in all layers."""
+
+    hello: Hello
+    address: Address
+    digest: Digest
+    kinds: tuple[str, ...]
+    units: int
+    kv_bytes_per_token: int
+
+
+class Census(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's handoffs now: how many are in which state, and the pages they hold by kind (cluster/ledger.py). `links`: by mover.
+    `strays`: messages that nothing here expected, so far. `bytes_sent`: of KV, so far."""
+
+    states: dict[str, int] = {}
+    pages: dict[str, int] = {}
+    links: dict[str, int] = {}
+    strays: int = 0
+    bytes_sent: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.states.values()) and not any(self.pages.values())
+
+
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """What a turn of the engine gave, or the courier reports."""
+
+    items: list[Delta | Record | nouns.Ended | nouns.Reroute] = []
+    stats: Stats | None = None
+    census: Census | None = None
+
+
+FromWorker = Progress | Failed | Ready | Said | Beat
+
+encode = msgspec.msgpack.Encoder().encode
+_from_front = msgspec.msgpack.Decoder(FromFront)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+async def hear_front(wire: Wire) -> FromFront:
+    """Raises OSError, IncompleteReadError or WireError when the connection has ended or is not to be trusted."""
+    return _decoded(_from_front, await wire.read(MAX_FRAME_BYTES))
+
+
+async def hear_worker(wire: Wire) -> FromWorker:
+    """As hear_front."""
+    return _decoded(_from_worker, await wire.read(MAX_FRAME_BYTES))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, data: bytes):
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"not a word of this protocol: {error}") from None
+
+
+# ---------------------------------------------------------------- the handshake
+
+
+async def join(front: Address, token: str, me: Join) -> Wire:
+    """A connection on which the front has said Welcome. Raises ControlError with its reason, or OSError."""
+    wire = Wire(*await asyncio.open_connection(*front))
+    try:
+        async with asyncio.timeout(control.HANDSHAKE_S):
+            proof = await control.greet(wire, token)
+            wire.say(msgspec.structs.replace(me, proof=proof))
+            await wire.hear(Welcome)
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+async def admit(wire: Wire, token: str, objection) -> Join:
+    """The front's side: who joins, after the proof, the version and `objection` (a Join -> why not, or ""). Raises ControlError."""
+    async with asyncio.timeout(control.HANDSHAKE_S):
+        joined = await control.be_greeted(wire, token, Join)
+    problem = objection(joined)
+    if joined.version != counterpoint.__version__:
+        problem = f"versions differ: counterpoint {counterpoint.__version__} here, {joined.version} there"
+    if problem:
+        wire.say(Refusal(problem))
+        raise ControlError(f"{joined.worker}: {problem}")
+    wire.say(Welcome())
+    return joined

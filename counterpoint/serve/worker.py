@@ -1,0 +1,245 @@
+"""A worker's process: one engine of a pool, `python -m counterpoint.serve.worker` or `counterpoint worker`.
+
+Owns: the life of this process, and what passes between engine, courier and front. Promises: whatever the front was told of a
+request goes to it in order; when the front is lost, every request here is given up, and none of its pages is kept; a failure to
+start is told in words; the worker says that it lives from a thread that waits for no step.
+Must not: speak HTTP, decide anything.
+
+Threads: the main one runs the engine's loop and alone touches the engine; `front` has the connection to the front; the courier and
+its movers have theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from counterpoint.build import Place, identity, movers
+from counterpoint.cluster import nouns
+from counterpoint.cluster.control import Address, ControlError
+from counterpoint.cluster.courier import Courier
+from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.ledger import Hold
+from counterpoint.cluster.nouns import Geometry, Rules, handoff_of
+from counterpoint.cluster.receiver import ReceiveState
+from counterpoint.cluster.sender import SendState
+from counterpoint.config import Config, ConfigError
+from counterpoint.core.engine import Engine
+from counterpoint.core.loop import run
+from counterpoint.device.cores import pin
+from counterpoint.device.link.shm import ShmLink
+from counterpoint.device.timeline import Timeline
+from counterpoint.device.wall import WallInbox
+from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
+from counterpoint.serve.frontline import FrontLine
+from counterpoint.serve.joining import Census, Join, Ready, Said, Told
+from counterpoint.serve.logs import start_logging
+from counterpoint.serve.wire import Failed, Progress
+from counterpoint.spec.model import ModelError
+from counterpoint.types import Arrive, Delta, Output, Release, Role
+
+STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendState.RELEASED.value})
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told. `cores`: those it may use (empty: all). `engines`: so many share the machine's memory. `port`: where
+    other workers dial it (0: a free one). `stays`: it looks for its front again when it has lost it."""
+
+    config: Config
+    system: str
+    name: str
+    role: Role
+    front: Address
+    token: str
+    cores: tuple[int, ...] = ()
+    engines: int = 1
+    port: int = 0
+    stays: bool = False
+
+
+def main() -> int:
+    """Started by serve/crew.py, which writes a Start to standard input, and watched by its other end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what they mean
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    return work(start)
+
+
+def work(start: Start) -> int:
+    """Join the front, build the engine, run it until the front says farewell. The exit status: 0, 1 (broken) or 2 (a setting is
+    wrong, or the front refuses this worker)."""
+    start_logging(start.config.server.log_level, start.config.server.log_format)
+    inbox = WallInbox()
+    line = FrontLine(start.front, start.token, Join(worker=start.name, role=start.role), start.stays)
+    try:
+        line.open(inbox.stop)
+    except (ControlError, OSError) as error:
+        print(f"no place at {start.front.host}:{start.front.port}: {error}", file=sys.stderr)
+        return 2
+    try:
+        Worker(start, inbox, line).run()
+        if line.reason:
+            print(f"the front does not want this worker: {line.reason}", file=sys.stderr)
+        return 2 if line.reason else 0
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        line.post(Failed(str(error), blame="user"))
+        return 2
+    except Exception as error:  # it could not be built, or its device is lost: nothing can go on
+        traceback.print_exc()
+        line.post(Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        line.close()
+
+
+class Worker:
+    """An engine with a courier, as the courier's Outside."""
+
+    def __init__(self, start: Start, inbox: WallInbox, line: FrontLine) -> None:
+        if start.cores:
+            pin(start.cores)
+        self.start = start
+        self.inbox = inbox
+        self.line = line
+        self.living: set[str] = set()  # by the engine's names: what it has and has not ended
+        self._stats_due_s = 0.0
+        self._courier: Courier | None = None
+        self.links = movers(start.config, self._wake)
+        shm = self.links.get("shm")
+        place = Place(start.engines, shm.allocate if isinstance(shm, ShmLink) else None)
+        build = find(start.system)
+        self.log = open_log(named(start.config.server.event_log, start.name))
+        self.system = build(start.config, inbox, lambda stage: line.post(Progress(stage)), place)
+        self.gate = open_gate(self.system, inbox)
+        self.courier = self._courier = self._make_courier()
+
+    def _make_courier(self) -> Courier:
+        start, system = self.start, self.system
+        me = identity(start.name, self.links, system, start.token)
+        handoffs = Handoffs(Rules(), Geometry(system.spec.layers, system.limits.page_tokens))
+        host = start.config.cluster.cluster_host
+        courier = Courier(me, handoffs, self, host, start.port, self.fail)
+        try:
+            courier.start()
+        except OSError:
+            if not start.port:
+                raise
+            courier = Courier(me, handoffs, self, host, fault=self.fail)  # its old port is taken
+            courier.start()
+        return courier
+
+    def _wake(self) -> None:
+        if self._courier is not None:
+            self._courier.wake()
+
+    def run(self) -> None:
+        """From Ready to the front's farewell."""
+        start, system = self.start, self.system
+        ready = Ready(
+            hello=hello_of(start.config, system),
+            address=self.courier.address,
+            digest=self.courier.identity.digest,
+            kinds=self.courier.identity.reach.kinds,
+            units=system.limits.units,
+            kv_bytes_per_token=self.courier.identity.memory.page_bytes * 2 * system.spec.layers // system.limits.page_tokens,
+        )
+        self.line.serve(ready, self.obey, self.give_up, lambda: self.courier.inspect(self.count))
+        path = named(start.config.server.timeline, start.name)
+        names = {lane.id: str(lane.role) for lane in system.engine.policy.lanes}
+        timeline = Timeline(system.executor, self.inbox, names) if path is not None else None
+        try:
+            if timeline is None:
+                run(system.engine, self.inbox, system.executor, self.deliver, self.log)
+            else:
+                run(system.engine, timeline, timeline, timeline.deliver_to(self.deliver), self.log)
+        finally:
+            self.courier.close()
+            self.gate.close()
+            for link in self.links.values():
+                link.close()
+            if self.log is not None:
+                self.log.close()
+            if timeline is not None and path is not None:
+                timeline.write(path)
+        system.executor.close()
+
+    def fail(self, error: str) -> None:
+        """Something is wrong with this worker itself: end it, so that what runs here goes on elsewhere. From any thread."""
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # ------------------------------------------------------------ the front's thread
+
+    def obey(self, orders: list[Told]) -> None:
+        for told in orders:
+            self.courier.order(told.order, told.to)
+
+    def give_up(self) -> None:
+        """The front is lost: nobody waits for anything here."""
+        for handoff in {known[0] for id in tuple(self.living) if (known := handoff_of(id)) is not None}:
+            self.courier.order(nouns.Withdraw(handoff))
+        self.courier.order(nouns.Drain(False))
+
+    # ------------------------------------------------------------ the courier's thread (courier.Outside)
+
+    def engine(self, event: nouns.EngineEvent) -> None:
+        if isinstance(event, Arrive):
+            self.living.add(event.id)
+        elif isinstance(event, Release):
+            self.living.discard(event.id)
+        self.gate.put(event)
+
+    def report(self, command: nouns.Ended | nouns.Reroute) -> None:
+        self.line.post(Said([command]))
+
+    def count(self, courier: Courier) -> None:
+        handoffs, states = courier.handoffs, dict.fromkeys(STATES, 0)
+        for one in (*handoffs.senders.values(), *handoffs.receivers.values()):
+            states[one.state.value] += 1
+        census = Census(
+            states=states,
+            pages={hold.value: handoffs.ledger.pages(hold) for hold in Hold},
+            links=courier.links_by_kind(),
+            strays=handoffs.strays,
+            bytes_sent=courier.bytes_sent,
+        )
+        self.line.post(Said(census=census))
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def deliver(self, outputs: list[Output], engine: Engine) -> None:
+        progress = engine.take_progress()
+        deltas = [output for output in outputs if isinstance(output, Delta)]
+        if progress or deltas:
+            self.courier.tell(*progress, *deltas)
+        for delta in deltas:
+            if delta.finish is not None:
+                self.living.discard(delta.id)
+        now, stats = time.monotonic(), None
+        if now >= self._stats_due_s or engine.idle:
+            stats = engine.stats()
+            self._stats_due_s = now + STATS_S
+        if outputs or stats is not None:
+            self.line.post(Said(list[Any](outputs), stats))
+
+
+def named(path: str | None, worker: str) -> str | None:
+    """The file of one worker, where each writes its own: out.json becomes out.decode-0.json."""
+    return None if path is None else str(Path(path).with_suffix(f".{worker}{Path(path).suffix}"))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit: threads of a lost device may never end

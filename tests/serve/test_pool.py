@@ -1,0 +1,53 @@
+"""`serve --prefill 2 --decode 2`: real workers behind one endpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from pool_process import Pool, answers, mixed_requests
+from serve_process import poll
+
+TRANSPORTS = ["shm", "tcp", "nixl"]
+BODIES = mixed_requests(200)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> list[str]:
+    """The answers of one engine."""
+    one = Pool(tmp_path_factory.mktemp("one") / "log", tiny)
+    try:
+        return answers(one.wait_ready(), BODIES)
+    finally:
+        one.stop()
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    files = set(os.listdir("/dev/shm"))
+    children = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
+    poll(lambda: set(psutil.Process().children(recursive=True)) <= children, what="orphans")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transport):
+    if transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+        pytest.skip("NIXL is not installed: pip install --no-deps nixl-cu13")
+    pool = Pool(tmp_path / "log", tiny, prefill=2, decode=2, transport=transport)
+    try:
+        assert answers(pool.wait_ready(), BODIES) == truth
+        poll(lambda: pool.at_rest, what="the pool does not come to rest")
+        assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 150
+        assert pool.metric("counterpoint_preemptions_total") > 0
+        links = pool.metric("counterpoint_handoff_links")
+        assert links >= 4 and pool.metric("counterpoint_handoff_links", transport=transport) == links
+        assert pool.stop() == 0
+    finally:
+        if pool.process.poll() is None:
+            pool.process.kill()
+            pool.process.wait()
