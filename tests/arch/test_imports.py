@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "counterpoint"
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"compare"},
+    {"compare", "papers"},
     {"plan"},
     {"simulate"},
     {"serve", "bench"},
