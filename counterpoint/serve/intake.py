@@ -36,10 +36,10 @@ from counterpoint.serve.openai import (
     Targets,
     TokenizeRequest,
 )
-from counterpoint.serve.structure import StructureError, from_lark
+from counterpoint.serve.structure import ANSWER
 from counterpoint.serve.structure_check import Checker, Wanted, wanted_of
 from counterpoint.serve.text import Text, TextError
-from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, tools_of
+from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, thinking_first, tools_of
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
 
@@ -107,16 +107,12 @@ class Intake:
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         ask = self._ask(prefix, request, [prompt], limit, at_most or self.context_tokens, logprobs, "messages")
-        ask = await self._bound(ask, wanted_of(request))
         hearing = self._hearing(request, tools, prompt.text or "")
+        ask = await self._bound(ask, self._wanted(request, hearing, prompt.text or ""))
         if hearing is None:
             return ask
         options = dataclasses.replace(ask.options, voice=hearing, marks=hearing.dialect.marks(hearing.fields))
-        arrives = ask.arrives
-        if must_call(request):
-            grammar = self._grammar_of_calls(hearing, prompt.text or "")
-            arrives = tuple(replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in arrives)
-        return dataclasses.replace(ask, options=options, arrives=arrives)
+        return dataclasses.replace(ask, options=options)
 
     def _hearing(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Hearing | None:
         """What tells reasoning and calls from content."""
@@ -125,13 +121,18 @@ class Intake:
         begun = begun_by(dialect, prompt, continued)
         return hearing_of(dialect, offer_of(request, tools, dialect), request.separate_reasoning is not False, begun)
 
-    def _grammar_of_calls(self, hearing: Hearing, prompt: str) -> str:
-        assert hearing.offer is not None
-        inside = hearing.inside is not None
-        try:
-            return from_lark(lark_of(hearing.offer, hearing.dialect, self.text, prompt, inside))
-        except StructureError as error:
-            raise ApiError(400, f"tools: {error}", param="tools", code="invalid_structure") from None
+    def _wanted(self, request: ChatRequest, hearing: Hearing | None, prompt: str) -> Wanted | None:
+        """What the answer must look like, behind what the model may think. Raises ApiError if that is said in two ways."""
+        wanted, inside = wanted_of(request), hearing is not None and hearing.inside is not None
+        if must_call(request):
+            if wanted is not None:
+                raise ApiError(400, f"{wanted.param} beside a tool_choice that forces a call: give one", param=wanted.param)
+            assert hearing is not None and hearing.offer is not None
+            return Wanted("lark", lark_of(hearing.offer, hearing.dialect, self.text, prompt, inside), "tools")
+        if wanted is None:
+            return None
+        after = thinking_first(ANSWER, self.dialect, self.text, prompt, inside)
+        return replace(wanted, after=after) if after != f"start: {ANSWER}" else wanted
 
     async def completion(self, request: CompletionRequest) -> Ask:
         self.check_model(request.model)

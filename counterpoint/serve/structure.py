@@ -19,7 +19,8 @@ from counterpoint.device.grammar import Vocabulary
 from counterpoint.serve.text import Text
 from counterpoint.spec.source import Source
 
-Kind = Literal["json", "regex", "choice", "lark", "made"]
+Kind = Literal["json", "regex", "choice", "lark"]
+ANSWER = "@answer"  # what stands for the answer in what comes before it
 BLANKS = 32
 MAX_CHARACTERS = 2**17  # of what a client may send
 MADE = 4  # a grammar may be so much longer
@@ -46,11 +47,12 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar that a client wrote, one made here."""
+    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar. `after`: see `following`."""
 
     kind: Kind
     text: str
     strict: bool
+    after: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -119,6 +121,13 @@ def from_lark(grammar: str) -> str:
         raise
     except Exception as error:  # the converter raises plain Exception, and IndexError on what it did not expect
         raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
+
+
+def following(before: str, grammar: str) -> str:
+    """What `before`, a grammar in Lark, makes of ANSWER, which is a text by `grammar`."""
+    answer = msgspec.json.decode(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    whole = {"grammars": [{"name": "whole", "lark_grammar": before}, answer | {"name": ANSWER[1:]}]}
+    return msgspec.json.encode(whole).decode()
 
 
 def bounded(grammar: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -43,12 +44,13 @@ encode = msgspec.json.encode
 
 class Wanted(msgspec.Struct, frozen=True):
     """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
-    texts; for "made" a grammar by structure.py."""
+    texts. `after`: what it comes after, as structure.py's `following` has it."""
 
     kind: Kind
     value: Any
     param: str
     strict: bool = True
+    after: str = ""
 
 
 def wanted_of(request: SampledRequest) -> Wanted | None:
@@ -82,6 +84,7 @@ class Checker:
         self._child: subprocess.Popen[bytes] | None = None
         self._pool = ThreadPoolExecutor(1, "structure")  # one check at a time
         self._waiting = 0
+        self._closing = False
         self._known: OrderedDict[bytes, Answer] = OrderedDict()
 
     async def checked(self, wanted: Wanted) -> str:
@@ -102,6 +105,7 @@ class Checker:
         return answer.grammar
 
     def close(self) -> None:
+        self._closing = True
         if self._child is not None:
             self._child.kill()
         self._pool.shutdown(cancel_futures=True)
@@ -116,15 +120,18 @@ class Checker:
             return Answer(error=str(error))
         if len(text) > MAX_CHARACTERS:
             return Answer(error=f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
-        question = encode(Question(wanted.kind, text, wanted.strict))
+        question = encode(Question(wanted.kind, text, wanted.strict, wanted.after))
         name = hashlib.sha256(question).digest()
-        answer = self._known.pop(name, None) or self._tried(question)
+        answer = self._known.pop(name, None) or self._tried(question) or self._tried(question)
+        if answer is None:
+            return Answer(error=TOO_COSTLY)
         self._known[name] = answer
         while len(self._known) > KNOWN:
             self._known.popitem(last=False)
         return answer
 
-    def _tried(self, question: bytes) -> Answer:
+    def _tried(self, question: bytes) -> Answer | None:
+        """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
         child = self._living_child()
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -135,9 +142,10 @@ class Checker:
             line = b""
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=Answer)
-        log.warning("the process that tries structures has ended (%s): another follows", child.wait())
+        status = child.wait()
+        log.warning("the process that tries structures has ended (%d): another follows", status)
         self._end_child()
-        return Answer(error=TOO_COSTLY)
+        return None if status == -signal.SIGKILL and not self._closing else Answer(error=TOO_COSTLY)
 
     def _living_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._child.poll() is None:

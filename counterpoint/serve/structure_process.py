@@ -29,6 +29,7 @@ from counterpoint.serve.structure import (
     Question,
     Setting,
     StructureError,
+    following,
     from_choice,
     from_json_schema,
     from_lark,
@@ -89,6 +90,8 @@ def on_small_stack(question: Question, tokenizer: LLTokenizer) -> Answer:
 def answer_to(question: Question, tokenizer: LLTokenizer) -> Answer:
     try:
         grammar = grammar_for(question)
+        if question.after:
+            grammar = following(question.after, grammar)
         matcher = compile_grammar(grammar, tokenizer)
         walk(matcher, tokenizer)
         return Answer(error=in_words(matcher.get_error())) if matcher.is_error() else Answer(grammar)
@@ -122,8 +125,6 @@ def grammar_for(question: Question) -> str:
             return from_choice(msgspec.json.decode(text, type=list[str]))
         case "lark":
             return from_lark(text)
-        case "made":
-            return text
 
 
 def decode(text: str) -> object:

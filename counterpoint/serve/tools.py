@@ -161,11 +161,17 @@ def lark_of(offer: Offer, dialect: Dialect, text: Text, prompt: str, inside: boo
     if offer.parallel and form.between is not None:
         calls = "call (" + " ".join([*literal(form.between), "call"]) + ")*"
     start = [*literal(form.before), calls, *literal(form.after)]
+    return "\n".join([thinking_first(" ".join(start), dialect, text, prompt, inside), *rules])
+
+
+def thinking_first(item: str, dialect: Dialect, text: Text, prompt: str, inside: bool) -> str:
+    """The rules of an answer that is `item`, before which the model may think as the dialect has it, unless `prompt` has put an end
+    to that; `inside`: it does already."""
     marks = dialect.thought_marks()
-    if marks is not None and not prompt.rstrip().endswith(marks[1]):
-        start = ["thought" if inside else "thought?", *start]
-        rules += thought_rules(*marks, inside, literal)
-    return "\n".join(["start: " + " ".join(start), *rules])
+    if marks is None or prompt.rstrip().endswith(marks[1]):
+        return f"start: {item}"
+    thought = "thought" if inside else "thought?"
+    return "\n".join([f"start: {thought} {item}", *thought_rules(*marks, inside, spelled_by(text))])
 
 
 def thought_rules(begin: str, end: str, inside: bool, literal: Callable[[str], list[str]]) -> list[str]:

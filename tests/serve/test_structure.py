@@ -20,7 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from serve_process import Running, poll
 
 from counterpoint import LLM, SamplingParams
+from counterpoint.device.grammar import compile_grammar, make_tokenizer
+from counterpoint.serve.dialects import dialect_of
 from counterpoint.serve.openai import ApiError
+from counterpoint.serve.structure import ANSWER, following, from_choice, from_json_schema, from_regex, vocabulary_of
+from counterpoint.serve.text import Text
+from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.tools import thinking_first
 from counterpoint.spec.model import ModelError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -356,6 +362,47 @@ def test_a_server_without_structures_has_no_checker(server: Running):
     assert server.post(COMPLETIONS, {"prompt": "hello"}).status_code == 200
     commands = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
     assert commands and not any("counterpoint.serve.structure_process" in command for command in commands)
+
+
+# ---------------------------------------------------------------- models that think
+
+
+THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think></think>{{ m.content }}{% endfor %}{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside", "said", "fits"),
+    [
+        ("hi", False, '{"a":1}', True),
+        ("hi", False, '<think>so, {"b"}</think>\n{"a":1}', True),
+        ("hi", False, "<think>so", False),
+        ("hi", False, '<think>so</think>{"b":1}', False),
+        ("hi<think>\n", True, 'so</think>\n\n{"a":1}', True),
+        ("hi<think>\n", True, '{"a":1}', False),
+        ("hi<think></think>\n", False, '{"a":1}', True),
+        ("hi<think></think>\n", False, '<think></think>{"a":1}', False),
+    ],
+)
+def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: bool):
+    plain = byte_text()
+    text = Text(plain.tokenizer, THINKS, plain.special)
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    before = thinking_first(ANSWER, dialect_of(text), text, prompt, inside)
+    tokenizer = make_tokenizer(vocabulary_of(text), 258, (257,))
+    for grammar in (from_json_schema(schema), from_choice(['{"a":1}']), from_regex(r'\{"a":1\}')):
+        matcher = compile_grammar(following(before, grammar), tokenizer)
+        read = matcher.try_consume_tokens(list(said.encode()))
+        assert not matcher.is_error(), matcher.get_error()
+        assert (read == len(said.encode()) and matcher.is_accepting()) == fits
+
+
+def test_what_forces_a_call_is_tried_too(bound: Running):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}
+    body = {"messages": SAID, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
+    response = bound.post(CHAT, body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+    response = bound.post(CHAT, body | {"tools": [{"type": "function", "function": {"name": "f"}}], "regex": "a"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "regex"
 
 
 # ---------------------------------------------------------------- in a program
