@@ -342,7 +342,10 @@ class Intake:
 
 
 def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    options = dict(request.chat_template_kwargs or {})
+    options: dict[str, Any] = {}
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:  # templates look for one or the other
+        options = {"reasoning_effort": request.reasoning_effort, "enable_thinking": request.reasoning_effort != "none"}
+    options |= request.chat_template_kwargs or {}
     if request.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:

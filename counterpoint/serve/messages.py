@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from counterpoint.serve.openai import (
     MAX_MESSAGES,
     MAX_STOPS,
+    MAX_TOOLS,
     ApiError,
     CalledFunction,
     ChatRequest,
+    Function,
+    FunctionChoice,
+    FunctionName,
     JsonSchema,
     Message,
     ModelRequest,
@@ -26,7 +31,9 @@ from counterpoint.serve.openai import (
     Stop,
     TextPart,
     Tokens,
+    Tool,
     ToolCall,
+    ToolChoice,
 )
 
 PATH = "/v1/messages"
@@ -123,12 +130,39 @@ class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
-    "tools": (None, []),
-}
+class CustomTool(Strict):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        described = self.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
+        return Tool(type="function", function=Function(**described, parameters=self.input_schema))
+
+
+class Choice(Strict):
+    type: Literal["auto", "any", "none", "tool"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _name_fits(self) -> Choice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name stands beside type tool, and only there")
+        return self
+
+    def tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice:
+        if self.name is not None:
+            return ToolChoice(type="function", function=FunctionChoice(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
+
+
+Tools = Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)]
 
 
 class CountTokensRequest(ModelRequest):
@@ -137,6 +171,8 @@ class CountTokensRequest(ModelRequest):
     messages: Turns
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -164,6 +200,8 @@ class MessagesRequest(SampledRequest):
     system: str | list[TextBlock] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -174,7 +212,15 @@ def chat_of(request: MessagesRequest) -> ChatRequest:
     shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
     form = request.output_config.format if request.output_config is not None else None
     wanted = None if form is None else ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
-    return ChatRequest(**shared, **conversation_of(request), stop=request.stop_sequences, response_format=wanted)
+    choice = request.tool_choice or Choice(type="auto")
+    return ChatRequest(
+        **shared,
+        **conversation_of(request),
+        stop=request.stop_sequences,
+        response_format=wanted,
+        tool_choice=choice.tool_choice(),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+    )
 
 
 def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
@@ -183,8 +229,10 @@ def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, 
     options = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
         options.setdefault("enable_thinking", request.thinking.type != "disabled")
+    shown = request.tool_choice is None or request.tool_choice.type != "none"
     return {
         "messages": messages,
+        "tools": [tool.tool() for tool in request.tools or ()] if shown else None,
         "chat_template_kwargs": options or None,
         # an answer that the client has begun is gone on with
         "continue_final_message": messages[-1].role == "assistant" and messages[-1].tool_calls is None,

@@ -58,6 +58,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 Schema = dict[str, Any] | str
@@ -293,7 +294,7 @@ class Message(BaseModel):
 
 class ChatRequest(GenerationRequest):
     """`separate_reasoning` false leaves reasoning, with its marks, in the content, where stop strings count; `include_reasoning`
-    false drops it from the answer."""
+    false drops it from the answer. `reasoning_effort` is told to the chat template, which may know nothing of it."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
         "audio": (None,),
@@ -313,6 +314,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -16,9 +16,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from counterpoint.serve.openai import (
     MAX_MESSAGES,
     MAX_STOPS,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     CalledFunction,
     ChatRequest,
+    Effort,
+    Function,
+    FunctionChoice,
+    FunctionName,
     JsonSchema,
     Message,
     ResponseFormat,
@@ -26,7 +31,9 @@ from counterpoint.serve.openai import (
     Stop,
     TextPart,
     Tokens,
+    Tool,
     ToolCall,
+    ToolChoice,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -125,8 +132,24 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"}, exclude_unset=True)))
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
 
 
 class ResponseStreamOptions(Strict):
@@ -145,8 +168,6 @@ class ResponsesRequest(SampledRequest):
         "previous_response_id": (None,),
         "prompt": (None,),
         "response_format": (None, {"type": "text"}),
-        "tool_choice": (None, "none", "auto"),
-        "tools": (None, []),
         "truncation": (None, "disabled"),
     }
     instead: ClassVar[dict[str, str]] = {
@@ -167,6 +188,8 @@ class ResponsesRequest(SampledRequest):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[Identifier], Field(max_length=64)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -181,12 +204,19 @@ class ResponsesRequest(SampledRequest):
     def chat(self) -> ChatRequest:
         """The same, asked of /v1/chat/completions."""
         shared = {name: getattr(self, name) for name in SampledRequest.model_fields}
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = ToolChoice(type="function", function=FunctionChoice(name=choice.name))
         return ChatRequest(
             **shared,
             messages=list(self._messages()),
             max_completion_tokens=self.max_output_tokens,
             response_format=self.text.format.response_format() if self.text and self.text.format else None,
             stop=self.stop,
+            tools=[tool.tool() for tool in self.tools or ()],
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
             logprobs=LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,

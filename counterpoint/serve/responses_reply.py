@@ -15,7 +15,7 @@ from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.replies import Json, Spelling, event, usage_of
-from counterpoint.serve.responses import ResponsesRequest
+from counterpoint.serve.responses import NamedTool, ResponsesRequest
 from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
 from counterpoint.serve.text import Text
 
@@ -194,6 +194,7 @@ class ResponseReply:
 def echo_of(request: ResponsesRequest) -> Json:
     """What was asked for, as it is in force: nothing is stored, whatever was wished."""
     text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
+    choice = request.tool_choice
     reasoning = request.reasoning.model_dump() if request.reasoning else {"effort": None, "summary": None}
     return {
         "background": False,
@@ -210,8 +211,8 @@ def echo_of(request: ResponsesRequest) -> Json:
         "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": {"type": "text"}} | text,
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tools": [tool.model_dump() for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
