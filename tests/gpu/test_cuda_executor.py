@@ -238,6 +238,19 @@ def test_a_graph_samples_as_the_host_would(sampling: Sampling):
         assert one.top_ids == other.top_ids[:3] and len(other.top_ids) == MOST_TOP + 1
 
 
+def test_a_request_that_begins_with_a_decode():
+    """Its cache came from elsewhere: the step that decodes is the first to hear of the slot's settings."""
+    with rig() as r:
+        r.open(0, PROMPT, HARD)
+        whole = tokens_of(r.generate(0, len(PROMPT), 3))
+    with rig() as r:
+        r.open(0, PROMPT, GREEDY)
+        r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1)
+        r.submit(Open(1, (*PROMPT, whole[0]), len(PROMPT), (0, 1, 2), HARD))
+        done = r.run([Segment(1, len(PROMPT), 1, True)], decode=True)
+        assert list(done.tokens) == whole[1:2] and done.logprobs[0] is not None
+
+
 def test_what_was_counted_is_forgotten_with_its_request():
     """A slot that had penalties, a bias and held-back ends is given to a request that asks for none, beside one that does; and a
     request that comes back with a part of its answer is counted on from there."""

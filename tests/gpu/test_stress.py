@@ -1,7 +1,7 @@
 """Ten thousand mixed requests, three in ten aborted, while the split moves every few steps; and a short run for compute-sanitizer.
 
     pytest tests/gpu/test_stress.py
-    compute-sanitizer --tool memcheck --error-exitcode 1 python -m pytest -p no:cacheprovider tests/gpu/test_stress.py -k short
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m pytest tests/gpu/test_stress.py -k short
 
 Without a GPU some hundred requests go through the same executor in place.
 """

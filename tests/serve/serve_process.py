@@ -41,7 +41,7 @@ class Running:
     def __init__(self, log: Path, command: list[str] | None = None, **settings: Any) -> None:
         self.log = log
         command = command or [sys.executable, str(HERE / "fake_server.py"), json.dumps({"port": 0} | settings)]
-        path = os.pathsep.join([str(ROOT), str(HERE)])
+        path = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path})
         self.url = ""

@@ -2,7 +2,7 @@
 
 Owns: a row per slot of what has been counted, what is added, what may not be chosen yet. Promises: `adjust` does what
 model/sample.py does with Penalties and Added, from the rows alone, so that it can be captured; a token is counted where it was
-sampled, and the host is not asked. Made when the first request needs it.
+sampled, and the host is not asked. Rows of slots that ask for nothing of this change nothing.
 Must not: choose a token.
 
 Memory: 9 bytes per slot and token of the vocabulary (ELEMENT_BYTES).

@@ -70,7 +70,6 @@ def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: De
     made_B = end_B - prompt_tokens_B
     finite_B = logits_BV.sum(1).isfinite()
     if tail & Tail.ADJUSTED:
-        assert tables.adjustments is not None
         repetition_B, presence_B, frequency_B = penalties
         settings = (repetition_B, presence_B, frequency_B, min_tokens_B)
         logits_BV = tables.adjustments.adjust(logits_BV, slot_B, made_B, settings)
@@ -85,7 +84,6 @@ def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: De
         ids_B = torch.where(draws_B, drawn(logits_BV, draw), ids_B)
     ids_B = torch.where(finite_B, ids_B, -1)
     if tail & Tail.ADJUSTED:
-        assert tables.adjustments is not None
         tables.adjustments.count(slot_B, ids_B)
     return ids_B
 

@@ -70,10 +70,10 @@ def decode_table(bench: Bench, levels: Sequence[int], cases: Cases) -> dict[str,
     return result
 
 
-def prefill_table(bench: Bench, levels: Sequence[int]) -> dict[str, Any]:
+def prefill_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
     result = {}
     for units in (bench.device.units, *(bench.device.units - level for level in levels)):
-        for tokens in (512, 1024, 4096, 8192):
+        for tokens in sizes:
             with Meter() as meter:
                 took = bench.prefill_s(tokens, units)
             rates = {"TFLOP/s": bench.prefill_flops(tokens) / took / 1e12, "tokens/s": tokens / took}
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--levels", type=int, nargs="+", default=[24, 32, 48, 64])
     parser.add_argument("--cases", nargs="+", default=CASES, help="batch x context of decode steps; the last two also together")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 4096, 8192], help="of the prefill passes")
     parser.add_argument("--max-running", type=int, default=112)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -251,7 +252,7 @@ def main() -> None:
     tables = {
         "decode": lambda: decode_table(bench, args.levels, cases),
         "sampling": lambda: sampling_table(bench),
-        "prefill": lambda: prefill_table(bench, args.levels),
+        "prefill": lambda: prefill_table(bench, args.levels, args.tokens),
         "parts": lambda: shown("a prefill pass of 4096 tokens, taken apart", parts_table(bench)),
         "groups": lambda: groups_table(bench),
         "together": lambda: together_table(bench, args.levels, cases[-2:]),

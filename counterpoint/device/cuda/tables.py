@@ -8,8 +8,8 @@ Must not: run a model.
 What `open` is told stays on the host until a step names the slot: it is sent on that step's stream, so no stream has to wait for
 another. One slot and one page more than asked for stand for the rows that fill up a batch: written by all of them, read by none.
 
-Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens. Once a request asks for penalties, a bias or a least
-number of tokens, 9 bytes more per slot and token of the vocabulary (adjust.py).
+Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens; and 9 bytes per slot and token of the vocabulary:
+283 MiB for 256 slots and 128,256 tokens (adjust.py).
 
 Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled segments or rows of a decode step,
 P pages of a block-table row.
@@ -48,7 +48,7 @@ class Sampled:
 
 class DeviceTables:
     """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers`: the
-    columns FLOATS and INTEGERS of the slots' sampling settings; `adjustments`: what more there is of them, once one asks.
+    columns FLOATS and INTEGERS of the slots' sampling settings; `adjustments`: what more there is of them.
     `settings` is the host's copy, with all of them."""
 
     def __init__(
@@ -75,7 +75,7 @@ class DeviceTables:
         self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats[:, FLOATS.index("repetition")] = 1.0
         self.settings = Settings(slots + 1, vocab, eos_token_ids)
-        self.adjustments: Adjustments | None = None
+        self.adjustments = Adjustments(slots + 1, vocab, device)
         self._adjusted: set[int] = set()  # slots whose row there says something
         self.filter_floor = filter_floor
         self._unsent: dict[int, Open] = {}
@@ -157,7 +157,7 @@ class DeviceTables:
         """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still
         run over it."""
         self.tokens[sampled.slot_B, sampled.end_B] = ids_B.clamp(min=0).to(torch.int32)
-        if self.adjustments is not None:
+        if self._adjusted:
             self.adjustments.count(sampled.slot_B, ids_B)
 
     def _adjust(self, command: Open, tokens_L: Tensor) -> None:
@@ -166,8 +166,6 @@ class DeviceTables:
         asks = bool(settings.rows["stages"][slot] & ADJUSTED)
         if not asks and slot not in self._adjusted:
             return
-        if self.adjustments is None:
-            self.adjustments = Adjustments(self.tokens.shape[0], self.settings.vocab, self.driver.device)
         bias, ends = settings.bias.pairs[slot], settings.ends.pairs[slot]
         bias_N = (self.driver.upload(bias["id"].copy()), self.driver.upload(bias["value"].copy()))
         ends_N = self.driver.upload(ends["id"][ends["value"] < 0])
