@@ -24,12 +24,8 @@ FLAGS = ["--load-format", "dummy", "--device", "cuda", "--port", "0", "--kv-page
 @pytest.fixture(scope="module", params=["multiplex", "chunked, fp8"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     policy, _, eight = request.param.partition(", ")
-    more = [
-        "--policy",
-        policy,
-        *(["--split", "32"] if policy == "multiplex" else []),
-        *(["--quantization", "fp8", "--kv-cache-dtype", "fp8"] if eight else []),
-    ]
+    more = ["--policy", policy, *(["--split", "32"] if policy == "multiplex" else [])]
+    more += ["--quantization", "fp8", "--kv-cache-dtype", "fp8"] if eight else []
     command = [sys.executable, "-m", "counterpoint", "serve", "smollm2-135m", *FLAGS, *more]
     running = Running(tmp_path_factory.mktemp("server") / "log", command)
     try:
