@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -87,6 +88,20 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     assert "stopped" in told(tab) and tab.text("send") == "Send"
     poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the stopped answer goes on")
     assert not tab.problems
+
+
+def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: Callable[..., Tab]):
+    """What a model with reasoning streams, as any server of this API does."""
+    tab = open_page(server)
+    tab.until(READY)
+    deltas = [{"role": "assistant"}, {"reasoning_content": "let me "}, {"reasoning_content": "think"}, {"content": "done"}]
+    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    tab.run(f"window.fetch = async () => new Response({json.dumps(stream)})")
+    ask(tab, "why?")
+    tab.until("!chat.running && document.querySelectorAll('#talk .model').length === 1")
+    assert answer(tab) == "done" and tab.run("document.querySelector('#talk .thoughts').textContent") == "let me think"
+    assert tab.run("chat.messages.at(-1).content") == "done"
 
 
 def test_an_error_is_told(server: Running, open_page: Callable[..., Tab]):

@@ -435,7 +435,7 @@ async function converse(text) {
   const control = new AbortController(), messages = [...chat.messages, { role: "user", content: text }];
   busy(control);
   say("user", text);
-  const line = say("model", ""), told = say("told", "…");
+  const thoughts = say("thoughts", ""), line = say("model", ""), told = say("told", "…");
   const begun = performance.now();
   let answer = "", first = 0, last = 0, tokens = 0, usage = null, end = "";
   const facts = () => [first && `first token ${words((first - begun) / 1000)}`, tokens > 1 && last > first && `${few((1000 * (tokens - 1)) / (last - first))} tokens/s`, tokens && `${number(tokens)} tokens`, end].filter(Boolean).join(" · ");
@@ -446,14 +446,15 @@ async function converse(text) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Refused(chunk.error.code, chunk.error.message);
       usage = chunk.usage || usage;
-      const choice = chunk.choices[0], part = choice?.delta?.content;
+      const choice = chunk.choices[0], part = choice?.delta?.content, thought = choice?.delta?.reasoning_content;
       if (choice?.finish_reason === "length") end = "cut at the limit";
-      if (!part) continue;
+      if (!part && !thought) continue;
       last = performance.now();
       first ||= last;
       tokens++;
       const follow = $("talk").scrollTop + $("talk").clientHeight > $("talk").scrollHeight - 40;
-      answer += part;
+      answer += part || "";
+      thoughts.textContent += thought || "";
       line.textContent = answer;
       told.textContent = facts();
       if (follow) $("talk").scrollTop = $("talk").scrollHeight;
