@@ -129,7 +129,7 @@ def joined(parts: Iterable[Said]) -> tuple[Said, ...]:
                 out[-1] = Content(before + text)
             case Reasoning(before), Reasoning(text):
                 out[-1] = Reasoning(before + text)
-            case CallArguments(index, before), CallArguments(same, text) if index == same:
+            case CallArguments(index, before), CallArguments(_, text):
                 out[-1] = CallArguments(index, before + text)
             case _:
                 out.append(part)

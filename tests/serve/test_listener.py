@@ -186,6 +186,14 @@ def test_a_template_that_comes_with_the_tokeniser():
     assert heard(spoken, broken) == ("", broken, [])
 
 
+def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
+    fields = {"reasoning_content": {"open": "b", "close": "."}, "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"}}
+    spec = {"start_anchor": "x", "fields": fields | {"content": {}}}
+    spoken = Dialect(spec, load(spec))
+    for text, expected in (("abxc{}", ("", "abxc{}", [])), ("abx, d.e", ("x, d", "ae", []))):
+        assert heard(spoken, text) == expected == heard(spoken, text, list(range(len(text))))
+
+
 def test_a_template_that_is_wrong_is_passed_over():
     byte = byte_text()
     spoken = dialect_of(Text(byte.tokenizer, "<tool_call>", {}, {"fields": {}}))
