@@ -128,13 +128,6 @@ class Dialect:
         sources = [source for field in fields for source in sources_of(field)]
         return frozenset(token for token, name in self.special if any(name in source for source in sources))
 
-    def thought_marks(self) -> tuple[str, str] | None:
-        """What opens and closes reasoning, if that is known."""
-        for field in self.template.fields.values():
-            if kind_of(field.name) == "reasoning" and field.open_literals and field.close_literals:
-                return field.open_literals[0], field.close_literals[0]
-        return None
-
     def writable(self) -> Dialect:
         """This one if it is known how calls are written in it, else one with the same reasoning and the calls of HERMES."""
         if self.form is not None:
@@ -170,7 +163,7 @@ def dialect_of(text: Text) -> Dialect:
     return Dialect(
         spec,
         template,
-        form=next(form for known, form in FORMS if known is calls),
+        form=None if own else next(form for known, form in FORMS if known is calls),
         special=tuple((id, token.content) for id, token in text.added.items() if token.special and token.content in marks),
         own=own,
         native=re.search(r"\btools\b", source) is not None,
@@ -206,6 +199,14 @@ def kind_of(name: str) -> str:
     return "reasoning" if name in REASONING else {CALLS: "call", CONTENT: "content"}.get(name, "")
 
 
+def thought_marks(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
+    """What opens and closes reasoning, if it is among the fields and these are known."""
+    for field in fields:
+        if kind_of(field.name) == "reasoning" and field.open_literals and field.close_literals:
+            return field.open_literals[0], field.close_literals[0]
+    return None
+
+
 def sources_of(field: ResponseTemplateField) -> Iterator[str]:
     """The patterns of its marks, without what only guards a character from being taken for syntax."""
     for pattern in (field.open_re, field.close_re):
@@ -219,5 +220,5 @@ def begun_by(dialect: Dialect, prompt: str, continued: str | None) -> str:
         return dialect.template.truncate_past_last_anchor(prompt)
     if continued is not None:
         return continued
-    marks = dialect.thought_marks()
+    marks = thought_marks(dialect.template.fields.values())
     return marks[0] if marks is not None and prompt.rstrip().endswith(marks[0]) else ""

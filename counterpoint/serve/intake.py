@@ -39,7 +39,7 @@ from counterpoint.serve.openai import (
 from counterpoint.serve.structure import ANSWER
 from counterpoint.serve.structure_check import Checker, Wanted, wanted_of
 from counterpoint.serve.text import Text, TextError
-from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, thinking_first, tools_of
+from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, tools_of
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
 
@@ -123,15 +123,15 @@ class Intake:
 
     def _wanted(self, request: ChatRequest, hearing: Hearing | None, prompt: str) -> Wanted | None:
         """What the answer must look like, behind what the model may think. Raises ApiError if that is said in two ways."""
-        wanted, inside = wanted_of(request), hearing is not None and hearing.inside is not None
+        wanted = wanted_of(request)
         if must_call(request):
-            if wanted is not None:
+            if wanted is not None and wanted.param != "response_format":  # that one is for answers that do not call
                 raise ApiError(400, f"{wanted.param} beside a tool_choice that forces a call: give one", param=wanted.param)
-            assert hearing is not None and hearing.offer is not None
-            return Wanted("lark", lark_of(hearing.offer, hearing.dialect, self.text, prompt, inside), "tools")
-        if wanted is None:
-            return None
-        after = thinking_first(ANSWER, self.dialect, self.text, prompt, inside)
+            assert hearing is not None
+            return Wanted("lark", lark_of(hearing, self.text, prompt), "tools")
+        if wanted is None or hearing is None:
+            return wanted
+        after = lark_of(hearing, self.text, prompt, instead=ANSWER)
         return replace(wanted, after=after) if after != f"start: {ANSWER}" else wanted
 
     async def completion(self, request: CompletionRequest) -> Ask:

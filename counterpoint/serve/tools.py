@@ -1,7 +1,8 @@
 """Tools: what a request says of them, and what its model is shown.
 
 Owns: the checks of `tools` and `tool_choice`; how earlier calls and their results are put before the chat template, or into plain
-turns where a template knows no tools; the grammar of an answer that must call.
+turns where a template knows no tools; the grammar of an answer that must or may call, and where thinking
+has its place in a grammar.
 Promises: a tool that does not fit is named in a 400; no template is given a call whose arguments it would quote twice.
 Must not: read answers (listener.py), or compile grammars.
 """
@@ -17,7 +18,8 @@ from typing import Any
 import msgspec
 
 from counterpoint.serve.calls import Offer
-from counterpoint.serve.dialects import HERMES_FORM, NAME_HERE, Dialect, Form
+from counterpoint.serve.dialects import HERMES_FORM, NAME_HERE, Dialect, Form, thought_marks
+from counterpoint.serve.listener import Hearing
 from counterpoint.serve.openai import ApiError, ChatRequest, Message, TokenizeRequest, ToolChoice
 from counterpoint.serve.speech import new_call_id
 from counterpoint.serve.structure import BLANKS, json_options
@@ -146,30 +148,37 @@ def written(call: Json) -> str:
     return HERMES_FORM.start.replace(NAME_HERE, name) + body + HERMES_FORM.end
 
 
-# ---------------------------------------------------------------- answers that must call
+# ---------------------------------------------------------------- grammars
 
 
-def lark_of(offer: Offer, dialect: Dialect, text: Text, prompt: str, inside: bool) -> str:
-    """A grammar in llguidance's Lark: calls of these tools as the dialect has them, one or maybe more. Before them the model may
-    think, unless `prompt` has put an end to that; `inside`: it does already."""
-    form = dialect.form
-    assert form is not None
+def lark_of(hearing: Hearing, text: Text, prompt: str, instead: str = "") -> str:
+    """A grammar in llguidance's Lark: calls as the dialect has them, one or maybe more, or `instead` of them that item, behind what
+    may be thought. If the dialect's form of calls is not known, `instead` alone."""
+    offer, form = hearing.offer, hearing.dialect.form
+    if offer is None or form is None:
+        return thinking_first(instead, hearing, text, prompt)
     literal = spelled_by(text)
-    rules = [f"call{n}: {one_call(tool, form, literal)}" for n, tool in enumerate(offer.tools)]
-    rules.append("call: " + " | ".join(f"call{n}" for n in range(len(offer.tools))))
     calls = "call"
     if offer.parallel and form.between is not None:
         calls = "call (" + " ".join([*literal(form.between), "call"]) + ")*"
-    start = [*literal(form.before), calls, *literal(form.after)]
-    return "\n".join([thinking_first(" ".join(start), dialect, text, prompt, inside), *rules])
+    numbers = range(len(offer.tools))
+    return "\n".join(
+        [
+            thinking_first(f"(calls | {instead})" if instead else "calls", hearing, text, prompt),
+            " ".join(["calls:", *literal(form.before), calls, *literal(form.after)]),
+            "call: " + " | ".join(f"call{n}" for n in numbers),
+            *(f"call{n}: {one_call(offer.tools[n], form, literal)}" for n in numbers),
+        ]
+    )
 
 
-def thinking_first(item: str, dialect: Dialect, text: Text, prompt: str, inside: bool) -> str:
-    """The rules of an answer that is `item`, before which the model may think as the dialect has it, unless `prompt` has put an end
-    to that; `inside`: it does already."""
-    marks = dialect.thought_marks()
+def thinking_first(item: str, hearing: Hearing, text: Text, prompt: str) -> str:
+    """The rules of an answer that is `item`, before which the model may think, if that is told apart and `prompt` has put no end to
+    it."""
+    marks = thought_marks(hearing.fields)
     if marks is None or prompt.rstrip().endswith(marks[1]):
         return f"start: {item}"
+    inside = hearing.inside is not None
     thought = "thought" if inside else "thought?"
     return "\n".join([f"start: {thought} {item}", *thought_rules(*marks, inside, spelled_by(text))])
 

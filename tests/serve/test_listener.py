@@ -182,6 +182,7 @@ def test_a_template_that_comes_with_the_tokeniser():
     begun = dialects.begun_by(spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None)
     expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
     assert heard(spoken, text, begun=begun) == expected == heard(spoken, text, list(range(len(text))), begun=begun)
+    assert heard(spoken.writable(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun) == ("hm", "", [WEATHER, TIME])
     broken = "<|tool_call>call:weather{city: <tool_call|>"
     assert heard(spoken, broken) == ("", broken, [])
 

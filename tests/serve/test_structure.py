@@ -22,6 +22,7 @@ from serve_process import Running, poll
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
 from counterpoint.serve.dialects import dialect_of
+from counterpoint.serve.listener import hearing_of
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.structure import ANSWER, following, from_choice, from_json_schema, from_regex, vocabulary_of
 from counterpoint.serve.text import Text
@@ -387,7 +388,9 @@ def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: boo
     plain = byte_text()
     text = Text(plain.tokenizer, THINKS, plain.special)
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    before = thinking_first(ANSWER, dialect_of(text), text, prompt, inside)
+    hearing = hearing_of(dialect_of(text), None, True, "<think>" if inside else "")
+    assert hearing is not None
+    before = thinking_first(ANSWER, hearing, text, prompt)
     tokenizer = make_tokenizer(vocabulary_of(text), 258, (257,))
     for grammar in (from_json_schema(schema), from_choice(['{"a":1}']), from_regex(r'\{"a":1\}')):
         matcher = compile_grammar(following(before, grammar), tokenizer)

@@ -28,6 +28,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "time"}},
 ]
+WRONG_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
@@ -254,6 +255,7 @@ def test_tools_that_must_not_be_called_are_not_shown(thinker: Running):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": [WRONG_SCHEMA], "tool_choice": "required"}, "tools"),
     ],
 )
 def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param: str):
@@ -393,3 +395,11 @@ def test_a_forced_call_that_max_tokens_cuts(smollm2: Running):
         answer = call(smollm2, tool_choice="required", max_tokens=8, stream=stream)
         finish = put_together(list(answer))[2] if stream else answer.choices[0].finish_reason
         assert finish == "length"
+
+
+def test_a_model_may_call_or_answer_in_a_form(smollm2: Running):
+    schema = {"name": "answer", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    options = {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 60}
+    choice = call(smollm2, **options).choices[0]
+    assert choice.message.tool_calls or choice.message.content.lstrip().startswith("{")
+    assert call(smollm2, tool_choice="required", **options).choices[0].message.tool_calls, "a call that must be goes first"

@@ -1,0 +1,114 @@
+"""What an answer that must call is held to, by texts that the grammar takes or refuses; what it takes is heard as calls."""
+
+from __future__ import annotations
+
+import pytest
+from test_listener import D, heard
+
+from counterpoint.device.grammar import compile_grammar, make_tokenizer
+from counterpoint.serve.calls import Offer
+from counterpoint.serve.dialects import dialect_of
+from counterpoint.serve.listener import hearing_of
+from counterpoint.serve.structure import ANSWER, following, from_choice, from_json_schema, from_lark, vocabulary_of
+from counterpoint.serve.text import Text
+from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.tools import lark_of
+
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "additionalProperties": False}
+CITY |= {"$defs": {"city": {"type": "string"}}}
+TOOLS = (
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "time", "description": 'a ::= "b"'}},
+)
+HERMES = "tools <tool_call> </think>"
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
+ANSWERS = {  # two calls in each form; by the marks in a chat template
+    HERMES: TWO,
+    "tools <tool_call> <function=": TWO,
+    "tools [TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+    "tools [TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
+    D.DEEPSEEK_CALL: f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}time\n```json\n'
+    f"{{}}\n```{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+    "no template knows it": TWO,
+}
+
+
+def text_of(template: str) -> Text:
+    tokenizer = byte_text().tokenizer
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
+    return Text(tokenizer, template)
+
+
+def takes(
+    template: str, answer: str, *, prompt: str = "", begun: str = "", offer: Offer | None = Offer(TOOLS), wanted: str = ""
+) -> bool:
+    """Whether `answer` is a whole one."""
+    text = text_of(template)
+    vocabulary = vocabulary_of(text)
+    hearing = hearing_of(dialect_of(text).writable(), offer, True, begun)
+    assert hearing is not None
+    tokenizer = make_tokenizer(vocabulary, len(vocabulary.tokens), (257,))
+    lark = lark_of(hearing, text, prompt, ANSWER if wanted else "")
+    matcher = compile_grammar(following(lark, wanted) if wanted else from_lark(lark), tokenizer)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = text.encode([answer], special=False)[0]
+    return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("template", ANSWERS)
+def test_calls_in_the_form_that_the_model_knows(template: str):
+    answer = ANSWERS[template]
+    assert takes(template, answer)
+    assert not takes(template, "Paris") and not takes(template, answer[:-1]) and not takes(template, answer + "!")
+    for wrong in (answer.replace("weather", "whether"), answer.replace('"Paris"', "7"), answer.replace("city", "town")):
+        assert not takes(template, wrong)
+    dialect = dialect_of(text_of(template)).writable()
+    assert [name for name, _ in heard(dialect, answer, offer=Offer(TOOLS))[2]] == ["weather", "time"]
+
+
+def test_llama_calls_once():
+    template, answer = "tools <|python_tag|>", '{"name": "weather", "parameters": {"city": "Paris"}}'
+    assert takes(template, answer) and not takes(template, f"{answer}; {answer}")
+
+
+def test_one_tool_and_one_call():
+    assert not takes(HERMES, TWO, offer=Offer(TOOLS, parallel=False)) and takes(HERMES, ONE, offer=Offer(TOOLS, parallel=False))
+    assert not takes(HERMES, TWO, offer=Offer(TOOLS[:1])) and takes(HERMES, f"{ONE}\n{ONE}", offer=Offer(TOOLS[:1]))
+
+
+def test_blanks_in_arguments_are_bounded():
+    for blanks, taken in ((1, True), (32, True), (33, False)):
+        assert takes(HERMES, ONE.replace(': "Paris"', ":" + " " * blanks + '"Paris"')) is taken
+
+
+def test_a_model_may_think_before_it_calls():
+    assert takes(HERMES, f"<think>\nhm, </thin\n</think>\n\n{ONE}")
+    assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(HERMES, ONE, begun="<think>")
+    assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), "the prompt has put an end to it"
+    assert not takes("tools <tool_call>", f"<think>hm</think>{ONE}"), "this one does not think"
+    assert takes("tools [TOOL_CALLS] [ARGS] [/THINK]", '[THINK]hm[/THINK]\n[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [(from_json_schema(SCHEMA), '{"a": 1}'), (from_choice(["yes", "no"]), "yes"), (from_lark('start: "a" b\nb: "b"*'), "abb")],
+)
+def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str):
+    assert takes(HERMES, answer, offer=None, wanted=wanted) and not takes(HERMES, ONE, offer=None, wanted=wanted)
+    assert takes(HERMES, f"<think>hm</think>\n{answer}", offer=None, wanted=wanted)
+    assert takes(HERMES, f"hm</think>{answer}", begun="<think>", offer=None, wanted=wanted)
+    assert not takes(HERMES, answer, begun="<think>", offer=None, wanted=wanted), "it would be taken for a thought"
+    assert takes(HERMES, answer, wanted=wanted) and takes(HERMES, f"<think>hm</think>{TWO}", wanted=wanted)
+    assert not takes(HERMES, "else", wanted=wanted)
+
+
+def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
+    text = text_of("tools <tool_call> </think>")
+    hearing = hearing_of(dialect_of(text), None, True, "")
+    assert hearing is not None
+    assert lark_of(hearing, text, "<think></think>", ANSWER) == f"start: {ANSWER}"
