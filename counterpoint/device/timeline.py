@@ -76,7 +76,7 @@ class Timeline:
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
         got = self.inbox.get()
-        if got is not None:
+        if got is not None and got[1]:
             self._now = got[0]
             for event in got[1]:
                 if isinstance(event, StepDone):

@@ -80,6 +80,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return whole | {"splits": {split: round(share, 4) for split, share in self.splits.items()}}
 
 
+def anything_ran(last: Stats, stats: Stats) -> bool:
+    """Otherwise there is nothing to tell."""
+    return bool(stats.running or stats.waiting or stats.steps != last.steps)
+
+
 def load_between(last: Stats, stats: Stats, seconds: float, pulse: Pulse, now_s: float) -> Load:
     queried = stats.prefix_queries_tokens - last.prefix_queries_tokens
     most = sorted(((s, split) for split, s in spent_between(last, stats, seconds, now_s).items() if s > 0), reverse=True)

@@ -21,7 +21,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.serve.app import Service, create_app
 from counterpoint.serve.client import EngineClient, EngineFailed
 from counterpoint.serve.intake import Intake
-from counterpoint.serve.logs import load_between, start_logging
+from counterpoint.serve.logs import anything_ran, load_between, start_logging
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
@@ -188,7 +188,7 @@ class Server:
         while True:
             await asyncio.sleep(LOG_EVERY_S)
             stats, now_s = self.engine.stats, time.monotonic()
-            if stats.running or stats.waiting or stats.steps != last.steps:
+            if anything_ran(last, stats):
                 load = load_between(last, stats, now_s - last_s, self.pulse, now_s)
                 log.info("%s", load.words(), extra={"fields": load.fields()})
             last, last_s = stats, now_s

@@ -25,6 +25,10 @@ FLAGS = [
 ]
 
 
+class NoBrowser(Exception):
+    """What is called so here is none (a stand-in of a package that is not installed, say)."""
+
+
 class Browser:
     """`folder` must be fresh: it becomes the profile."""
 
@@ -33,7 +37,10 @@ class Browser:
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         told = folder / "DevToolsActivePort"
-        port = poll(lambda: told.exists() and told.read_text().partition("\n")[0], 60, "Chromium's port")
+        poll(lambda: told.exists() or self.process.poll() is not None, 60, "Chromium's port")
+        if not told.exists():
+            raise NoBrowser(f"{CHROMIUM} ends at once, with status {self.process.returncode}")
+        port = poll(lambda: told.read_text().partition("\n")[0])
         self.tabs = f"http://127.0.0.1:{port}/json"
 
     def tab(self, url: str, **screen: Any) -> Tab:

@@ -18,7 +18,7 @@ import pytest
 from serve_process import Running, poll
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.logs import JsonLines, load_between
+from counterpoint.serve.logs import JsonLines, anything_ran, load_between
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.trace import Tracing
 from counterpoint.types import LaneStep, Stats
@@ -189,6 +189,13 @@ def test_a_load_in_words():
         assert part in words
     assert "since 30 s" in words and "TTFT" not in words
     assert load.fields()["splits"] == {"1+1": 0.8, "1+0": 0.1, "0+2": 0.1}
+
+
+def test_nothing_is_told_of_an_idle_engine():
+    idle = Stats(steps=5, generated_tokens=9, pages_total=10, pages_cached=3)
+    assert not anything_ran(idle, idle)
+    for busy in (Stats(steps=6), Stats(steps=5, running=1), Stats(steps=5, waiting=1)):
+        assert anything_ran(idle, busy)
 
 
 def test_a_line_is_one_line():

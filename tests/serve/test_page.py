@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser, Tab
+from browser import CHROMIUM, Browser, NoBrowser, Tab
 from serve_process import ROOT, Running, poll
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt install chromium)")
@@ -19,7 +20,10 @@ READY = "document.getElementById('state').dataset.state === 'ready'"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    running = Browser(tmp_path_factory.mktemp("chromium"))
+    try:
+        running = Browser(tmp_path_factory.mktemp("chromium"))
+    except NoBrowser as none:
+        pytest.skip(str(none))
     yield running
     running.close()
 
@@ -230,3 +234,22 @@ def test_the_page_is_one_document(server: Running):
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert "{{" not in response.text and (ROOT / "counterpoint/serve/page/page.js").read_text() in response.text
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, "relative luminance"."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_words_can_be_read_on_their_ground():
+    """WCAG 2.2, criterion 1.4.3: a contrast of 4.5, in the light and in the dark."""
+    style = (ROOT / "counterpoint/serve/page/page.css").read_text()
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)]
+    assert len(themes) == 2
+    for theme in themes:
+        for ground in ("paper", "card"):
+            for word in ("ink", "faint", "prefill", "decode", "bad"):
+                light, dark = sorted((luminance(theme[word]), luminance(theme[ground])), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (word, theme[word], ground)
