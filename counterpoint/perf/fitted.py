@@ -34,7 +34,9 @@ NOISE = 0.02  # relative error of a measurement
 PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
 LEAST = 0.02  # of a factor
-OCTAVES, UNITS = 1.5, 16.0  # how far a measured pair tells of others: in prefill tokens and decode context, in split units
+# How far a measured pair tells of others, by leaving each out in turn (one H200): octaves of prefill tokens and of decode context,
+# units of the split.
+PROMPTS, CONTEXTS, UNITS = 1.0, 6.0, 16.0
 DOUBT = 0.02  # weight of the bare roofline beside the pairs
 
 
@@ -259,7 +261,7 @@ class Fitted:
         total, weights = 0.0, DOUBT
         for of, (t, c, s), correction in self._pairs:
             if of is whose:
-                far = ((t - tokens) / OCTAVES) ** 2 + ((c - context) / OCTAVES) ** 2 + ((s - split) / UNITS) ** 2
+                far = ((t - tokens) / PROMPTS) ** 2 + ((c - context) / CONTEXTS) ** 2 + ((s - split) / UNITS) ** 2
                 weight = 1 / (0.05 + far) ** 2
                 total += weight * correction
                 weights += weight

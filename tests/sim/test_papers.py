@@ -27,10 +27,11 @@ def test_waves_fall_with_length_and_start_where_the_paper_does():
 
 def test_a_setting_runs_to_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(papers, "CHUNKS", (512, 1024))
-    monkeypatch.setattr(papers, "PRECISION", 0.5)
-    setting = dataclasses.replace(papers.SETTINGS[1], load={"prompt_tokens": 100, "output_tokens": 8})
+    monkeypatch.setattr(papers, "PRECISION", 0.2)
+    load = {"prompt_tokens": 2000, "output_tokens": 8, "prompt_lengths": "constant", "output_lengths": "constant"}
+    setting = dataclasses.replace(papers.SETTINGS[1], load=load, slo="ttft=0.4,tpot=100ms")
     told: list[str] = []
-    result = papers.run(setting, tmp_path, 6, told.append)
+    result = papers.run(setting, tmp_path, 10, told.append)
     assert len(told) == len(result["rates"]) == 2 + 4 + 1
     assert all(rate > 0 for rate in result["rates"].values())
     text = papers.show([result], list(papers.wave_rows()))
