@@ -106,7 +106,7 @@ class CpuExecutor:
             case Drop():
                 self._passes.pop(command.batch, None)
             case Close():
-                pass  # the next Open overwrites the row
+                self.tables.close(command.slot)
 
     def realised(self) -> list[Realised]:
         """The cores of every (lane, units) that has run."""

@@ -33,7 +33,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-COMPILED = 64  # grammars that are kept, the latest used
+KEPT_CHARACTERS = 2**20  # of grammars that are kept compiled, the latest used: at some 150 bytes a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,13 @@ class Vocabulary:
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A slot's answer. `unread` tokens of it are still to be followed by `matcher`. `stops`: the mask of its stop
-    tokens."""
+    """A slot's answer. `unread` tokens of it are still to be followed by `matcher`, which is made of `compiled` with the first
+    mask. `stops`: the mask of its stop tokens."""
 
     sampling: Sampling
     unread: list[int]
     stops: np.ndarray
+    compiled: LLMatcher | None
     matcher: LLMatcher | None = None
 
 
@@ -68,7 +69,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._keeping = threading.Lock()  # of `_compiled`
+        self._characters = 0  # of the keys of `_compiled`
+        self._keeping = threading.Lock()  # of both
         self._slots: dict[int, Bound] = {}
 
     def connect(self, load: Callable[[], Vocabulary]) -> None:
@@ -86,17 +88,22 @@ class Grammars:
         self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        with self._keeping:
-            known = self._compiled.pop(grammar, None)
-            if known is not None:
-                self._compiled[grammar] = known
-                return known
+        known = self._known(grammar)
+        if known is not None:
+            return known
         matcher = compile_grammar(grammar, self._ready_tokenizer())
         with self._keeping:
+            self._characters += len(grammar) * (grammar not in self._compiled)
             self._compiled[grammar] = matcher
-            while len(self._compiled) > COMPILED:
-                self._compiled.popitem(last=False)
+            while self._characters > KEPT_CHARACTERS:
+                self._characters -= len(self._compiled.popitem(last=False)[0])
         return matcher
+
+    def _known(self, grammar: str) -> LLMatcher | None:
+        with self._keeping:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
 
     def _ready_tokenizer(self) -> LLTokenizer:
         with self._loading:
@@ -113,7 +120,11 @@ class Grammars:
         self._slots.pop(slot, None)
         if sampling.grammar:
             stops = self._mask_of([id for id in sampling.stop_token_ids if id < self.vocab])
-            self._slots[slot] = Bound(sampling, list(output), stops)
+            self._slots[slot] = Bound(sampling, list(output), stops, self._known(sampling.grammar))
+
+    def close(self, slot: int) -> None:
+        """The slot's answer is over."""
+        self._slots.pop(slot, None)
 
     def follow(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """These tokens were sampled."""
@@ -143,7 +154,7 @@ class Grammars:
     def _allowed(self, bound: Bound) -> np.ndarray | int:
         """One answer's mask, 0 if nothing is allowed."""
         if bound.matcher is None:
-            bound.matcher = self._compile(bound.sampling.grammar).deep_copy()
+            bound.matcher = (bound.compiled or self._compile(bound.sampling.grammar)).deep_copy()
         matcher = bound.matcher
         followed = matcher.consume_tokens(bound.unread)
         bound.unread.clear()

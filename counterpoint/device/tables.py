@@ -65,6 +65,10 @@ class Tables:
         self._append(slot, command.pages)
         self.settings.put(slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :])
 
+    def close(self, slot: int) -> None:
+        """The next `open` overwrites the row; what takes memory beside it goes now."""
+        self.settings.grammars.close(slot)
+
     def extend(self, segments: Sequence[Segment]) -> None:
         """Append the segments' new pages to their block tables: once per pass, before its first step."""
         for segment in segments:

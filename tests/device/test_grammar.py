@@ -17,7 +17,7 @@ from test_serving import Service, policies, requests
 from counterpoint.core.policy import Serial
 from counterpoint.device.cores import usable_cores
 from counterpoint.device.gate import Gate
-from counterpoint.device.grammar import Grammars, Vocabulary
+from counterpoint.device.grammar import KEPT_CHARACTERS, Grammars, Vocabulary
 from counterpoint.device.wall import WallInbox
 from counterpoint.ports import Policy
 from counterpoint.serve.structure import from_choice, from_json_schema, from_lark, from_regex
@@ -119,6 +119,21 @@ def test_without_a_vocabulary_nothing_is_allowed():
     grammars = Grammars(VOCAB, TINY.eos_token_ids)
     grammars.open(0, bound(from_regex("a")))
     assert allowed(grammars, 0, 0) == set()
+
+
+def test_what_is_kept_compiled_is_bounded():
+    grammars = connected()
+    large = [from_choice([f"{n}", "x" * (KEPT_CHARACTERS // 3)]) for n in range(4)]
+    grammars.prepare(large[0])
+    grammars.open(0, bound(large[0]))
+    for grammar in large[1:]:
+        grammars.prepare(grammar)
+    assert [grammars.ready(grammar) for grammar in large] == [False, False, True, True]
+    assert allowed(grammars, 0, 0) == set(encode("0x")), "a slot keeps its own"
+    assert not grammars.ready(large[0])
+    grammars.close(0)
+    grammars.open(0, bound(large[1]))
+    assert allowed(grammars, 0, 0) == set(encode("1x")) and grammars.ready(large[1]), "what is gone is made again"
 
 
 # ---------------------------------------------------------------- the gate

@@ -92,6 +92,7 @@ class DeviceTables:
 
     def close(self, slot: int) -> None:
         self._unsent.pop(slot, None)
+        self.settings.grammars.close(slot)
 
     def send(self, segments: Sequence[Segment]) -> None:
         """Bring what the segments' slots were opened with, and the segments' new pages, to the device: once per pass, before its
