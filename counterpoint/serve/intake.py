@@ -46,6 +46,10 @@ from counterpoint.types import Arrive, Sampling, Slo
 COMPLETION_TOKENS = 16  # the default of /v1/completions, OpenAI's own
 QUICK_CHARACTERS = 4096  # texts up to this are tokenised where they are
 MESSAGE_CHARACTERS = 100  # what a message costs beside its text
+# what the template's renderer is given by us
+NOT_FOR_TEMPLATES = frozenset(
+    ("self", "messages", "conversations", "chat_template", "tools", "tokenize", "return_assistant_tokens_mask")
+)
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of n choices differ (the golden ratio's 64 bits)
 
@@ -345,7 +349,10 @@ def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:  # templates look for one or the other
         options = {"reasoning_effort": request.reasoning_effort, "enable_thinking": request.reasoning_effort != "none"}
-    options |= request.chat_template_kwargs or {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in NOT_FOR_TEMPLATES:
+            raise ApiError(400, f"chat_template_kwargs: {name} is not set there", param="chat_template_kwargs")
+        options[name] = value
     if request.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:

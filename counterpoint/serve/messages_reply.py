@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import msgspec
 import pydantic_core
 
 from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.messages import MessagesRequest, anthropic_error
-from counterpoint.serve.openai import ApiError
+from counterpoint.serve.openai import ApiError, split_fields
 from counterpoint.serve.replies import Json, event, usage_of
 from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
 
@@ -54,8 +55,13 @@ class Block:
         return {"type": "content_block_stop", "index": self.index}
 
 
-def object_of(arguments: str) -> Json:
-    """What a call's arguments say, as far as they were written."""
+def object_of(arguments: str) -> Json | msgspec.Raw:
+    """A call's arguments as the model wrote them; of a text that was cut short, as much as can be read."""
+    try:
+        split_fields(arguments)
+        return msgspec.Raw(arguments.encode())
+    except (msgspec.DecodeError, RecursionError):
+        pass
     try:
         found = pydantic_core.from_json(arguments, allow_partial=True)
     except ValueError:

@@ -367,6 +367,13 @@ def test_bodies_that_are_not_json(server: Running, body: bytes):
     refused(server.post(COMPLETIONS, body))
 
 
+@pytest.mark.parametrize("name", ["messages", "self", "tools", "chat_template", "conversations"])
+def test_a_template_is_not_given_what_is_ours(server: Running, name: str):
+    for path, body in ((CHAT, {"messages": HELLO}), ("/v1/responses", {"input": "hi"}), ("/tokenize", {"messages": HELLO})):
+        error = refused(server.post(path, body | {"chat_template_kwargs": {name: []}}))
+        assert error["param"] == "chat_template_kwargs" and name in error["message"]
+
+
 def test_a_body_is_not_sent_back(server: Running):
     response = server.post(CHAT, {"messages": [{"role": "user", "content": i} for i in range(1000)]})
     assert "messages[0].content" in refused(response)["message"]

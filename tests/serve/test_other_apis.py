@@ -17,6 +17,9 @@ from test_responses import raw_events as response_events
 from test_responses import refused as refused_response
 from test_tools import CALLS, ONE, PARAMETERS, TWO, thinker  # noqa: F401 (a fixture)
 
+from counterpoint.serve.messages_reply import object_of
+from counterpoint.serve.replies import encode
+
 SAID = f"<think>\nI look.\n</think>\n\nLet me see.\n{TWO}"
 FUNCTIONS: list[Any] = [
     {"type": "function", "name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS, "strict": False},
@@ -205,6 +208,28 @@ def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
     assert kinds(tools=CUSTOM, tool_choice={"type": "tool", "name": "weather"})[0] == "tool_use"
     cut = client_of(thinker).messages.create(model="echo", max_tokens=len(ONE) - 17, messages=said(ONE), tools=CUSTOM)
     assert cut.stop_reason == "max_tokens" and cut.content[0].input.keys() <= {"city"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"n": 123456789012345678901234567890, "m": 1e400}', '{"n": 123456789012345678901234567890, "m": 1e400}'),
+        ('{"a": {"b": [1, 2', '{"a":{"b":[1,2]}}'),
+        ('{"n": 123456789012345678901234567890, "a', '{"n":123456789012345678901234567890}'),
+        ("", "{}"),
+        ("{broken", "{}"),
+        ("[1]", "{}"),
+        ('{"a":' * 100_000, "{}"),
+    ],
+)
+def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments: str, told: str):
+    assert encode(object_of(arguments)).decode() == told
+
+
+def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):  # noqa: F811
+    call = '<tool_call>\n{"name": "time", "arguments": {"n": 123456789012345678901234567890}}\n</tool_call>'
+    (block,) = client_of(thinker).messages.create(**ASKED, messages=said(call), tools=CUSTOM).content
+    assert block.input == {"n": 123456789012345678901234567890}
 
 
 @pytest.mark.parametrize(
