@@ -294,6 +294,8 @@ class Engine:
     def _end(self, request: Request, now: float, finish: Finish) -> None:
         self._outputs.append(request.record(now, finish))
         self.tally.finished(finish)
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self.state.answers.add(len(request.output))
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         self.state.move(request, Phase.DONE)

@@ -5,10 +5,37 @@ Owns: the running set and the passes. Promises: cheap questions for policies. Mu
 
 from __future__ import annotations
 
+import bisect
+from collections import deque
 from dataclasses import dataclass, field
 
 from counterpoint.core.request import Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
+
+
+ANSWERS = 256  # remembered
+FEWEST, USUAL = 16, 32  # answers beyond a length before that is relied on; tokens still to come till then
+EARLY = 0.2  # share of answers that may end sooner
+
+
+class Answers:
+    """Lengths of the latest answers that came to their end: what is likely still to come of one that runs."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        if len(self._latest) == ANSWERS:
+            del self._ordered[bisect.bisect_left(self._ordered, self._latest.popleft())]
+        self._latest.append(tokens)
+        bisect.insort(self._ordered, tokens)
+
+    def still_to_come(self, tokens: int) -> int:
+        """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1."""
+        longer = bisect.bisect_right(self._ordered, tokens)
+        left = len(self._ordered) - longer
+        return self._ordered[longer + int(EARLY * left)] - tokens if left >= FEWEST else USUAL
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +82,7 @@ class State:
         self.lanes = {lane.id: LaneState(lane) for lane in lanes}
         self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
         self.prefilling: dict[str, Request] = {}  # those in Phase.PREFILL, in the same order
+        self.answers = Answers()
 
     def move(self, request: Request, phase: Phase) -> None:
         """The one way in which a request's phase changes (the engine's)."""

@@ -65,7 +65,7 @@ def test_fused_where_weights_dominate():
 
 def test_split_where_decode_needs_few_units():
     """Decode is as fast on one unit as on four: prefill loses a quarter, decode nothing."""
-    mixed, units = run_both(auto(Priced(fixed=0.5, prefill=0.5, context=0.5, sharing=0.0), tpot_s=8.0))
+    mixed, units = run_both(auto(Priced(fixed=0.5, prefill=0.5, context=0.5, sharing=0.0), tpot_s=80.0))
     assert True not in mixed and 1 in units
 
 
@@ -76,13 +76,13 @@ def test_no_split_where_contention_eats_the_gain():
 
 def test_a_tighter_target_is_met_at_the_price_of_gain():
     def first_choice(itl_s: float):
-        h = auto(Priced(fixed=2.0, prefill=0.1, context=0.1, contention=1.2), tpot_s=itl_s, itl_s=itl_s)
+        h = auto(Priced(fixed=2.0, prefill=0.1, context=0.02, contention=1.2), tpot_s=itl_s, itl_s=itl_s)
         h.arrive("a", range(8), max_tokens=60)
         while not h.got.get("a"):
             h.step()
         h.arrive("b", range(100, 160), max_tokens=2)
         while h.engine.policy.choice is None:
-            h.step()
+            assert h.step()
         return h.engine.policy.choice
 
     loose, tight = first_choice(1000.0), first_choice(7.0)
@@ -130,7 +130,7 @@ def test_belief_learns_and_its_guard_covers_what_happens(truth):
         took = raw * truth * (1.3 if i % 10 == 0 else 1.0)
         belief.observe(Step(i, 0, i, 0, 6, 2, (), work), StepDone(i, 0, started_s=0.0, ended_s=took, units=2), None)
     assert belief.seconds(work, 2) == pytest.approx(raw * truth, rel=0.1)
-    assert belief.guarded(work, 2) >= belief.seconds(work, 2)
+    assert belief.both(work, 2)[1] >= belief.seconds(work, 2)
     ((kind, median, high, steps),) = belief.errors()
     assert (kind, steps) == ("decode", 200)
     assert median < 0.1 and high < 0.4

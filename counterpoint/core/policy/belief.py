@@ -4,25 +4,64 @@ Owns: the corrections. Promises: a prediction costs one call of the estimator an
 bounded, so one odd step changes little.
 Must not: be the physics of anything (the simulator has its own).
 
-Two corrections per cell (kind of step, units, alone or beside another): the mean ratio of actual to predicted time, and a *guard*
-on top of it, which follows a high quantile of that ratio (the contention guard of MuxWise, ASPLOS'26): it rises fast when a
-step took longer than guarded, and decays slowly.
+Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of that
+ratio (the contention guard of MuxWise, ASPLOS'26, section 4.3): it rises fast when a step took longer than guarded, and decays slowly.
+A cell is (kind of step, units) for a step alone; beside another also the prompt tokens and the decode context that meet, in powers
+of four. A cell without a step of its own takes over from the nearest one that has had some.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from counterpoint.ports import Estimator
 from counterpoint.types import Step, StepDone, Work
-
-Cell = tuple[str, int, bool]
 
 LEARN = 0.1  # weight of the newest step in the mean ratio
 RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
 KEPT = 512  # latest errors of each kind
+SMALL_BITS, SIZES = 11, 4  # sizes: under 2K, 8K, 32K, and beyond
+FARTHER = 16  # one size up is as far away as so many units, another kind of company as all of them
+
+Beside = tuple[Work, int]
+
+
+class Cell(NamedTuple):
+    """`tokens`, `context`: sizes of what meets, -1 for a step alone."""
+
+    kind: str
+    units: int
+    tokens: int = -1
+    context: int = -1
+
+    def distance(self, other: Cell) -> int:
+        alone = (self.tokens < 0) != (other.tokens < 0)
+        sizes = abs(self.tokens - other.tokens) + abs(self.context - other.context)
+        return abs(self.units - other.units) + (1000 if alone else FARTHER * sizes)
+
+    @property
+    def name(self) -> str:
+        if self.tokens < 0:
+            return f"{self.kind} on {self.units}"
+        return f"{self.kind} on {self.units}, prompts {SIZE_NAMES[self.tokens]}, context {SIZE_NAMES[self.context]}"
+
+
+SIZE_NAMES = ("<2K", "<8K", "<32K", ">=32K")
+
+
+def size_of(tokens: int) -> int:
+    return min(SIZES - 1, max(0, (tokens.bit_length() - SMALL_BITS + 1) // 2))
+
+
+def cell_of(work: Work, units: int, beside: Beside | None) -> Cell:
+    if beside is None:
+        return Cell(work.kind, units)
+    other = beside[0]
+    tokens, context = work.prefill_tokens + other.prefill_tokens, work.decode_context + other.decode_context
+    return Cell(work.kind, units, size_of(tokens), size_of(context))
 
 
 class Belief:
@@ -31,35 +70,38 @@ class Belief:
         self.ratio: dict[Cell, float] = {}
         self.guard: dict[Cell, float] = {}
         self.version = 0  # grows when corrections have moved by some per cent
+        self._stand_in: dict[Cell, Cell] = {}  # the known cell that speaks for an unknown one
         self._errors: dict[str, deque[float]] = {}
         self._moved = 0.0
 
-    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+    def seconds(self, work: Work, units: int, beside: Beside | None = None) -> float:
         """Expected duration, in seconds."""
-        return self.estimator.seconds(work, units, beside) * self._ratio((work.kind, units, beside is not None))
+        cell = self._nearest(cell_of(work, units, beside))
+        return self.estimator.seconds(work, units, beside) * self.ratio.get(cell, 1.0)
 
-    def guarded(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
-        """A duration that most such steps stay under."""
-        cell = (work.kind, units, beside is not None)
-        return self.estimator.seconds(work, units, beside) * self._ratio(cell) * self.guard.get(cell, 1.0)
+    def both(self, work: Work, units: int, beside: Beside | None = None) -> tuple[float, float]:
+        """Expected duration, and one that most such steps stay under."""
+        cell = self._nearest(cell_of(work, units, beside))
+        expected_s = self.estimator.seconds(work, units, beside) * self.ratio.get(cell, 1.0)
+        return expected_s, expected_s * self.guard.get(cell, 1.0)
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
-        took = done.ended_s - done.started_s
-        if took <= 0 or done.error:
+        took_s = done.ended_s - done.started_s
+        if took_s <= 0 or done.error:
             return
         other = (beside.work, beside.units) if beside is not None else None
-        raw = self.estimator.seconds(step.work, step.units, other)
-        if raw <= 0:
+        raw_s = self.estimator.seconds(step.work, step.units, other)
+        if raw_s <= 0:
             return
-        kind = step.work.kind
-        cell = (kind, step.units, other is not None)
-        before = self._ratio(cell)
-        expected = raw * before
-        self._errors.setdefault(kind, deque(maxlen=KEPT)).append(abs(expected - took) / took)
-        actual = min(MOST, max(LEAST, took / raw))
-        known = cell in self.ratio
-        self.ratio[cell] = before + LEARN * (actual - before) if known else before + 0.5 * (actual - before)
-        over = took / expected
+        cell = cell_of(step.work, step.units, other)
+        before = self.ratio.get(self._nearest(cell), 1.0)
+        expected_s = raw_s * before
+        self._errors.setdefault(cell.kind, deque(maxlen=KEPT)).append(abs(expected_s - took_s) / took_s)
+        actual = min(MOST, max(LEAST, took_s / raw_s))
+        if cell not in self.ratio:
+            self._stand_in.clear()
+        self.ratio[cell] = before + (LEARN if cell in self.ratio else 0.5) * (actual - before)
+        over = took_s / expected_s
         guard = self.guard.get(cell, 1.0)
         self.guard[cell] = max(1.0, guard + (RAISE if over > guard else DECAY) * (min(over, 2.0) - guard))
         self._moved += abs(self.ratio[cell] / before - 1)
@@ -75,21 +117,16 @@ class Belief:
 
     def cells(self) -> tuple[tuple[str, float, float], ...]:
         """Every correction: (cell, mean ratio of actual to predicted, guard on top of it)."""
-        return tuple((_name(cell), self.ratio[cell], self.guard[cell]) for cell in sorted(self.ratio))
+        return tuple((cell.name, self.ratio[cell], self.guard[cell]) for cell in sorted(self.ratio))
 
-    def _ratio(self, cell: Cell) -> float:
-        """The cell's correction; before it has one, that of the nearest units of its kind."""
+    def _nearest(self, cell: Cell) -> Cell:
+        """The cell itself if it is known, else the nearest known one of its kind, if there is one."""
         if cell in self.ratio:
-            return self.ratio[cell]
-        near = [known for known in self.ratio if known[0] == cell[0]]
-        if not near:
-            return 1.0
-        return self.ratio[min(near, key=lambda known: (abs(known[1] - cell[1]), known[2] != cell[2]))]
-
-
-def _name(cell: Cell) -> str:
-    kind, units, beside = cell
-    return f"{kind} on {units}{' beside' if beside else ''}"
+            return cell
+        if cell not in self._stand_in:
+            near = [other for other in self.ratio if other.kind == cell.kind]
+            self._stand_in[cell] = min(near, key=cell.distance, default=cell)
+        return self._stand_in[cell]
 
 
 def _quantile(values: Iterable[float], share: float) -> float:

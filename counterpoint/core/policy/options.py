@@ -1,23 +1,28 @@
 """Options: the ways to run a prefill backlog beside running decodes, each with its price.
 
-Owns: the list of what can be done at an edge and what it would give. Promises: no clock, no state. Must not: choose.
+Owns: the list of what can be done at an edge and what it would give. Promises: no clock; prices are remembered until corrections
+move. Must not: choose.
 
-    fused(chunk)   decodes and a piece of a prompt in one pass on the whole device: weights are read once for both
+    fused(chunk)   decodes and a piece of a prompt in one pass on the whole device: weights are read once for both. A chunk counts the
+                   rows of both, so that its products fill whole tiles
     split(units)   decodes on `units` units, whole prompts on the rest, side by side
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from counterpoint.core.policy.belief import Belief
 from counterpoint.types import Work
 
-CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CHUNKS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+REMEMBERED = 4096
+GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 
 class Option(NamedTuple):
-    """`chunk` tokens fused with every decode step (0: a split), or `units` for decode beside prefill on the rest. `period_s`:
+    """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest. `period_s`:
     guarded time from one decode step to the next. `rate`: prefill tokens per second. `gain`: work done per second, as a multiple
     of what taking turns on the whole device would do (the multiplexing gain)."""
 
@@ -29,8 +34,7 @@ class Option(NamedTuple):
 
 
 class Backlog(NamedTuple):
-    """Prefill work: `tokens` in all, of which the first prompt has `first` left after `reused`; `squares` = sum n*n and `products`
-    = sum n*r over the prompts."""
+    """Prefill work: `tokens` in all over `prompts`; `squares` = sum n*n and `products` = sum n*r, of n tokens after r."""
 
     tokens: int
     squares: int
@@ -49,28 +53,65 @@ class Backlog(NamedTuple):
         return Work(chunk, chunk * chunk, int(chunk * before), 1, batch, context, batch + 1, 0, layers, layers)
 
 
-def options(
-    belief: Belief, backlog: Backlog, batch: int, context: int, units: int, layers: int, levels: tuple[int, ...], most: int
-) -> list[Option]:
-    """Every option for `backlog` beside `batch` decodes whose contexts sum to `context`. `levels`: decode units of the splits."""
-    decode = Work(decode_batch=batch, decode_context=context, samples=batch, last_layer=layers, layers=layers)
-    prefill = backlog.work(layers)
-    decode_s, prefill_s = belief.seconds(decode, units), belief.seconds(prefill, units)
-    found = []
-    for chunk in CHUNKS:
-        taken = min(chunk, backlog.tokens, most)
-        mixed = backlog.piece(taken, batch, context, layers)
-        alone = backlog.piece(taken, 0, 0, layers)
-        step_s = belief.seconds(mixed, units)
-        # What a chunk is worth is its share of the backlog done whole: re-reading its own prompt is no gain.
-        worth = taken / backlog.tokens * prefill_s if taken < backlog.tokens else belief.seconds(alone, units)
-        found.append(Option(taken, units, belief.guarded(mixed, units), taken / step_s, (worth + decode_s) / step_s))
-        if taken < chunk:
-            break
-    for level in levels:
-        rest = units - level
-        period_s = belief.guarded(decode, level, (prefill, rest))
-        step_s = belief.seconds(decode, level, (prefill, rest))
-        whole_s = belief.seconds(prefill, rest, (decode, level))
-        found.append(Option(0, level, period_s, backlog.tokens / whole_s, decode_s / step_s + prefill_s / whole_s))
-    return found
+class Prices:
+    """Of every option on a device of `units` units. `levels`: decode units of the splits there are. `most`: tokens in one pass."""
+
+    def __init__(self, belief: Belief, units: int, layers: int, levels: tuple[int, ...], most: int) -> None:
+        self.belief = belief
+        self.units = units
+        self.layers = layers
+        self.levels = levels
+        self.most = most
+        self._known: dict[tuple[int, ...], list[Option]] = {}
+        self._version = 0
+
+    def options(self, backlog: Backlog, batch: int, context: int) -> list[Option]:
+        """Every option for `backlog` beside `batch` decodes whose contexts sum to `context`."""
+        if self._version != self.belief.version or len(self._known) > REMEMBERED:
+            self._known.clear()
+            self._version = self.belief.version
+        key = (*map(step_of, backlog), step_of(batch), step_of(context))
+        found = self._known.get(key)
+        if found is None:
+            # On the grid too is what is priced, so that the estimator meets the same steps again.
+            tokens, squares, products, prompts, batch, context = map(on_step, key)
+            found = self._known[key] = self._price(Backlog(tokens, squares, products, prompts), batch, context)
+        return found
+
+    def decode_s(self, batch: int, context: int, units: int) -> float:
+        """Guarded time of a decode step alone."""
+        return self.belief.both(self._decode(batch, context), units)[1]
+
+    def _decode(self, batch: int, context: int) -> Work:
+        return Work(decode_batch=batch, decode_context=context, samples=batch, last_layer=self.layers, layers=self.layers)
+
+    def _price(self, backlog: Backlog, batch: int, context: int) -> list[Option]:
+        belief, units = self.belief, self.units
+        decode, prefill = self._decode(batch, context), backlog.work(self.layers)
+        decode_s, prefill_s = belief.seconds(decode, units), belief.seconds(prefill, units)
+        found = []
+        for chunk in CHUNKS:
+            taken = min(chunk - batch, backlog.tokens, self.most)
+            if taken <= 0:
+                continue
+            step_s, guarded_s = belief.both(backlog.piece(taken, batch, context, self.layers), units)
+            # What a chunk is worth is its share of the backlog done whole: re-reading its own prompt is no gain.
+            worth_s = taken / backlog.tokens * prefill_s
+            found.append(Option(chunk, units, guarded_s, taken / step_s, (worth_s + decode_s) / step_s))
+            if taken == backlog.tokens:
+                break
+        for level in self.levels:
+            rest = units - level
+            step_s, guarded_s = belief.both(decode, level, (prefill, rest))
+            whole_s = belief.seconds(prefill, rest, (decode, level))
+            found.append(Option(0, level, guarded_s, backlog.tokens / whole_s, decode_s / step_s + prefill_s / whole_s))
+        return found
+
+
+def step_of(value: int) -> int:
+    """The nearest step of the grid, on which neighbours are 10 % apart; -1 for 0."""
+    return round(GRID * math.log(value)) if value > 0 else -1
+
+
+def on_step(step: int) -> int:
+    return max(1, round(math.exp(step / GRID))) if step >= 0 else 0
