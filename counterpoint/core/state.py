@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from counterpoint.core.request import Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
 
-
 ANSWERS = 256  # remembered
 FEWEST, USUAL = 16, 32  # answers beyond a length before that is relied on; tokens still to come till then
 EARLY = 0.2  # share of answers that may end sooner

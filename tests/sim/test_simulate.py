@@ -66,7 +66,7 @@ def test_every_policy_keeps_its_contract_with_a_large_device(policy, depth):
 def test_every_policy_keeps_its_contract_when_pages_are_short(policy, depth):
     queries = load(80, rate=50, prompt=200, output=60)
     longest = max(q.prompt_tokens + q.output_tokens for q in queries)
-    config = Config().replace(policy=policy, kv_pages=longest // 16 + 60, max_running=24)
+    config = Config().replace(policy=policy, kv_pages=longest // 16 + 20, max_running=24)
     came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, config, watched=True)
     check_whole(queries, came)
     assert came.stats.preemptions > 0

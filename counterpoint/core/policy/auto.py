@@ -24,14 +24,15 @@ from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Backlog, Option, Prices
 from counterpoint.core.policy.pick import chunks, whole_prompts
-from counterpoint.core.policy.promises import Promises
+from counterpoint.core.policy.promises import Limits, Promises
 from counterpoint.core.request import Phase, Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Estimator, Fill
 from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Work
 
 STICK = 1.04  # another option must be better by so much
-MARGIN = 0.92  # share of the target that is aimed at
+MARGIN = 0.97  # share of the target that is aimed at
+EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
 HASTE = 1.0  # what the fastest prefill is worth, in gain
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 
@@ -83,8 +84,8 @@ class Auto:
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         self.belief.observe(step, done, beside)
-        if step.work.decode_batch:
-            self.promises.decoded(done.ended_s - done.started_s, bool(step.work.prefill_tokens) or beside is not None)
+        work = step.work
+        self.promises.prefilled(work.prefill_tokens * (step.last_layer - step.first_layer) / work.layers, done.ended_s)
 
     def report(self) -> PolicyReport:
         return PolicyReport(self.belief.errors(), self.belief.cells(), dict(self.decisions), dict(self.fallbacks))
@@ -170,8 +171,8 @@ class Auto:
         return max(0.0, (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request))
 
     def _bears(self, victim: Request, ends_s: float, delay_s: float, now: float) -> bool:
-        """Whether a prefill that would end at `ends_s` loses nothing by a delay: it is in time all the same, or late already and not
-        yet out of patience."""
+        """Whether a prefill that would end at `ends_s` loses nothing by a delay: it is in time all the same, or late already and
+        not yet out of patience."""
         due = self.promises.due(victim)
         return ends_s + delay_s <= due or (ends_s > due and not self.promises.impatient(victim, now))
 
@@ -182,50 +183,63 @@ class Auto:
     # ------------------------------------------------------------ the choice
 
     def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
-        """The option to be in force from this edge on. A pass that has begun in layer groups leaves only the splits: if a chunk would
-        be better, none begins after it."""
+        """The option to be in force from this edge on. A pass that has begun in layer groups leaves only the splits: if a chunk
+        would be better, none begins after it."""
         before, in_flight = self.choice, state.lanes[1].in_flight
         group = in_flight[0][0].id if in_flight else 0
         if group and group == self._moved_in and before is not None and not before.chunk:
             return before
-        found = self.prices.options(self._backlog(state), len(decodes), sum([r.scheduled for r in decodes]) + len(decodes))
-        allowed_s = MARGIN * self.promises.allowed_s(decodes, state.answers, now)
+        batch, context = len(decodes), sum([r.scheduled for r in decodes]) + len(decodes)
+        found = self.prices.options(self._backlog(state), batch, context)
+        limits = self.promises.limits(decodes, state.answers, now)
+        quiet_s = self.prices.decode_s(batch, context, self.units)
         need = self.promises.needed_rate(state.prefilling.values(), self._waiting, now)
-        best = self.wanted = self._best(found, allowed_s, need)
+        late = [self._late(option, limits, quiet_s) for option in found]
+        best = self.wanted = self._best(found, late, need)
         if prefilling and best.chunk:
-            found = [option for option in found if not option.chunk]
-            best = self._best(found, allowed_s, need)
+            best = self._best(found, [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)], need)
         if before is None or (best.chunk, best.units) != (before.chunk, before.units):
             self._moved_in = group
-        self._note(best, found, allowed_s, need)
+        self._note(best, found, late, need)
         self.promises.pace(best.rate, best.period_s)
         return best
 
-    def _best(self, found: list[Option], allowed_s: float, need: float) -> Option:
+    def _late(self, option: Option, limits: Limits, quiet_s: float) -> float:
+        """By which share decode steps would be too long. Those with prefill alternate with quiet ones, the more the faster the
+        prompts are done: so a longer step is not always a longer mean."""
+        busy, period_s = self.promises.busy_share(option.rate), option.period_s
+        mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
+        felt_s = limits.evens_out * mean_s + (1 - limits.evens_out) * period_s
+        limit_s = max(MARGIN * limits.mean_s, EASE * quiet_s)
+        return max(0.0, felt_s / limit_s - 1, period_s / (MARGIN * limits.gap_s) - 1)
+
+    def _best(self, found: list[Option], late: list[float], need: float) -> Option:
+        """The least harm to targets, to one per cent; then most gain and speed; rather the one before than one hardly better."""
         before = self.wanted or self.choice
         fastest = max([option.rate for option in found])
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
+        best, least = found[0], (math.inf, math.inf)
+        for option, by in zip(found, late, strict=True):
+            slow = min(1.0, max(0.0, need / option.rate - 1))
+            worth = option.gain + HASTE * option.rate / fastest
+            if before is not None and option.chunk == before.chunk and option.units == before.units:
+                worth *= STICK
+            cost = (round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by, -worth)
+            if cost < least:
+                best, least = option, cost
+        return best
 
-        def cost(option: Option) -> tuple[float, float]:
-            late = max(0.0, option.period_s / allowed_s - 1) * tbt_weight
-            slow = min(1.0, max(0.0, need / option.rate - 1)) * ttft_weight
-            stays = before is not None and option.chunk == before.chunk and option.units == before.units
-            stick = STICK if stays else 1.0
-            return (round(late + slow, 2), -(option.gain + HASTE * option.rate / fastest) * stick)
-
-        return min(found, key=cost)
-
-    def _note(self, best: Option, found: list[Option], allowed_s: float, need: float) -> None:
+    def _note(self, best: Option, found: list[Option], late: list[float], need: float) -> None:
         """Count what was decided, and why the device is not split."""
         self.decisions["fused" if best.chunk else "split"] += 1
-        if best.period_s > allowed_s:
+        if min(late) > 0:
             self.decisions["none meets tpot"] += 1
         if not best.chunk:
             return
-        in_time = [option for option in found if not option.chunk and option.period_s <= allowed_s]
+        in_time = [option.rate for option, by in zip(found, late, strict=True) if not option.chunk and not by]
         if not in_time:
             self.fallbacks["no split meets tpot"] += 1
-        elif best.rate >= need > max(option.rate for option in in_time):
+        elif best.rate >= need > max(in_time):
             self.fallbacks["no split meets ttft"] += 1
         else:
             self.fallbacks["fused gains more"] += 1
@@ -240,7 +254,7 @@ class Auto:
         beside_s = (1 - whole.cursor / self.layers) * whole.work.prefill_tokens / self.choice.rate
         if not (now + left_s < due < now + beside_s):
             return False
-        return self.promises.allowed_s(decodes, state.answers, now) > left_s + 2 * self.choice.period_s
+        return self.promises.limits(decodes, state.answers, now).mean_s > left_s + 2 * self.choice.period_s
 
     def _backlog(self, state: State) -> Backlog:
         """What is to be prefilled soon: what is admitted, up to one pass."""

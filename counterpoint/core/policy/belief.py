@@ -4,8 +4,8 @@ Owns: the corrections. Promises: a prediction costs one call of the estimator an
 bounded, so one odd step changes little.
 Must not: be the physics of anything (the simulator has its own).
 
-Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of that
-ratio (the contention guard of MuxWise, ASPLOS'26, section 4.3): it rises fast when a step took longer than guarded, and decays slowly.
+Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of
+that ratio (after MuxWise's contention guard, ASPLOS'26): it rises fast when a step took longer than guarded, and decays slowly.
 A cell is (kind of step, units) for a step alone; beside another also the prompt tokens and the decode context that meet, in powers
 of four. A cell without a step of its own takes over from the nearest one that has had some.
 """

@@ -3,8 +3,8 @@
 Owns: the list of what can be done at an edge and what it would give. Promises: no clock; prices are remembered until corrections
 move. Must not: choose.
 
-    fused(chunk)   decodes and a piece of a prompt in one pass on the whole device: weights are read once for both. A chunk counts the
-                   rows of both, so that its products fill whole tiles
+    fused(chunk)   decodes and a piece of a prompt in one pass on the whole device: weights are read once for both. A chunk counts
+                   the rows of both, so that its products fill whole tiles
     split(units)   decodes on `units` units, whole prompts on the rest, side by side
 """
 
@@ -22,9 +22,9 @@ GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 
 class Option(NamedTuple):
-    """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest. `period_s`:
-    guarded time from one decode step to the next. `rate`: prefill tokens per second. `gain`: work done per second, as a multiple
-    of what taking turns on the whole device would do (the multiplexing gain)."""
+    """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest.
+    `period_s`: guarded time from one decode step to the next. `rate`: prefill tokens per second. `gain`: work done per second,
+    as a multiple of what taking turns on the whole device would do (the multiplexing gain)."""
 
     chunk: int
     units: int

@@ -3,8 +3,8 @@
 Owns: targets, due times, urgency, slack. Promises: answers follow from the requests, the time and the belief alone.
 Must not: decide anything.
 
-A target is the request's own (`slo`), else the configured one, else one that suits the device. The time to first token may grow with
-the prompt. Slack: a decode that is ahead of its time per token may wait, within its longest gap.
+A target is the request's own (`slo`), else the configured one, else one that suits the device. The time to first token may grow
+with the prompt. Slack: a decode that is ahead of its time per token may wait, within its longest gap.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ from counterpoint.types import Slo, Work
 
 LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
 PATIENCE = 8.0  # in targets: a prompt that has waited so long goes first, and nobody overtakes it
-LATELY = 1 / 64  # weight of the newest decode step in what steps were like lately
-LEAST_CROWDED = 0.3  # share that is reckoned with at least
+LATELY_S = 4.0  # time after which load has faded to a third
+LONG = 64  # tokens of an answer over which steps with and without prefill even out
 LOOK_AHEAD = 64  # waiting requests that are thought of
 
 
 class Targets(NamedTuple):
     tpot_s: float
     itl_s: float
+
+
+class Limits(NamedTuple):
+    """Of decode steps. `mean_s`: the target per token; more if every request is ahead of it, less if one is behind, so that it has
+    caught up before its answer is likely to end. `gap_s`: the longest gap. `evens_out`: how far (0 to 1) the mean is what
+    counts, as answers are long; that of a short one hangs on a few steps."""
+
+    mean_s: float
+    gap_s: float
+    evens_out: float
 
 
 class Promises:
@@ -42,19 +52,21 @@ class Promises:
         self._version = 0
         self.rate = math.inf  # prompt tokens per second, and seconds per step, of the option in force
         self.step_s = 0.0
-        self._crowded = 1.0  # share of the latest decode steps that had prefill in or beside them
-        self._quiet_s = 0.0  # how long those without took
+        self._load_tokens = 0.0  # prompt tokens computed lately, and over how many seconds, both fading
+        self._load_span_s = 0.0
+        self._load_at_s = 0.0
 
-    def decoded(self, took_s: float, crowded: bool) -> None:
-        """A decode step took so long; `crowded`: with prefill in it or beside it."""
-        self._crowded += LATELY * (crowded - self._crowded)
-        if not crowded:
-            self._quiet_s += LATELY * (took_s - self._quiet_s) if self._quiet_s else took_s
+    def prefilled(self, tokens: float, now: float) -> None:
+        """So many prompt tokens have been computed until `now`."""
+        faded = math.exp((self._load_at_s - now) / LATELY_S)
+        self._load_tokens = self._load_tokens * faded + tokens
+        self._load_span_s = self._load_span_s * faded + (now - self._load_at_s)
+        self._load_at_s = now
 
-    def crowded_s(self, tpot_s: float) -> float:
-        """How long steps with prefill may take so that, with the quiet ones between them, the mean is `tpot_s`."""
-        share = max(LEAST_CROWDED, self._crowded)
-        return max(tpot_s, (tpot_s - (1 - share) * min(tpot_s, self._quiet_s or tpot_s)) / share)
+    def busy_share(self, rate: float) -> float:
+        """Share of the time in which prefill at `rate` tokens per second would be under way, by the load of the last seconds."""
+        span_s = max(self._load_span_s, LATELY_S / 4)
+        return min(1.0, self._load_tokens / span_s / rate)
 
     def pace(self, rate: float, step_s: float) -> None:
         """From here on prompts go at `rate` tokens per second, and an edge comes every `step_s`."""
@@ -109,8 +121,8 @@ class Promises:
         return max(self.prompt_s(request), left / self.rate) + self.step_s
 
     def urgency(self, request: Request, now: float) -> tuple[int, int, float, int]:
-        """Order of prefills: priority; then those that have waited too long; those that can be in time, by slack; the late ones, the
-        shortest first."""
+        """Order of prefills: priority; then those that have waited too long; those that can be in time, by slack; the late ones,
+        the shortest first."""
         takes_s, due = self.takes_s(request), self.due(request)
         if self.impatient(request, now):
             return (-request.arrive.priority, 0, due, request.serial)
@@ -123,22 +135,16 @@ class Promises:
 
     # ------------------------------------------------------------ of many
 
-    def allowed_s(self, decodes: Sequence[Request], answers: Answers, now: float) -> float:
-        """How long the next decode step may take: the target; more if every request is ahead of it, within its longest gap; less if
-        one is behind, so that it has caught up before its answer is likely to end."""
-        least = math.inf
+    def limits(self, decodes: Sequence[Request], answers: Answers, now: float) -> Limits:
+        """What the next decode steps may take."""
+        mean_s = gap_s = math.inf
         for request in decodes:
             tpot_s, itl_s = self.targets(request.arrive.slo)
             ahead_s = request.token_s[0] + tpot_s * (len(request.output) - 1) - now
-            left = answers.still_to_come(len(request.output))
-            crowded_s = tpot_s + (self.crowded_s(tpot_s) - tpot_s) * min(1.0, left * LATELY)
-            if ahead_s >= 0:
-                allowed = min(itl_s, max(crowded_s, tpot_s + ahead_s))
-            else:
-                allowed = min(itl_s, max(tpot_s / 2, crowded_s + ahead_s / left))
-            if allowed < least:
-                least = allowed
-        return least
+            if ahead_s < 0:
+                ahead_s = max(-tpot_s / 2, ahead_s / answers.still_to_come(len(request.output)))
+            mean_s, gap_s = min(mean_s, tpot_s + ahead_s), min(gap_s, itl_s)
+        return Limits(min(mean_s, gap_s), gap_s, min(1.0, answers.still_to_come(1) / LONG))
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         return min((self.targets(r.arrive.slo).tpot_s for r in decodes), default=math.inf)
