@@ -197,8 +197,8 @@ __device__ __forceinline__ void wait() {  // all but the last PENDING groups hav
 // The first and third stand for columns 2 t and 2 t + 1 of the mma, the others for 2 t + 8 and 2 t + 9, and the query's are taken in that
 // order. Of V, transposed, it gets elements 2 g and 2 g + 1 of two tokens, which stand for rows g and g + 8 of the mma: so row g of
 // the output is element 2 g.
-// The conversion unit widens 32 bytes a clock in an SM, half of what arrives there. So K does without it: moved to the place of a
-// float16's exponent and mantissa, e4m3 is its value / 256 (also below the normal numbers; but a NaN becomes 480 / 256).
+// K does without the conversion unit, which V needs: moved to the place of a float16's exponent and mantissa, e4m3 is its value / 256
+// (also below the normal numbers; but a NaN becomes 480 / 256).
 
 constexpr float K_SHIFTED = 256;
 
