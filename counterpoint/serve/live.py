@@ -111,6 +111,7 @@ class Live:
             "finished": sum(stats.finished.values()),
             "preemptions": stats.preemptions,
             "resplits": stats.resplits,
+            "lanes": self.pulse.lanes(now_s),
             "prediction_errors": {kind: round(median, 3) for kind, median, _, _ in stats.policy.errors},
             "last_step": self.pulse.last_step,
             "steps": [brief(step) for step in steps[len(steps) - fresh :]],

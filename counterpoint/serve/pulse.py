@@ -58,13 +58,14 @@ class Window:
 
 
 class Counts(NamedTuple):
-    """The engine's counters at one time."""
+    """The engine's counters at one time. `lane_s`: as in Stats."""
 
     at_s: float
     prompt: int
     generated: int
     queries: int
     hits: int
+    lane_s: tuple[tuple[str, str, float], ...] = ()
 
 
 class Pulse:
@@ -107,7 +108,12 @@ class Pulse:
         self.steps.extend(stats.recent[len(stats.recent) - fresh :])
         self.last_step = stats.steps
         self._now = Counts(
-            now_s, stats.prompt_tokens, stats.generated_tokens, stats.prefix_queries_tokens, stats.prefix_hits_tokens
+            now_s,
+            stats.prompt_tokens,
+            stats.generated_tokens,
+            stats.prefix_queries_tokens,
+            stats.prefix_hits_tokens,
+            stats.lane_s,
         )
         if now_s - self._counts[-1].at_s >= 1:
             self._counts.append(self._now)
@@ -131,3 +137,16 @@ class Pulse:
         before = self._since(now_s - WINDOW_S)
         queries = self._now.queries - before.queries
         return (self._now.hits - before.hits) / queries if queries else None
+
+    def lanes(self, now_s: float) -> dict[str, dict[str, float]]:
+        """What the lanes did in the last WINDOW_S, by role: share of their time (0 to 1) by what they did, the largest first."""
+        before = {(role, what): seconds for role, what, seconds in self._since(now_s - WINDOW_S).lane_s}
+        spent: dict[str, dict[str, float]] = {}
+        for role, what, seconds in self._now.lane_s:
+            spent.setdefault(role, {})[what] = max(0.0, seconds - before.get((role, what), 0.0))
+        shares: dict[str, dict[str, float]] = {}
+        for role, parts in spent.items():
+            whole_s = sum(parts.values())
+            ordered = sorted(parts.items(), key=lambda part: -part[1])
+            shares[role] = {what: round(seconds / whole_s, 3) for what, seconds in ordered if seconds > 0}
+        return shares

@@ -191,6 +191,22 @@ def test_rates_and_hits_are_of_the_last_seconds():
     assert len(beat._counts) <= pulse.WINDOW_S + 1
 
 
+def test_what_the_lanes_did_in_the_last_minute():
+    beat = pulse.Pulse()
+    begun_s = beat._counts[0].at_s
+    assert beat.lanes(begun_s) == {}
+    for n in range(1, 100):
+        rows = (
+            ("decode", "busy", 0.75 * n),
+            ("decode", "nothing", 0.25 * n),
+            ("prefill", "busy", min(n, 10.0)),
+            ("prefill", "memory", 0.0),
+        )
+        beat.heard(Outputs([], begun_s + n, Stats(lane_s=rows)))
+    assert beat.lanes(begun_s + 15)["decode"] == {"busy": 0.75, "nothing": 0.25}
+    assert beat.lanes(begun_s + 99) == {"decode": {"busy": 0.75, "nothing": 0.25}, "prefill": {}}, "prefill was busy long ago"
+
+
 def test_each_step_is_taken_once():
     beat = pulse.Pulse()
     steps = [LaneStep(0, n, n, n + 1, 1, 0, 1) for n in range(300)]

@@ -133,13 +133,14 @@ function show(frame, used, total) {
   const kvWords = `${number(used)} in use · ${number(frame.kv_tokens.cached)} cached · ${number(frame.kv_tokens.free)} free`;
   put("kv-words", kvWords);
   $("kv").setAttribute("aria-label", `KV cache: ${kvWords}`);
-  figure("hits", frame.hit_rate === null ? "–" : percent(frame.hit_rate));
-  figure("resplits", number(frame.resplits));
+  put("hits", frame.hit_rate === null ? "–" : percent(frame.hit_rate));
+  put("resplits", number(frame.resplits));
   put("preemptions", number(frame.preemptions));
   figure("policy", about.policy || "–");
   put("lanes", about.lanes);
+  doing(frame.lanes);
   const errors = Object.entries(frame.prediction_errors);
-  put("errors", errors.length ? `predictions off by ${errors.map(([kind, share]) => `${percent(share)} in ${kind}`).join(", ")}` : "");
+  put("errors", errors.length ? `predictions off by ${errors.map(([kind, share]) => `${kind}\u00a0${percent(share)}`).join(", ")}` : "");
   const now = { prefill: voice(frame, 5), decode: voice(frame, 6) };
   put("now-prefill", now.prefill);
   put("now-decode", now.decode);
@@ -154,6 +155,29 @@ function voice(frame, field) {
   return `${latest[4]} ${unit}, ${field === 5 ? `${number(latest[5])} tokens` : `batch of ${latest[6]}`}`;
 }
 function unitWord() { return /SM/.test(view.frame?.about.lanes || "") ? "SMs" : "cores"; }
+
+const IDLE = { nothing: "nothing to do", fused: "done by the other", units: "no units", policy: "held back", memory: "no pages", launch: "launching" };
+/** How each lane spent the last minute, prefill above as in the score: a bar of the time it was busy, and words. */
+function doing(lanes) {
+  const rows = Object.entries(lanes).sort().reverse().map(([role, parts]) => {
+    const rest = Object.entries(parts).filter(([what, share]) => what !== "busy" && share >= 0.005);
+    return [role, parts.busy || 0, [`busy ${percent(parts.busy || 0)}`, ...rest.map(([what, share]) => `${IDLE[what] || what} ${percent(share)}`)].join(", ")];
+  });
+  const text = JSON.stringify(rows);
+  if ($("doing").dataset.text === text) return;
+  $("doing").dataset.text = text;
+  $("doing").replaceChildren(...rows.map(([role, busy, said]) => {
+    const row = document.createElement("li"), name = document.createElement("i"), track = document.createElement("span"), told = document.createElement("small");
+    name.textContent = role === "both" ? "both" : role;
+    name.className = role;
+    track.className = "track";
+    track.append(document.createElement("span"));
+    track.firstChild.style.width = width(busy);
+    told.textContent = told.title = said;
+    row.append(name, track, told);
+    return row;
+  }));
+}
 
 /** On a scale of five decades, 1 ms to 100 s. */
 function latency(name, found) {
