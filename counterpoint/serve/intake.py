@@ -329,6 +329,7 @@ class Intake:
             stop_token_ids=self._known(request.stop_token_ids or (), "stop_token_ids"),
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _biases(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

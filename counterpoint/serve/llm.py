@@ -19,11 +19,13 @@ from typing import Any
 import msgspec
 
 from counterpoint.config import Config
+from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.client import EngineLost
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
-from counterpoint.serve.replies import usage_of
+from counterpoint.serve.replies import about_prompt, usage_of
+from counterpoint.types import TokenLogprobs
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -56,6 +58,8 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """Those that are given."""
@@ -65,21 +69,24 @@ class SamplingParams:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id that ended it, if one did.
-    A token that ended it is the last of `token_ids`."""
+    A token that ended it is the last of `token_ids`, and has no place in `logprobs`: those are of the tokens that are shown."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """What came of one prompt: `outputs`, `n` of them. The first one's fields are the output's own, too. `usage`: the API's."""
+    """What came of one prompt: `outputs`, `n` of them. The first one's fields are the output's own, too. `usage`: the API's.
+    The first token of a prompt has no log-probability."""
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Choice, ...]
     usage: dict[str, Any]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -135,7 +142,10 @@ class LLM:
         return asyncio.run(self._engine.intake.completion(request))
 
     def _chat(self, messages: Conversation, params: SamplingParams, template: dict[str, Any]) -> Ask:
-        body = {"messages": messages, "chat_template_kwargs": template} | params.fields()
+        fields = params.fields()
+        if params.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": params.logprobs}
+        body = {"messages": messages, "chat_template_kwargs": template} | fields
         return asyncio.run(self._engine.intake.chat(parse(ChatRequest, msgspec.json.encode(body))))
 
     def _outputs(self, asks: list[Ask]) -> list[Output]:
@@ -147,8 +157,15 @@ def output_of(finished: Finished) -> Output:
     """Raises EngineLost if a choice of it failed."""
     if finished.error:
         raise EngineLost(finished.error)
-    choices = tuple(
-        Choice("".join(piece.text for piece in pieces), tuple(answer.tokens), str(pieces[-1].finish), pieces[-1].stopped_by)
-        for answer, pieces in zip(finished.answers, finished.pieces, strict=True)
-    )
-    return Output(finished.ask.prompts[0].tokens, choices, usage_of(finished.ask, finished.answers))
+    request, prompt = finished.ask.request, finished.ask.prompts[0].tokens
+    choices = tuple(choice_of(*each, finished.ask.options.logprobs) for each in zip(finished.answers, finished.pieces, strict=True))
+    known = None
+    if request.prompt_logprobs is not None:
+        known = tuple(each for _, each in about_prompt(prompt, finished.answers[0]))
+    return Output(prompt, choices, usage_of(finished.ask, finished.answers), known)
+
+
+def choice_of(answer: Answer, pieces: Sequence[Piece], logprobs: bool) -> Choice:
+    known = tuple(entry.logprobs for piece in pieces for entry in piece.entries) if logprobs else None
+    text = "".join(piece.text for piece in pieces)
+    return Choice(text, tuple(answer.tokens), str(pieces[-1].finish), pieces[-1].stopped_by, known)

@@ -184,6 +184,7 @@ class MessagesRequest(SampledRequest):
         | REFUSED
         | {
             "n": (None, 1),
+            "prompt_logprobs": (None,),
             "response_format": (None, {"type": "text"}),
             "stop": (None, []),
         }

@@ -148,7 +148,6 @@ class SampledRequest(ModelRequest):
         "guided_decoding_backend": (None, "", "auto"),
         "guided_whitespace_pattern": (None, ""),
         "length_penalty": (None, 1, 1.0),
-        "prompt_logprobs": (None,),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
     }
@@ -190,11 +189,14 @@ class GenerationRequest(SampledRequest):
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     response_format: ResponseFormat | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerationRequest:
+    def _fields_fit_the_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are told in whole answers alone: leave stream out")
         return self
 
     @property
@@ -338,6 +340,12 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Prompts | TokenIds | TokenPrompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _told_once(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: echo with logprobs tells them already, leave it out")
+        return self
 
 
 class TokenizeRequest(ModelRequest):

@@ -69,6 +69,12 @@ def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:
     }
 
 
+def about_prompt(tokens: Sequence[int], answer: Answer) -> list[tuple[int, TokenLogprobs | None]]:
+    """Each token of a prompt with what is known of it: nothing of the first."""
+    unknown = [None] * (len(tokens) - len(answer.prompt_logprobs))
+    return list(zip(tokens, [*unknown, *answer.prompt_logprobs], strict=True))
+
+
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
@@ -101,6 +107,14 @@ class Spelling:
         written = self._token(entry.token, known.logprob)
         return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
 
+    def by_id(self, token: int, known: TokenLogprobs) -> Json:
+        """`rank` is told of the likeliest alone."""
+        ranked = {t: (value, rank) for rank, (t, value) in enumerate(zip(known.top_ids, known.top_logprobs, strict=True), 1)}
+        every = {token: (known.logprob, None)} | ranked
+        return {
+            str(t): {"logprob": finite(value), "rank": rank, "decoded_token": self.shown(t)} for t, (value, rank) in every.items()
+        }
+
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self.shown(token), "logprob": finite(logprob), "bytes": list(self.bytes_of(token))}
 
@@ -116,8 +130,15 @@ class ChoiceReply(abc.ABC):
         self._opened: set[int] = set()
 
     def whole_body(self, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> Json:
-        choices = [self.whole(i, answer, pieces[i]) for i, answer in enumerate(answers)]
+        choices = [self.whole(i, answer, pieces[i]) | self._about_prompt(i, answer) for i, answer in enumerate(answers)]
         return self.head | {"choices": choices, "usage": usage_of(self.ask, answers)}
+
+    def _about_prompt(self, choice: int, answer: Answer) -> Json:
+        """For each token of the prompt, it and the likeliest instead of it, by id. The first has none, as nothing comes before."""
+        if self.ask.request.prompt_logprobs is None:
+            return {}
+        tokens = self.ask.prompt_of(choice).tokens
+        return {"prompt_logprobs": [known and self.spelling.by_id(t, known) for t, known in about_prompt(tokens, answer)]}
 
     def beginning(self) -> Iterator[bytes]:
         return iter(())
@@ -271,7 +292,7 @@ class CompletionReply(ChoiceReply):
         if not self.ask.options.logprobs:
             return None
         tokens = self.ask.prompt_of(choice).tokens
-        known = [None] * (len(tokens) - len(answer.prompt_logprobs)) + answer.prompt_logprobs
+        known = [k for _, k in about_prompt(tokens, answer)]
         offsets, at = [], 0
         for token in tokens:
             offsets.append(at)

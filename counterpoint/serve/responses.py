@@ -167,6 +167,7 @@ class ResponsesRequest(SampledRequest):
         "n": (None, 1),
         "previous_response_id": (None,),
         "prompt": (None,),
+        "prompt_logprobs": (None,),
         "response_format": (None, {"type": "text"}),
         "truncation": (None, "disabled"),
     }

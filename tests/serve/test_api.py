@@ -367,6 +367,23 @@ def test_bodies_that_are_not_json(server: Running, body: bytes):
     refused(server.post(COMPLETIONS, body))
 
 
+def test_what_is_known_of_a_prompt(server: Running):
+    for path, body in ((COMPLETIONS, {"prompt": "hé", "n": 2}), (CHAT, {"messages": HELLO})):
+        answer = server.post(path, body | {"prompt_logprobs": 2}).json()
+        for choice in answer["choices"]:
+            first, *others = choice["prompt_logprobs"]
+            assert first is None and len(others) == answer["usage"]["prompt_tokens"] - 1
+            assert all(len(known) == 2 and {known[id]["rank"] for id in known} == {1, 2} for known in others)
+        assert "prompt_logprobs" not in server.post(path, body).json()["choices"][0]
+    assert others and server.post(COMPLETIONS, {"prompt": "hi", "prompt_logprobs": 0}).json()["choices"][0]["prompt_logprobs"][
+        1
+    ] == {"105": {"logprob": -0.25, "rank": None, "decoded_token": "i"}}
+    for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
+        assert "prompt_logprobs" in refused(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
+    both = {"prompt": "hi", "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    assert "leave it out" in refused(server.post(COMPLETIONS, both))["message"]
+
+
 @pytest.mark.parametrize("name", ["messages", "self", "tools", "chat_template", "conversations"])
 def test_a_template_is_not_given_what_is_ours(server: Running, name: str):
     for path, body in ((CHAT, {"messages": HELLO}), ("/v1/responses", {"input": "hi"}), ("/tokenize", {"messages": HELLO})):

@@ -57,6 +57,19 @@ def test_stops(llm: LLM):
     assert (ended.text, ended.token_ids, ended.outputs[0].stop_reason) == ("", (97,), 97)
 
 
+def test_log_probabilities(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=3)
+    for output in (*llm.generate(["once", "once again"], params), *llm.chat([{"role": "user", "content": "once"}], params)):
+        (choice,) = output.outputs
+        assert len(choice.logprobs) == 4 and [known.top_ids[0] for known in choice.logprobs] == list(choice.token_ids)
+        assert all(known.logprob == known.top_logprobs[0] and len(known.top_ids) == 2 for known in choice.logprobs)
+        first, *others = output.prompt_logprobs
+        assert first is None and len(others) == len(output.prompt_token_ids) - 1
+        assert all(known.logprob < 0 and len(known.top_ids) == 3 for known in others)
+    (plain,) = llm.generate("once", GREEDY)
+    assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is None
+
+
 def test_chats(llm: LLM):
     messages = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(messages, GREEDY)
