@@ -42,9 +42,12 @@ class Pool(Running):
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs, and no handoff holds anything."""
+        """Nothing runs, no handoff holds anything, and every page is back."""
         names = ("requests_running", "requests_waiting", "handoffs", "handoff_pages")
-        return not any(self.metric(f"counterpoint_{name}") for name in names)
+        if any(self.metric(f"counterpoint_{name}") for name in names):
+            return False
+        free, cached, total = (self.metric(f"counterpoint_kv_pages_{name}") for name in ("free", "cached", "total"))
+        return free + cached == total
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
