@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine, Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.choose import gpu_found
+from counterpoint.device.link.host import host_name
 from counterpoint.device.link.memory import Memory
 from counterpoint.device.link.nixl import NixlLink
 from counterpoint.device.link.port import Link, LinkError, Wake
@@ -313,13 +313,6 @@ def identity(name: str, links: dict[str, Link], built: System, token: str) -> Id
         raise ConfigError(f"no transport can carry this worker's KV: {'; '.join(problems)}")
     reach = Reach(secrets.token_hex(8), host_name(), "cpu", tuple(blobs))
     return Identity(name, built.digest, reach, built.memory, {kind: links[kind] for kind in blobs}, blobs, token)
-
-
-def host_name() -> str:
-    """The same for processes that see each other's /proc, different for others: the boot and the process namespace."""
-    if not sys.platform.startswith("linux"):
-        return secrets.token_hex(8)
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def estimator(config: Config, source: Source, units: int) -> Estimator:

@@ -13,7 +13,7 @@ from counterpoint.cluster.nouns import Grain
 WORTH_HIDING = 0.05  # of the prefill's time: a shorter transfer is sent whole
 LEAST_GROUP_BYTES = 4 << 20  # of a layer group that is sent by itself,
 LEAST_GROUP_S = 0.001  # or its computing time
-PREFERENCE = ("local", "cuda_ipc", "nixl", "shm", "tcp")
+PREFERENCE = ("local", "cuda_ipc", "shm", "nixl", "tcp")
 
 
 class Reach(NamedTuple):

@@ -169,7 +169,8 @@ def test_movers_are_chosen_by_where_the_pools_are():
     here = Reach("1", "host", "cpu", every)
     assert choose_link(here, here)[0] == "local"
     assert choose_link(here, Reach("2", "host", "cpu", ("tcp", "shm")))[0] == "shm"
-    assert choose_link(here, Reach("2", "host", "cpu", every))[0] == "nixl"
+    assert choose_link(here, Reach("2", "host", "cpu", every))[0] == "shm"
+    assert choose_link(here, Reach("2", "other", "cpu", every))[0] == "nixl"
     assert choose_link(here, Reach("2", "other", "cpu", ("tcp", "shm")))[0] == "tcp"
     gpu = Reach("3", "host", "cuda", every)
     assert choose_link(gpu, gpu._replace(process="4"))[0] == "cuda_ipc"

@@ -4,7 +4,7 @@ Owns: one agent, with a name of its own for every process, and one thread that m
 on few cores it costs more than it gives; ours also drives what peers write over TCP).
 Promises: Completed when NIXL says that a write is over, and never before: releasing a transfer in flight does not stop it (bytes
 were seen to land after a release that had said OK), so `cancel` only waits. A reading end hears from the writing end that its last
-write is over; that is its only proof.
+write is over, or sees that the writer's process has ended, if it is of the same host; it has no other proof.
 Must not: be the choice where a peer is not trusted. The reader can't refuse a write: grants are the writer's promise, kept by the
 handoff protocol.
 """
@@ -12,6 +12,7 @@ handoff protocol.
 from __future__ import annotations
 
 import importlib
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from counterpoint.device.link.host import has_ended, host_name, watch_process
 from counterpoint.device.link.memory import Memory, Spans
 from counterpoint.device.link.port import Completed, LinkError, Lost, Notice, Severed, Wake
 
@@ -33,14 +35,19 @@ class Blob(msgspec.Struct, frozen=True):
     agent: bytes
     addresses: tuple[int, ...]
     page_bytes: int
+    pid: int
+    host: str
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
+    """`writes`: this end does. Where the peer writes, `process` tells when it has ended (host.py)."""
+
     name: str
     remote: int
     addresses: np.ndarray
     writes: bool
+    process: int
     leaving: bool = False
 
 
@@ -90,7 +97,7 @@ class NixlLink:
         self._memory = memory
         self._addresses = np.array([address for address, *_ in regions], np.int64)
         self._thread.start()
-        blob = Blob(self._agent.get_agent_metadata(), tuple(self._addresses.tolist()), memory.page_bytes)
+        blob = Blob(self._agent.get_agent_metadata(), tuple(self._addresses.tolist()), memory.page_bytes, os.getpid(), host_name())
         return msgspec.msgpack.encode(blob)
 
     def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
@@ -98,11 +105,13 @@ class NixlLink:
         if len(theirs.addresses) != len(self._addresses):
             raise LinkError(f"the peer's pool has {len(theirs.addresses)} regions, this one {len(self._addresses)}")
 
+        process = -1 if writes else watch_process(theirs.pid, theirs.host)
+
         def call() -> None:
             name = self._agent.add_remote_agent(theirs.agent)
             name = name.decode() if isinstance(name, bytes) else name
             self._agents.add(name)
-            self._peers[link] = Peer(name, remote, np.array(theirs.addresses, np.int64), writes)
+            self._peers[link] = Peer(name, remote, np.array(theirs.addresses, np.int64), writes, process)
 
         self._ask(call, link)
 
@@ -151,6 +160,10 @@ class NixlLink:
             for name in self._agents:
                 self._agent.remove_remote_agent(name)
             self._agent.deregister_memory(self._registered)
+            for peer in self._peers.values():
+                if peer.process >= 0:
+                    os.close(peer.process)
+            self._peers.clear()
             self._agent = self._registered = None
 
     # ------------------------------------------------------------ the thread
@@ -182,6 +195,8 @@ class NixlLink:
             for link, peer in tuple(self._peers.items()):
                 if peer.leaving and peer.writes and all(other != link for other, _ in self._flights.values()):
                     self._leave(link, peer)
+                elif peer.leaving and not peer.writes and peer.process >= 0 and has_ended(peer.process):
+                    self._severed(link)
 
     def _look(self, op: int, link: int, handle: Any) -> None:
         try:
@@ -216,8 +231,14 @@ class NixlLink:
             for word in words:
                 kind, _, number = word.decode().partition(" ")
                 if kind == "left" and int(number) in self._peers:
-                    del self._peers[int(number)]
-                    self._notice(Severed(int(number)))
+                    self._severed(int(number))
+
+    def _severed(self, link: int) -> None:
+        """The peer writes here no more."""
+        process = self._peers.pop(link).process
+        if process >= 0:
+            os.close(process)
+        self._notice(Severed(link))
 
     def _notice(self, notice: Notice) -> None:
         with self._lock:
