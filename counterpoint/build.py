@@ -286,7 +286,7 @@ def movers(config: Config, wake: Wake) -> dict[str, Link]:
     wanted, found = config.cluster.transport, dict[str, Link]()
     makers: dict[str, Callable[[], Link]] = {
         "shm": lambda: ShmLink(wake),
-        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host),
+        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host or "127.0.0.1"),
         "nixl": lambda: NixlLink(wake),
     }
     for kind in makers if wanted == "auto" else (wanted,):

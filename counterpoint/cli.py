@@ -18,6 +18,7 @@ from rich.console import Console
 from counterpoint import __version__
 from counterpoint.config import Config
 from counterpoint.flags import settings
+from counterpoint.types import Role
 
 USE = Group("Use a model", sort_key=0)
 MEASURE = Group("Measure", sort_key=1)
@@ -57,6 +58,26 @@ def serve(config: Config) -> int:
     from counterpoint.serve.server import run
 
     return run(config, source)
+
+
+@app.command(group=USE)
+@settings("model", "device", "scheduler", "cluster")
+def worker(
+    *,
+    join: Annotated[str, Parameter(help="HOST:PORT where `counterpoint serve --cluster-listen` waits", group=ASKING)],
+    role: Annotated[Role, Parameter(help="what it does for the others", group=ASKING)] = Role.BOTH,
+    name: Annotated[str | None, Parameter(help="unique in the cluster; unset: role and host name", group=ASKING)] = None,
+    config: Config,
+) -> int:
+    """Be a worker of a server on another machine.
+
+    counterpoint serve ./Qwen3-0.6B --cluster-listen 10.0.0.1:7000 --cluster-token-file token
+
+    counterpoint worker ./Qwen3-0.6B --join 10.0.0.1:7000 --role decode --cluster-token-file token
+    """
+    from counterpoint.serve.worker import join as join_front
+
+    return join_front(with_token(config), join, role, name)
 
 
 @app.command(group=USE)

@@ -77,13 +77,17 @@ P = TypeVar("P", bound=Proven)
 _encode = msgspec.msgpack.encode
 
 
+def is_local(host: str) -> bool:
+    """Only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_exposure(host: str, token: str) -> None:
     """Raises ControlError if workers could be reached from elsewhere without a token."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local and not token:
+    if not is_local(host) and not token:
         raise ControlError(f"the control port on {host} needs a token that all workers share: set --cluster-token-file")
 
 

@@ -70,6 +70,16 @@ class FrontLine:
     def post(self, word: FromWorker) -> None:
         self._soon(lambda: self._write(word))
 
+    @property
+    def local_host(self) -> str:
+        """This machine's address, as the front sees it. To be asked for when the front has been joined."""
+        assert self._wire is not None
+        return self._wire.writer.get_extra_info("sockname")[0]
+
+    def hang_up(self) -> None:
+        """Say what is still to be said, and end; `ended` follows."""
+        self._soon(self._over.set)
+
     def close(self) -> None:
         """Say what is still to be said, and hang up."""
         self._soon(self._over.set)

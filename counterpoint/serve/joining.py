@@ -6,13 +6,14 @@ Must not: decide, or hold a connection.
 
     worker   Greeting, then Join (who it is)                  cluster/control.py: nonces and proofs
     front    Welcome or Refusal
-    worker   Loading …, then Ready or Failed; then Said … and Beat …
+    worker   Progress …, then Ready or Failed; then Said … and, before it goes, Leaving; a Beat all the while
     front    Orders …, Farewell
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 
@@ -21,6 +22,7 @@ from counterpoint.cluster import control, nouns
 from counterpoint.cluster.control import Address, ControlError, Proven, Refusal, Wire
 from counterpoint.cluster.digest import Digest
 from counterpoint.cluster.messages import WireError
+from counterpoint.config import Config, ConfigError
 from counterpoint.serve.wire import Beat, Failed, Hello, Progress
 from counterpoint.types import Delta, Record, Role, Stats
 
@@ -99,7 +101,11 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     census: Census | None = None
 
 
-FromWorker = Progress | Failed | Ready | Said | Beat
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """It takes nothing new, and goes when it has finished what it has."""
+
+
+FromWorker = Progress | Failed | Ready | Said | Leaving | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 _from_front = msgspec.msgpack.Decoder(FromFront)
@@ -152,3 +158,14 @@ async def admit(wire: Wire, token: str, objection) -> Join:
         raise ControlError(f"{joined.worker}: {problem}")
     wire.say(Welcome())
     return joined
+
+
+def token_of(config: Config) -> str:
+    """The cluster's secret, "" if none is set. Raises ConfigError if its file can't be read."""
+    cluster = config.cluster
+    if cluster.cluster_token_file is None:
+        return cluster.cluster_token or ""
+    try:
+        return Path(cluster.cluster_token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster_token_file {cluster.cluster_token_file!r} can't be read: {error}") from None

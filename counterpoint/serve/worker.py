@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,14 +25,14 @@ import msgspec
 
 from counterpoint.build import Place, identity, movers
 from counterpoint.cluster import nouns
-from counterpoint.cluster.control import Address, ControlError
+from counterpoint.cluster.control import Address, ControlError, check_exposure
 from counterpoint.cluster.courier import Courier
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.ledger import Hold
 from counterpoint.cluster.nouns import Geometry, Rules, handoff_of
 from counterpoint.cluster.receiver import ReceiveState
 from counterpoint.cluster.sender import SendState
-from counterpoint.config import Config, ConfigError
+from counterpoint.config import Config, ConfigError, host_and_port
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import run
 from counterpoint.device.cores import pin
@@ -40,12 +41,13 @@ from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
 from counterpoint.serve.frontline import FrontLine
-from counterpoint.serve.joining import Census, Join, Ready, Said, Told
+from counterpoint.serve.joining import Census, Join, Leaving, Ready, Said, Told, token_of
 from counterpoint.serve.logs import start_logging
 from counterpoint.serve.wire import Failed, Progress
 from counterpoint.spec.model import ModelError
 from counterpoint.types import Arrive, Delta, Output, Release, Role
 
+LOOK_S = 0.1
 STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendState.RELEASED.value})
 
 
@@ -75,6 +77,27 @@ def main() -> int:
     return work(start)
 
 
+def join(config: Config, front: str, role: Role, name: str | None) -> int:
+    """`counterpoint worker`: a worker of a front elsewhere, until a signal. Raises ConfigError."""
+    host, port = host_and_port("join", front)
+    token = token_of(config)
+    try:
+        check_exposure(host, token)
+    except ControlError as error:
+        raise ConfigError(str(error)) from None
+    return work(
+        Start(
+            config=config.replace(cluster_token=None),
+            system="counterpoint.build:system",
+            name=name or f"{role.value}-{socket.gethostname()}",
+            role=role,
+            front=Address(host, port),
+            token=token,
+            stays=True,
+        )
+    )
+
+
 def work(start: Start) -> int:
     """Join the front, build the engine, run it until the front says farewell. The exit status: 0, 1 (broken) or 2 (a setting is
     wrong, or the front refuses this worker)."""
@@ -87,7 +110,11 @@ def work(start: Start) -> int:
         print(f"no place at {start.front.host}:{start.front.port}: {error}", file=sys.stderr)
         return 2
     try:
-        Worker(start, inbox, line).run()
+        worker = Worker(start, inbox, line)
+        if start.stays:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: worker.leave())
+        worker.run()
         if line.reason:
             print(f"the front does not want this worker: {line.reason}", file=sys.stderr)
         return 2 if line.reason else 0
@@ -109,10 +136,12 @@ class Worker:
     def __init__(self, start: Start, inbox: WallInbox, line: FrontLine) -> None:
         if start.cores:
             pin(start.cores)
-        self.start = start
+        host = start.config.cluster.cluster_host or line.local_host
+        self.start = start = msgspec.structs.replace(start, config=start.config.replace(cluster_host=host))
         self.inbox = inbox
         self.line = line
         self.living: set[str] = set()  # by the engine's names: what it has and has not ended
+        self.leaving = False
         self._stats_due_s = 0.0
         self._courier: Courier | None = None
         self.links = movers(start.config, self._wake)
@@ -128,7 +157,7 @@ class Worker:
         start, system = self.start, self.system
         me = identity(start.name, self.links, system, start.token)
         handoffs = Handoffs(Rules(), Geometry(system.spec.layers, system.limits.page_tokens))
-        host = start.config.cluster.cluster_host
+        host = start.config.cluster.cluster_host or "127.0.0.1"
         courier = Courier(me, handoffs, self, host, start.port, self.fail)
         try:
             courier.start()
@@ -190,6 +219,25 @@ class Worker:
         for handoff in {known[0] for id in tuple(self.living) if (known := handoff_of(id)) is not None}:
             self.courier.order(nouns.Withdraw(handoff))
         self.courier.order(nouns.Drain(False))
+
+    # ------------------------------------------------------------ going
+
+    def leave(self) -> None:
+        """Take nothing new, finish what is here, and go; asked twice, or after `drain_s`, at once."""
+        if self.leaving:
+            self.line.hang_up()
+            return
+        self.leaving = True
+        self.line.post(Leaving())
+        self.courier.order(nouns.Drain(True))
+        threading.Thread(target=self._go_when_empty, name="leaving", daemon=True).start()
+
+    def _go_when_empty(self) -> None:
+        end_s = time.monotonic() + self.start.config.server.drain_s
+        time.sleep(2 * LOOK_S)  # for what was under way to this worker when it said so
+        while self.living and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        self.line.hang_up()
 
     # ------------------------------------------------------------ the courier's thread (courier.Outside)
 

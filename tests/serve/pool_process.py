@@ -104,3 +104,7 @@ def rounded(tree: Any) -> Any:
     if isinstance(tree, list):
         return [rounded(value) for value in tree]
     return round(tree, 3) if isinstance(tree, float) else tree
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events if event != "[DONE]" and "choices" in event)

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from conftest import TINY
-from pool_process import Pool
+from pool_process import Pool, text_of
 from serve_process import poll
 from test_process_life import Reading
 
@@ -68,10 +68,6 @@ def calm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def stream(pool: Pool, prompt: str, **more: Any) -> Reading:
     return Reading(pool, LONG | {"prompt": prompt} | more)
-
-
-def text_of(events: list[Any]) -> str:
-    return "".join(event["choices"][0]["text"] for event in events if event != "[DONE]" and "choices" in event)
 
 
 def where_they_decode(pool: Pool) -> dict[str, float]:
