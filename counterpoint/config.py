@@ -153,9 +153,7 @@ class ClusterConfig:
         "auto", "how KV goes from worker to worker; auto: the best both ends have"
     )
     cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
-    cluster_host: str | None = setting(
-        None, "this machine's address for workers of others; unset: by which it reaches the front"
-    )
+    cluster_host: str | None = setting(None, "this machine's address for workers of others; unset: by which it reaches the front")
     cluster_token: str | None = setting(
         None, "secret that all workers share; better --cluster-token-file or COUNTERPOINT_CLUSTER_TOKEN", secret=True
     )

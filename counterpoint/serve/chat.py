@@ -1,7 +1,7 @@
 """A chat in the terminal, with a model in this process or behind a URL.
 
 Owns: the conversation and how it is shown. Promises: Ctrl-C stops an answer, not the chat; what was said of a stopped answer
-stays in the conversation. Must not: know how answers are made.
+stays in the conversation; what was thought is shown and does not. Must not: know how answers are made.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import msgspec
 from rich.console import Console
 
 from counterpoint.serve.offline import Offline
+from counterpoint.serve.speech import Content, Reasoning, Said
 
 Messages = list[dict[str, Any]]
-Speaker = Callable[[Messages], Iterator[str]]  # a conversation in, its answer out, piece by piece
+Speaker = Callable[[Messages], Iterator[Said]]  # a conversation in, its answer out, piece by piece
 HELP = "/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def local_speaker(engine: Offline, options: dict[str, Any]) -> Speaker:
-    def speak(messages: Messages) -> Iterator[str]:
-        return (piece.text for piece in engine.chat(messages, **options))
+    def speak(messages: Messages) -> Iterator[Said]:
+        return (part for piece in engine.chat(messages, **options) for part in piece.said)
 
     return speak
 
@@ -38,26 +39,30 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConnectionError(f"{url}: no model of the OpenAI API found there: {error}") from None
 
-    def speak(messages: Messages) -> Iterator[str]:
+    def speak(messages: Messages) -> Iterator[Said]:
         body = {"model": model, "messages": messages, "stream": True} | options
         with http.stream("POST", "/chat/completions", json=body) as response:
             if response.status_code != 200:
                 raise ConnectionError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
             for line in response.iter_lines():
-                yield from content_of(line)
+                yield from parts_of(line)
 
     return speak
 
 
-def content_of(line: str) -> Iterator[str]:
-    """The text in one line of a stream. Raises ConnectionError for an error event."""
+def parts_of(line: str) -> Iterator[Said]:
+    """What is said in one line of a stream. Raises ConnectionError for an error event."""
     if not line.startswith("data:") or line[5:].strip() == "[DONE]":
         return
     chunk = msgspec.json.decode(line[5:])
     if "error" in chunk:
         raise ConnectionError(str(chunk["error"]))
     for choice in chunk["choices"]:
-        yield choice["delta"].get("content") or ""
+        delta = choice["delta"]
+        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+            yield Reasoning(thought)
+        if content := delta.get("content"):
+            yield Content(content)
 
 
 def converse(speak: Speaker, console: Console, system: str | None = None) -> None:
@@ -85,13 +90,20 @@ def opening(system: str | None) -> Messages:
     return [{"role": "system", "content": system}] if system else []
 
 
-def show(answer: Iterator[str], console: Console) -> str:
-    """Print an answer as it comes; what was printed."""
+def show(answer: Iterator[Said], console: Console) -> str:
+    """Print an answer as it comes; what of it was said, not thought."""
     said: list[str] = []
+    thought = False
     try:
-        for text in answer:
-            said.append(text)
-            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        for part in answer:
+            match part:
+                case Reasoning(text):
+                    thought = True
+                    console.print(text, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+                case Content(text):
+                    console.print("\n\n" * thought + text, end="", markup=False, highlight=False, soft_wrap=True)
+                    thought = False
+                    said.append(text)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     finally:

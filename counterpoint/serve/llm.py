@@ -25,6 +25,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
 from counterpoint.serve.replies import about_prompt, usage_of
+from counterpoint.serve.speech import Call, gather
 from counterpoint.types import TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -69,13 +70,16 @@ class SamplingParams:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id that ended it, if one did.
-    A token that ended it is the last of `token_ids`, and has no place in `logprobs`: those are of the tokens that are shown."""
+    A token that ended it is the last of `token_ids`, and has no place in `logprobs`: those are of the tokens that are shown. Of a
+    chat, `text` is what was said, apart from what was thought (`reasoning`) and called."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,23 +134,30 @@ class LLM:
         return self._outputs([self._completion(prompt, p) for prompt, p in zip(every, each, strict=True)])
 
     def chat(
-        self, messages: Conversation | Sequence[Conversation], params: SamplingParams = SamplingParams(), **template: Any
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams = SamplingParams(),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **template: Any,
     ) -> list[Output]:
-        """Answer a conversation, or each of several; `template` goes to the model's chat template. Raises as `generate` does."""
+        """Answer a conversation, or each of several; `tools` and `tool_choice` as in the API, `template` goes to the model's chat
+        template. Raises as `generate` does."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         every: Sequence[Any] = [messages] if one else messages
-        return self._outputs([self._chat(conversation, params, template) for conversation in every])
+        fields = {"tools": tools, "tool_choice": tool_choice, "chat_template_kwargs": template} | params.fields()
+        if params.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": params.logprobs}
+        return self._outputs([self._chat(conversation, fields) for conversation in every])
 
     def _completion(self, prompt: Prompt, params: SamplingParams) -> Ask:
         request = parse(CompletionRequest, msgspec.json.encode({"prompt": prompt} | params.fields()))
         return asyncio.run(self._engine.intake.completion(request))
 
-    def _chat(self, messages: Conversation, params: SamplingParams, template: dict[str, Any]) -> Ask:
-        fields = params.fields()
-        if params.logprobs is not None:
-            fields |= {"logprobs": True, "top_logprobs": params.logprobs}
-        body = {"messages": messages, "chat_template_kwargs": template} | fields
-        return asyncio.run(self._engine.intake.chat(parse(ChatRequest, msgspec.json.encode(body))))
+    def _chat(self, messages: Conversation, fields: dict[str, Any]) -> Ask:
+        request = parse(ChatRequest, msgspec.json.encode({"messages": messages} | fields))
+        return asyncio.run(self._engine.intake.chat(request))
 
     def _outputs(self, asks: list[Ask]) -> list[Output]:
         done = {finished.ask.id: output_of(finished) for finished in self._engine.finish(asks)}
@@ -167,5 +178,5 @@ def output_of(finished: Finished) -> Output:
 
 def choice_of(answer: Answer, pieces: Sequence[Piece], logprobs: bool) -> Choice:
     known = tuple(entry.logprobs for piece in pieces for entry in piece.entries) if logprobs else None
-    text = "".join(piece.text for piece in pieces)
-    return Choice(text, tuple(answer.tokens), str(pieces[-1].finish), pieces[-1].stopped_by, known)
+    speech, last = gather(part for piece in pieces for part in piece.said), pieces[-1]
+    return Choice(speech.content, tuple(answer.tokens), str(last.finish), last.stopped_by, known, speech.reasoning, speech.calls)

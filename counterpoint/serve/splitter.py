@@ -47,11 +47,12 @@ Event = Opened | Body | Closed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """How a region opens, or closes. `final`: no text that follows makes another mark of it."""
+    """How a region opens, or closes. `literals`: the texts that do it, None if a pattern says which. `final`: no text that follows
+    makes another mark of one."""
 
     field: ResponseTemplateField
     pattern: Any  # of the module `regex`
-    literal: bool
+    literals: Sequence[str] | None
     final: bool
 
     def find(self, text: str, at: int, more: bool) -> Any:
@@ -66,7 +67,7 @@ class Mark:
         """More text would not change this match."""
         if match.partial:
             return False
-        if self.literal:
+        if self.literals is not None:
             return self.final or match.end() < len(text)
         if match.end() == len(text):
             return False
@@ -75,26 +76,32 @@ class Mark:
 
 
 def opening(field: ResponseTemplateField) -> Mark:
-    return Mark(field, field.open_re, field.open_literals is not None, not field.open_literal_can_extend)
+    return Mark(field, field.open_re, field.open_literals, not field.open_literal_can_extend)
 
 
 def closing(field: ResponseTemplateField) -> list[Mark]:
     """None for a region that goes on to the end."""
     if field.close_re is None:
         return []
-    return [Mark(field, field.close_re, field.close_literals is not None, not field.close_literal_can_extend)]
+    return [Mark(field, field.close_re, field.close_literals, not field.close_literal_can_extend)]
 
 
 class Splitter:
     """`fields` are those that have an opening mark. `inside`: the region in which the text begins."""
 
     def __init__(self, fields: Sequence[ResponseTemplateField], inside: ResponseTemplateField | None = None) -> None:
-        self.inside = inside
         self._openings = [opening(field) for field in fields if field.open_re is not None]
-        self._marks = closing(inside) if inside is not None else self._openings
+        self._enter(inside)
         self._text = ""  # what is kept back begins at `_at`
         self._at = 0
         self._empty_at = -1  # where a mark without characters was: the next one is elsewhere
+
+    def _enter(self, region: ResponseTemplateField | None) -> None:
+        self.inside = region
+        self._marks = closing(region) if region is not None else self._openings
+        literals = [mark.literals for mark in self._marks]
+        known = None not in literals
+        self._firsts = frozenset(one[0] for some in literals for one in some or ()) if known else None  # of marks, their characters
 
     @property
     def held(self) -> int:
@@ -111,7 +118,12 @@ class Splitter:
         if self._at > KEPT_CHARACTERS:
             gone = self._at - CONTEXT_CHARACTERS
             self._text, self._at, self._empty_at = self._text[gone:], CONTEXT_CHARACTERS, self._empty_at - gone
+        plain = bool(text) and not self.held and self._firsts is not None and self._firsts.isdisjoint(text)
         self._text += text
+        if plain:  # as most of it is: nothing to look for
+            self._at = len(self._text)
+            yield Body(text)
+            return
         while True:
             mark, match, safe = self._next(more)
             until = safe if match is None else match.start()
@@ -126,9 +138,9 @@ class Splitter:
     def _pass(self, mark: Mark, match: Any) -> Event:
         self._empty_at = match.end() if match.start() == match.end() else -1
         if self.inside is None:
-            self.inside, self._marks = mark.field, closing(mark.field)
+            self._enter(mark.field)
             return Opened(mark.field, match[0], {name: said for name, said in match.groupdict().items() if said is not None})
-        self.inside, self._marks = None, self._openings
+        self._enter(None)
         return Closed(match[0])
 
     def _next(self, more: bool) -> tuple[Mark | None, Any, int]:

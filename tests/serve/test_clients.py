@@ -1,12 +1,13 @@
 """Clients that people use, unchanged: each speaks to a real server over a socket, with nothing of ours in its process.
 
-The packages are of the extra `dev`; a test whose package is missing skips, saying so. Tools and structured output through these
-clients stand with their features.
+The packages are of the extra `dev`; a test whose package is missing skips, saying so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import os
 from typing import Any
 
@@ -19,6 +20,8 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks th
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pydantic", "ignore::DeprecationWarning:litellm")
 SAID = "now say this: Grüße, 漢字 and 🎼"
 HELLO = [{"role": "user", "content": SAID}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
+CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
 # ---------------------------------------------------------------- openai, asynchronous
@@ -115,6 +118,20 @@ def test_langchain_options(langchain: Any):
     assert [entry["token"] for entry in told][:2] == ["a", "b"] and len(told[0]["top_logprobs"]) == 2
 
 
+def test_langchain_tools(langchain: Any):
+    """Bound, called, and their results sent back."""
+    messages = pytest.importorskip("langchain_core.messages")
+    model = langchain.bind_tools([WEATHER])
+    answer = model.invoke(CALL)
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Paris"}) and call["id"] and answer.content == "I look."
+    streamed = functools.reduce(operator.add, model.stream(CALL))
+    assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [("weather", {"city": "Paris"})]
+    result = messages.ToolMessage("21 degrees", tool_call_id=call["id"])
+    assert model.invoke([("human", CALL), answer, result]).content == "<tool_response>\n21 degrees\n</tool_response>"
+    assert langchain.bind_tools([WEATHER], tool_choice="weather").invoke(CALL).tool_calls
+
+
 # ---------------------------------------------------------------- litellm
 
 
@@ -140,6 +157,15 @@ def test_litellm_whole_and_streamed(litellm: Any, server: Running, provider: str
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == SAID
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
     assert [c.usage.completion_tokens for c in chunks if getattr(c, "usage", None)] == [len(SAID.encode()) + 1]
+
+
+def test_litellm_tools(litellm: Any, server: Running):
+    options = asked(server, model="hosted_vllm/echo", messages=[{"role": "user", "content": CALL}], tools=[WEATHER])
+    (call,) = litellm.completion(**options).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    chunks = list(litellm.completion(**options, stream=True))
+    (call,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
 
 
 def test_litellm_text_completion(litellm: Any, server: Running):

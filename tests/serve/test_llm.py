@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from conftest import TINY
 
 import counterpoint
 from counterpoint import LLM, SamplingParams
@@ -75,6 +78,23 @@ def test_chats(llm: LLM):
     (one,) = llm.chat(messages, GREEDY)
     assert bytes(t for t in one.prompt_token_ids if t < 256).decode() == "user\nhi\nassistant\n"
     assert [o.text for o in llm.chat([messages, messages], GREEDY)] == [one.text] * 2
+
+
+def test_tools(tmp_path: Path):
+    """Random weights, made to call by a grammar."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 2048}))
+    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": days}} for name in ("weather", "time")]
+    named = {"type": "function", "function": {"name": "time"}}
+    with LLM(str(tmp_path / "config.json"), load_format="dummy", policy="chunked", cores=1) as engine:
+        outputs = engine.chat(
+            [{"role": "user", "content": "hi"}], SamplingParams(n=4, seed=1, max_tokens=120), tools=tools, tool_choice=named
+        )[0].outputs
+    for choice in outputs:
+        call, *_ = choice.calls
+        assert call.name == "time" and json.loads(call.arguments)["days"] in (1, 2)
+        assert not choice.text or choice.finish_reason == "length", "text is a call that was cut before its name"
+    assert len({choice.calls[0].id for choice in outputs}) == 4
 
 
 def test_what_is_wrong_is_named(llm: LLM):

@@ -6,15 +6,19 @@ The echoing engine says what it is told to, so that answers can be anything; Smo
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 from serve_process import Running, poll
 from test_api import CHAT, refused
 
 from counterpoint.build import cache_folder
+from counterpoint.serve.chat import show
+from counterpoint.serve.speech import Content, Reasoning
 from counterpoint.serve.tokenizer import byte_text
 from counterpoint.spec.source import find_named
 
@@ -333,6 +337,20 @@ def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
     assert message["content"] is None or "<think>" not in message["content"]
     message = ask(thinker, "plain", chat_template_kwargs={"note": "<think>"})["choices"][0]["message"]
     assert message["content"] == "plain"
+
+
+def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
+    said = "<think>hm, hm</think>one"
+    done = subprocess.run(
+        [sys.executable, "-m", "counterpoint", "chat", "--url", thinker.url],
+        input=f"{said}\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "hm, hm\n\none\n" in done.stdout, done.stderr
+    console = Console(quiet=True)
+    assert show(iter([Reasoning("hm"), Reasoning(", hm"), Content("one"), Content("!")]), console) == "one!"
 
 
 # ---------------------------------------------------------------- a model that is made to call
