@@ -26,6 +26,7 @@ from counterpoint.config import Config, ConfigError, ModelConfig
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
 from counterpoint.core.policy import make_policy
+from counterpoint.core.policy.ablated import ABLATIONS
 from counterpoint.device.sim import SimExecutor, VirtualInbox
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
@@ -51,7 +52,8 @@ MODEL = "llama-3.1-8b"
 class Machine:
     """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it. `depth`: steps
     in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take: as
-    `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it."""
+    `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it. `without`: the part that
+    auto lacks (core/policy/ablated.py)."""
 
     model: ModelSpec
     device: DeviceSpec
@@ -60,6 +62,7 @@ class Machine:
     belief_error: float = 0.0
     physics: Estimator | None = None
     calibration: Table | None = None
+    without: str | None = None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -130,6 +133,9 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
     model, device = machine.model, machine.device
     limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
+    scheduler, variant = config.scheduler, ABLATIONS.get(machine.without or "")
+    if variant is not None and scheduler.policy == "auto":
+        return Engine(limits, variant(scheduler, device.units, model.layers, machine.levels, belief, machine.depth))
     try:
         policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
     except ValueError as error:
@@ -243,7 +249,9 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
     else:
         origin = "as measured on" if device.measured else "not measured:"
         found = [f"simulated {device.name}, {origin} {device.source}"]
-    if runs != asked:
+    if machine.without and asked == "auto":
+        found.append(f"auto without {machine.without}")
+    elif runs != asked:
         found.append(f"policy {asked} runs as {runs} here")
     if machine.belief_error:
         found.append(f"the policy's prices are off by up to {machine.belief_error:.0%}")
@@ -281,6 +289,7 @@ class What:
             "what steps take: a file of `counterpoint calibrate`, none (the roofline), auto (one that came along, if any)", MACHINE
         ),
     ] = "auto"
+    without: Annotated[str | None, flag(f"take a part out of auto: {', '.join(ABLATIONS)}", MACHINE)] = None
     belief_error: Annotated[float, flag("how far the policy's prices are off, as a share: 0.2 is up to 20 %", MACHINE)] = 0.0
 
     def configured(self, config: Config) -> Config:
@@ -294,6 +303,8 @@ class What:
         if self.depth < 1 or self.host_overhead < 0:
             raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
         spec = load_spec(find_model(config), config.model.max_context_tokens)
+        if self.without is not None and self.without not in ABLATIONS:
+            raise ValueError(f"--without is {self.without!r}: it must be one of {', '.join(ABLATIONS)}")
         device = device_spec(self.gpu)
         table = None
         if self.calibration == "auto":
@@ -302,7 +313,7 @@ class What:
             table = shelf.load(Path(self.calibration))
             if (table.key.units, table.key.model) != (device.units, shape_of(spec)):
                 raise ValueError(f"--calibration {self.calibration}: measured on {table.key.device} with {table.key.model}")
-        return Machine(spec, device, self.host_overhead, self.depth, self.belief_error, calibration=table)
+        return Machine(spec, device, self.host_overhead, self.depth, self.belief_error, calibration=table, without=self.without)
 
 
 @Parameter(name="*")

@@ -1,0 +1,141 @@
+"""Ablated: Auto with one part taken out, to see what that part is worth.
+
+Owns: the variants. Promises: each lacks what its name says. Must not: serve anyone (`simulate` and `plan` alone offer them).
+
+All but the full Auto lack fusion too: that is what Bullet (arXiv 2504.19516) and MuxWise (ASPLOS'26) are, whose ablations these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from counterpoint.config import SchedulerConfig
+from counterpoint.core.policy.auto import Auto
+from counterpoint.core.policy.options import Backlog, Option, Prices
+from counterpoint.core.request import Request
+from counterpoint.core.state import Pass, State
+from counterpoint.ports import Estimator, Fill
+from counterpoint.types import Lane, Work
+
+
+class Splits(Prices):
+    """No chunk shares a pass with decodes."""
+
+    def options(self, backlog: Backlog, batch: int, context: int) -> list[Option]:
+        return [option for option in super().options(backlog, batch, context) if not option.chunk]
+
+
+class NoFusion(Auto):
+    """Two lanes and nothing else."""
+
+    def __init__(
+        self, scheduler: SchedulerConfig, units: int, layers: int, levels: tuple[int, ...], estimator: Estimator, depth: int = 1
+    ) -> None:
+        super().__init__(scheduler, units, layers, levels, estimator, depth)
+        self.levels = levels
+        self.prices = Splits(self.belief, units, layers, levels, scheduler.max_pass_tokens)
+
+
+class NoPartition(NoFusion):
+    """Both lanes on all units, side by side: the device shares them out as it likes."""
+
+    def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
+        self.wanted = super()._choose(decodes, state, now, prefilling)._replace(units=self.units)
+        return self.wanted
+
+    def _prefill_units(self, lane: Lane, state: State) -> int:
+        return state.free_units(lane)
+
+
+class Half(NoFusion):
+    """One split, in the middle."""
+
+    def __init__(
+        self, scheduler: SchedulerConfig, units: int, layers: int, levels: tuple[int, ...], estimator: Estimator, depth: int = 1
+    ) -> None:
+        half = min(levels, key=lambda level: abs(level - units / 2))
+        super().__init__(scheduler, units, layers, (half,), estimator, depth)
+
+
+class NoEstimator(NoFusion):
+    """The split follows the number of decodes; prompts go first come, first served, in quarters."""
+
+    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+        return waiting
+
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        return False
+
+    def _admitted(self, prefills: list[Request], state: State, now: float) -> list[Request]:
+        return prefills
+
+    def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
+        level = self.levels[min(len(self.levels) - 1, len(decodes) * len(self.levels) // self.scheduler.max_running)]
+        self.wanted = Option(0, level, 0.0, math.inf, 0.0)
+        return self.wanted
+
+    def _group(self, work: Work, units: int, state: State) -> int:
+        return max(1, self.layers // 4)
+
+    def _pauses(self, decodes: Sequence[Request], state: State, now: float) -> bool:
+        return False
+
+
+class NoLending(NoFusion):
+    """The split stays in force while one side is empty."""
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        before = self.choice
+        fill = super().fill(lane, state, now)
+        if lane.id == 0 and self.choice is None:
+            self.choice = self.wanted = before  # an empty prefill side changes nothing
+            if fill is not None:
+                return fill._replace(units=min(fill.units, before.units if before else self.shares[0]))
+        return fill
+
+    def _prefill_units(self, lane: Lane, state: State) -> int:
+        return min(self.units - (self.choice.units if self.choice else self.shares[0]), state.free_units(lane))
+
+
+class NoQueries(NoFusion):
+    """Completion is waited for, not asked: a lane starts when the other has come back, or together with it."""
+
+    def __init__(
+        self, scheduler: SchedulerConfig, units: int, layers: int, levels: tuple[int, ...], estimator: Estimator, depth: int = 1
+    ) -> None:
+        super().__init__(scheduler, units, layers, levels, estimator, 1)
+        self._started_s = [-1.0, -1.0]
+
+    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+        fill = super().fill(lane, state, now) if self._together(lane, state, now) else None
+        if fill is not None:
+            self._started_s[lane.id] = now
+        return fill
+
+    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+        turn = super().advance(lane, open_pass, state, now) if self._together(lane, state, now) else None
+        if turn is not None:
+            self._started_s[lane.id] = now
+        return turn
+
+    def _together(self, lane: Lane, state: State, now: float) -> bool:
+        return not state.lanes[1 - lane.id].in_flight or self._started_s[1 - lane.id] == now
+
+
+class NoPreemption(NoFusion):
+    """A short prompt waits for the long one before it."""
+
+    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+        return False
+
+
+ABLATIONS: dict[str, type[Auto]] = {
+    "fusion": NoFusion,
+    "partition": NoPartition,
+    "choice": Half,
+    "estimator": NoEstimator,
+    "lending": NoLending,
+    "queries": NoQueries,
+    "preemption": NoPreemption,
+}
