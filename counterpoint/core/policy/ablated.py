@@ -2,7 +2,7 @@
 
 Owns: the variants. Promises: each lacks what its name says. Must not: serve anyone (`simulate` and `plan` alone offer them).
 
-All but the full Auto lack fusion too: that is what Bullet (arXiv 2504.19516) and MuxWise (ASPLOS'26) are, whose ablations these are.
+All but the full Auto lack fusion too, as do Bullet (arXiv 2504.19516) and MuxWise (ASPLOS'26), whose ablations these are.
 """
 
 from __future__ import annotations
