@@ -323,7 +323,8 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+                names = (b"x-request-id", b"request-id") if scope["path"].startswith(messages.PATH) else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, id.encode()) for name in names)]
             await send(message)
 
         try:

@@ -22,10 +22,12 @@ import msgspec
 from counterpoint.config import ConfigError
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
-from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, parse
+from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, in_words_of, parse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json, Reply
+from counterpoint.serve.responses import ResponsesRequest
+from counterpoint.serve.responses_reply import ResponseReply
 
-Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest, ResponsesRequest)
 Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
 
 
@@ -130,7 +132,11 @@ def ask_of(line: Line, engine: Offline) -> Reply:
     if line.url == "/v1/completions":
         completion = parse(CompletionRequest, body)
         return CompletionReply(asyncio.run(engine.intake.completion(unstreamed(completion))), engine.text, completion)
-    raise ApiError(404, f"url is {line.url[:100]!r}: it must be /v1/chat/completions or /v1/completions")
+    if line.url == "/v1/responses":
+        response = unstreamed(parse(ResponsesRequest, body))
+        with in_words_of(ResponsesRequest):
+            return ResponseReply(asyncio.run(engine.intake.chat(response.chat(), "resp_")), engine.text, response)
+    raise ApiError(404, f"url is {line.url[:100]!r}: it must be /v1/chat/completions, /v1/completions or /v1/responses")
 
 
 def unstreamed(request: Asked) -> Asked:

@@ -50,6 +50,7 @@ MESSAGE_CHARACTERS = 100  # what a message costs beside its text
 NOT_FOR_TEMPLATES = frozenset(
     ("self", "messages", "conversations", "chat_template", "tools", "tokenize", "return_assistant_tokens_mask")
 )
+MAX_ABOUT_PROMPTS = 2**20  # log-probabilities in one answer
 SEED_MASK = 2**63 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of n choices differ (the golden ratio's 64 bits)
 
@@ -143,6 +144,7 @@ class Intake:
         prompts = await self._prompts(request.prompt)
         ask = self._ask("cmpl-", request, prompts, request.max_tokens, COMPLETION_TOKENS, request.logprobs, "prompt")
         if request.echo and request.logprobs is not None:
+            self._refuse_much(prompts, ask.n, request.logprobs, "logprobs")
             arrives = [replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs)) for a in ask.arrives]
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
         return await self._bound(ask, wanted_of(request))
@@ -249,6 +251,8 @@ class Intake:
         n = request.n or 1
         if len(prompts) * n > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts with n = {n} make more than {MAX_PROMPTS} choices", param="n")
+        if request.prompt_logprobs is not None:
+            self._refuse_much(prompts, n, request.prompt_logprobs, "prompt_logprobs")
         id = f"{prefix}{uuid.uuid4().hex}"
         seed = (secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK
         arrives: list[Arrive] = []
@@ -275,6 +279,17 @@ class Intake:
             discard=limit == 0,
         )
         return Ask(id, self.name, int(time.time()), tuple(prompts), n, tuple(arrives), options, request)
+
+    def _refuse_much(self, prompts: Sequence[Prompt], n: int, alternatives: int, param: str) -> None:
+        """What is known of a prompt's tokens is told for each choice, and held until the answer is whole."""
+        told = sum(len(prompt.tokens) for prompt in prompts) * n * (alternatives + 1)
+        if told > MAX_ABOUT_PROMPTS:
+            raise ApiError(
+                400,
+                f"{param}: {told} log-probabilities of prompts would be told, at most {MAX_ABOUT_PROMPTS} are: ask for fewer "
+                "alternatives, choices or prompts at once",
+                param=param,
+            )
 
     def _room(self, prompt: Prompt, limit: int | None, default: int, param: str) -> int:
         """How many tokens the answer may have. Raises ApiError if prompt and answer do not fit."""

@@ -378,6 +378,9 @@ def test_what_is_known_of_a_prompt(server: Running):
     assert others and server.post(COMPLETIONS, {"prompt": "hi", "prompt_logprobs": 0}).json()["choices"][0]["prompt_logprobs"][
         1
     ] == {"105": {"logprob": -0.25, "rank": None, "decoded_token": "i"}}
+    for much in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        error = refused(server.post(COMPLETIONS, {"prompt": [65] * 4000, "n": 20, "max_tokens": 1} | much))
+        assert "1048576" in error["message"] and error["param"] in much
     for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
         assert "prompt_logprobs" in refused(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
     both = {"prompt": "hi", "echo": True, "logprobs": 1, "prompt_logprobs": 1}

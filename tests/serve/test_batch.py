@@ -23,6 +23,11 @@ def chat(id: str, **fields: Any) -> dict[str, Any]:
     return {"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
+def response(id: str, **fields: Any) -> dict[str, Any]:
+    body = {"max_output_tokens": 4, "temperature": 0, "ignore_eos": True, "input": id} | fields
+    return {"custom_id": id, "method": "POST", "url": "/v1/responses", "body": body}
+
+
 class Batch:
     def __init__(self, folder: Path, model: str) -> None:
         self.source, self.out = folder / "in.jsonl", folder / "out.jsonl"
@@ -54,6 +59,14 @@ def test_each_request_has_its_answer(batch: Batch, capsys: pytest.CaptureFixture
     assert b["choices"][0]["message"]["role"] == "assistant" and b["usage"]["completion_tokens"] == 4
     out, err = capsys.readouterr()
     assert not out and "4 answered" in err
+
+
+def test_responses(batch: Batch):
+    assert batch.run(response("a"), chat("a2"), response("b", max_output_tokens=10**6), response("c", stream=True)) == 1
+    answers = batch.answers()
+    body = answers["a"]["body"]
+    assert body["object"] == "response" and body["status"] == "incomplete" and body["usage"]["output_tokens"] == 4
+    assert answers["b"]["body"]["error"]["param"] == "max_output_tokens" and answers["c"]["status_code"] == 400
 
 
 def test_wrong_requests_have_their_errors(batch: Batch, capsys: pytest.CaptureFixture[str]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 from serve_process import Running, poll
+from test_guard import Held
 
 MESSAGES = "/v1/messages"
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -238,6 +240,16 @@ def test_leaving_a_message_ends_it(server: Running):
     with client_of(server).messages.stream(**BODY | {"max_tokens": 4000}, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream.text_stream))
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
+
+
+def test_a_full_queue_is_told_in_the_envelope(own_server: Callable[..., Running], tmp_path: Path):
+    server = own_server(max_queued_requests=1).wait_ready()
+    held = Held(server, tmp_path / "go")
+    response = server.post(MESSAGES, BODY | {"stream": True})
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert response.json()["error"]["type"] == "overloaded_error" and response.headers["request-id"]
+    assert held.let_go()
+    assert client_of(server).messages.create(**BODY)._request_id
 
 
 def test_the_key_may_be_an_x_api_key(own_server: Callable[..., Running]):
