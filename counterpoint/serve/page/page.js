@@ -71,6 +71,7 @@ function unlock() {
 // ---------------------------------------------------------------- what a frame says
 
 const number = (value) => Math.round(value).toLocaleString("en");
+const short = (value) => (value < 1e5 ? number(value) : value < 1e6 ? `${number(value / 1e3)}k` : `${(value / 1e6).toFixed(1)}M`);
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}\u00a0%`;
 const width = (share) => `${100 * share}%`;
 function words(seconds) {
@@ -124,13 +125,13 @@ function show(frame, used, total) {
   latency("itl", frame.itl_s);
   figure("generated", few(frame.generated_rate));
   put("prompted", few(frame.prompt_rate));
-  figure("running", number(frame.running));
+  figure("running", `${number(frame.running)}\u00a0running`);
   put("waiting", number(frame.waiting));
-  put("finished", number(frame.finished));
+  put("finished", short(frame.finished));
   figure("kv-used", percent(used / total));
   $("kv").children[0].style.width = width(used / total);
   $("kv").children[1].style.width = width(frame.kv_tokens.cached / total);
-  const kvWords = `${number(used)} in use · ${number(frame.kv_tokens.cached)} cached · ${number(frame.kv_tokens.free)} free`;
+  const kvWords = `${short(used)} in use · ${short(frame.kv_tokens.cached)} cached · ${short(frame.kv_tokens.free)} free`;
   put("kv-words", kvWords);
   $("kv").setAttribute("aria-label", `KV cache: ${kvWords}`);
   put("hits", frame.hit_rate === null ? "–" : percent(frame.hit_rate));
@@ -293,7 +294,8 @@ function notes(box, now, span, x) {
     if (right - drawnTo < 0.75) return;
     drawn.set(step[0], right);
     bar(Math.max(left, drawnTo > left + 1 ? drawnTo : left), y, right, h, step, running);
-    if (step[6] && step[6] !== batch && left - told > 30 && left < box.right - 20) {
+    const much = step[6] >= 1.5 * batch || step[6] <= batch / 1.5;
+    if (step[6] && step[6] !== batch && left - told > (much ? 30 : 90) && left < box.right - 20) {
       batch = step[6];
       told = left;
       pen.fillStyle = ink.decode;
