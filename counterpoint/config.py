@@ -85,7 +85,9 @@ class SchedulerConfig:
     )
     chunk_tokens: int | None = setting(None, "token budget of a mixed batch (chunked); unset: 512, on a CPU 128")
     split: int | None = setting(None, "units (SMs, cores) of the decode lane (multiplex); unset: half on a CPU")
-    layer_group: int | None = setting(None, "layers of a prefill launched at a time (multiplex); unset: chosen by the policy")
+    layer_group: int | None = setting(
+        None, "layers of a prefill launched at a time (multiplex, serial); unset: chosen by the policy, with serial all"
+    )
     max_running: int = setting(256, "requests that hold pages at once")
     max_pass_tokens: int = setting(8192, "prompt tokens in one forward pass")
     max_preemptions: int = setting(3, "after so many, a request is given all its pages before it runs again")
@@ -152,6 +154,10 @@ class ClusterConfig:
     transport: Literal["auto", "shm", "tcp", "nixl"] = setting(
         "auto", "how KV goes from worker to worker; auto: the best both ends have"
     )
+    kv_grain: Literal["auto", "layer", "chunk", "prompt"] = setting(
+        "auto", "how much KV is sent at a time, while the rest is computed; auto: layers where that hides enough"
+    )
+    link_bytes_per_s: float = setting(1e9, "what the links between workers carry, for predicting transfers")
     cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
     cluster_host: str | None = setting(None, "this machine's address for workers of others; unset: by which it reaches the front")
     cluster_token: str | None = setting(
@@ -171,7 +177,7 @@ class ClusterConfig:
         for name in ("prefill", "decode", "replicas", "local_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s"):
+        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s", "link_bytes_per_s"):
             positive(name, getattr(self, name))
         if self.cluster_listen is None and not self.replicas and bool(self.prefill) != bool(self.decode):
             here, there = ("prefill", "decode") if self.prefill else ("decode", "prefill")

@@ -61,11 +61,13 @@ class Wires:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """`local_tokens`: a prompt of which no more must be computed is prefilled where it is decoded. `spill_s`: predicted TTFT above
-    which, for requests without a target, the other pool is asked. `watermark`: share of a decode worker's pages kept free."""
+    which, for requests without a target, the other pool is asked. `watermark`: share of a decode worker's pages kept free.
+    `grain`: how KV is sent; None: as pays (cluster/transfer.py)."""
 
     local_tokens: int = 512
     spill_s: float = 2.0
     watermark: float = 0.02
+    grain: Grain | None = None
 
 
 class Choice(NamedTuple):
@@ -146,7 +148,7 @@ class Router:
             alone = self._seconds(p, work)
             total = self.wires.kv_bytes_per_token * (tokens - cached.get(decode.name, 0) * decode.page_tokens)
             chunks = max(1, math.ceil(work.prefill_tokens / p.chunk_tokens))
-            grain, _ = choose_grain(total, alone, self.wires.bandwidth, p.layers, chunks)
+            grain = self.rule.grain or choose_grain(total, alone, self.wires.bandwidth, p.layers, chunks)[0]
             groups = {Grain.PROMPT: 1, Grain.CHUNK: chunks, Grain.LAYER: chunks * p.layers}[grain]
             pause = visible_s(total, alone, self.wires.bandwidth, groups, control_s=self.wires.control_s)
             tpot = self._tpot(decode, tokens)

@@ -35,7 +35,6 @@ from counterpoint.spec.source import Source
 from counterpoint.types import Arrive, Delta, Finish, Record, Stats
 
 CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set
-LINK_BYTES_PER_S = 1e9  # between two workers, until it has been seen
 
 
 @dataclass(slots=True, eq=False)
@@ -276,8 +275,9 @@ class Pool:
     def _make_routing(self, ready: Ready) -> Routing:
         cluster = self.config.cluster
         prices = build.estimator(self.config, self.source, ready.units)
-        rule = Rule(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s)
-        router = Router(prices, Wires(LINK_BYTES_PER_S, ready.kv_bytes_per_token), rule)
+        grain = None if cluster.kv_grain == "auto" else nouns.Grain(cluster.kv_grain)
+        rule = Rule(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
+        router = Router(prices, Wires(cluster.link_bytes_per_s, ready.kv_bytes_per_token), rule)
         return Routing(router, self.config.scheduler.prefix_cache)
 
     def _shape(self, ready: Ready) -> Shape:

@@ -14,7 +14,7 @@ from counterpoint.core.policy import make_policy
 from counterpoint.core.recent import RECENT_STEPS
 from counterpoint.types import Abort, Finish, Open, Slo, Step
 
-POLICIES = ["serial", "chunked", "multiplex", "auto"]
+POLICIES = ["serial", "serial in groups", "chunked", "multiplex", "auto"]
 
 
 class Linear:
@@ -27,7 +27,9 @@ class Linear:
 
 
 def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **scheduler):
-    settings = SchedulerConfig(policy=name, **{"chunk_tokens": 16, "max_pass_tokens": 48, **scheduler})
+    name, _, groups = name.partition(" in ")
+    scheduler = {"chunk_tokens": 16, "max_pass_tokens": 48, "layer_group": 2 if groups else None} | scheduler
+    settings = SchedulerConfig(policy=name, **scheduler)
     return make_policy(settings, units, layers, depth, levels=tuple(range(1, units)), belief=Linear())
 
 

@@ -31,7 +31,7 @@ def make_policy(
     without a split to choose, is chunked. `chunk`: the device's usual `chunk_tokens`."""
     name = scheduler.policy
     if name == "serial":
-        return Serial(scheduler.max_pass_tokens, units, depth)
+        return Serial(scheduler.max_pass_tokens, units, depth, scheduler.layer_group)
     if name == "multiplex" and units > 1:
         split = scheduler.split or nearest(levels or range(1, units), units // 2)
         return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)

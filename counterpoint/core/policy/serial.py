@@ -1,4 +1,5 @@
-"""Serial: prefill first, whole prompts. The naive engine, kept as the reference that every other policy is held against.
+"""Serial: prefill first, whole prompts. The naive engine, kept as the reference that every other policy is held against; and what a
+worker that only prefills wants, in layer groups, so that each group's KV can leave while the next is computed.
 
 Owns: nothing. Promises: one lane, all units; while any prompt waits, no token is decoded. Must not: be anyone's choice for latency.
 """
@@ -15,21 +16,26 @@ from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
 
 
 class Serial:
-    def __init__(self, max_pass_tokens: int, units: int, depth: int = 1) -> None:
+    def __init__(self, max_pass_tokens: int, units: int, depth: int = 1, layer_group: int | None = None) -> None:
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.max_pass_tokens = max_pass_tokens
         self.units = units
         self.shares = (units,)
+        self.layer_group = layer_group
 
     def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         return waiting
 
     def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
-        picks = whole_prompts(state.prefills(lane), self.max_pass_tokens) or [(r, 1) for r in state.decodes(lane)]
+        prompts = whole_prompts(state.prefills(lane), self.max_pass_tokens)
+        if prompts:
+            return Fill(prompts, self.units, self.layer_group)
+        picks = [(r, 1) for r in state.decodes(lane)]
         return Fill(picks, self.units) if picks else None
 
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
-        raise AssertionError("serial passes are never cut")
+        assert self.layer_group is not None, "no other pass is cut"
+        return self.units, self.layer_group
 
     def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
         return False
