@@ -35,6 +35,7 @@ FIELDS: dict[str, Kind] = {
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
+PARTS: dict[str, Kind] = {"json_": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # of structured_outputs
 WAITING = 64  # checks that may wait for others
 KNOWN = 64  # verdicts that are kept
 TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
@@ -55,15 +56,13 @@ class Wanted(msgspec.Struct, frozen=True):
 
 def wanted_of(request: SampledRequest) -> Wanted | None:
     """Raises ApiError if it is said in two ways."""
-    given = request.model_dump(include=set(FIELDS), exclude_none=True)
-    found = [Wanted(FIELDS[name], value, name) for name, value in given.items() if value or value == {}]
-    structured = request.structured_outputs
-    if structured is not None:
-        given = structured.model_dump(by_alias=True, exclude_none=True)
-        kinds = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
-        found += [Wanted(kinds[name], given[name], "structured_outputs") for name in kinds if name in given]  # type: ignore[arg-type]
-        if structured.json_object:
+    # Not by model_dump: it copies, and a schema may be large.
+    found = [Wanted(FIELDS[name], value, name) for name, value in request if name in FIELDS and (value or value == {})]
+    for name, value in request.structured_outputs or ():
+        if name == "json_object" and value:
             found.append(Wanted("json", JSON_OBJECT, "structured_outputs"))
+        elif name in PARTS and value is not None:
+            found.append(Wanted(PARTS[name], value, "structured_outputs"))
     if isinstance(request, GenerationRequest) and request.response_format is not None:
         form = request.response_format
         if form.json_schema is not None and form.type == "json_schema":
@@ -74,6 +73,14 @@ def wanted_of(request: SampledRequest) -> Wanted | None:
         names = " and ".join(dict.fromkeys(wanted.param for wanted in found))
         raise ApiError(400, f"{names} say in {len(found)} ways what the answer must look like: give one", param=found[1].param)
     return found[0] if found else None
+
+
+def question_of(wanted: Wanted) -> bytes:
+    """Raises ValueError, OverflowError or RecursionError."""
+    text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
+    return encode(Question(wanted.kind, text, wanted.strict, wanted.after))
 
 
 class Checker:
@@ -93,16 +100,31 @@ class Checker:
             raise ApiError(
                 400, f"{wanted.param}: this model has no end-of-sequence token to end a structure with", param=wanted.param
             )
-        if self._waiting >= WAITING:
-            raise Overloaded(f"{self._waiting} structures wait already to be checked: try again later")
-        self._waiting += 1
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._answer, wanted)
-        finally:
-            self._waiting -= 1
+            question = await asyncio.to_thread(question_of, wanted)
+        except Exception as error:  # too long, numbers beyond 64 bits, nesting
+            raise ApiError(400, f"{wanted.param}: {error}", param=wanted.param, code="invalid_structure") from None
+        answer = await self._answer(question)
         if answer.error:
             raise ApiError(400, f"{wanted.param}: {answer.error}", param=wanted.param, code="invalid_structure")
         return answer.grammar
+
+    async def _answer(self, question: bytes) -> Answer:
+        """What is known is not held up by what is tried."""
+        name = hashlib.sha256(question).digest()
+        answer = self._known.pop(name, None)
+        if answer is None:
+            if self._waiting >= WAITING:
+                raise Overloaded(f"{self._waiting} structures wait already to be tried: try again later")
+            self._waiting += 1
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._tried_if_need_be_twice, question)
+            finally:
+                self._waiting -= 1
+        self._known[name] = answer
+        while len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        return answer
 
     def close(self) -> None:
         self._closing = True
@@ -113,22 +135,8 @@ class Checker:
 
     # ------------------------------------------------------------ the pool's thread
 
-    def _answer(self, wanted: Wanted) -> Answer:
-        try:
-            text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
-        except Exception as error:  # numbers beyond 64 bits, say
-            return Answer(error=str(error))
-        if len(text) > MAX_CHARACTERS:
-            return Answer(error=f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
-        question = encode(Question(wanted.kind, text, wanted.strict, wanted.after))
-        name = hashlib.sha256(question).digest()
-        answer = self._known.pop(name, None) or self._tried(question) or self._tried(question)
-        if answer is None:
-            return Answer(error=TOO_COSTLY)
-        self._known[name] = answer
-        while len(self._known) > KNOWN:
-            self._known.popitem(last=False)
-        return answer
+    def _tried_if_need_be_twice(self, question: bytes) -> Answer:
+        return self._tried(question) or self._tried(question) or Answer(error=TOO_COSTLY)
 
     def _tried(self, question: bytes) -> Answer | None:
         """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
