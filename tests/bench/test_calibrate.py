@@ -45,7 +45,7 @@ class Bench:
 
 def bench(physics: Estimator = REAL, table: Table | None = None) -> Bench:
     inbox = VirtualInbox()
-    probe = Probe(SimExecutor(physics, inbox, LLAMA.layers), inbox, 57_000, 16, H200.units, LLAMA.layers, 2)
+    probe = Probe(SimExecutor(physics, inbox, LLAMA.layers), inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
     table, kept = table or Table(key=KEY), []
     return Bench(inbox, probe, table, c.Calibration(probe, table, PRIOR, lambda table: kept.append(len(table.points))), kept)
 
@@ -128,9 +128,21 @@ class Failing(SimExecutor):
             super().submit(command)
 
 
+def test_a_guess_that_is_far_off_does_no_harm():
+    """Decode is thought to take no time beside prefill, or a hundred times as long: the same is measured."""
+    b = bench()
+    prefill, decode = c.Job((Prompt(512),), (1000,) * 32, 32).works(LLAMA.layers)
+    assert prefill is not None and decode is not None
+    b.probe.decoding((1000,) * 32)
+    right = (REAL.seconds(decode, 32), REAL.seconds(prefill, 100))
+    wanted = b.probe.together_s(decode, 32, prefill, [Prompt(512)], right)
+    for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
+        assert b.probe.together_s(decode, 32, prefill, [Prompt(512)], guess) == pytest.approx(wanted, rel=0.05)
+
+
 def test_a_failed_step_ends_it():
     inbox = VirtualInbox()
-    probe = Probe(Failing(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2)
+    probe = Probe(Failing(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
     probe.decoding((10, 10))
     with pytest.raises(StepError, match="out of memory"):
         probe.decode_s(decode_work([10, 10], LLAMA.layers), 132)
@@ -138,9 +150,15 @@ def test_a_failed_step_ends_it():
 
 def test_more_than_the_pool_holds_is_refused():
     inbox = VirtualInbox()
-    probe = Probe(SimExecutor(REAL, inbox, LLAMA.layers), inbox, 8, 16, 132, LLAMA.layers, 2)
+    probe = Probe(SimExecutor(REAL, inbox, LLAMA.layers), inbox, 8, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
     with pytest.raises(ValueError, match="do not fit 8 pages"):
         probe.decoding((100, 100))
+
+
+def test_tokens_are_of_the_vocabulary():
+    inbox = VirtualInbox()
+    probe = Probe(SimExecutor(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, vocab=7)
+    assert set(probe.tokens) <= set(range(7))
 
 
 def test_slots_of_prompts_and_decodes_differ():
@@ -152,7 +170,7 @@ def test_slots_of_prompts_and_decodes_differ():
             super().submit(command)
 
     inbox = VirtualInbox()
-    probe = Probe(Spy(REAL, inbox, LLAMA.layers), inbox, 1000, 16, 132, LLAMA.layers, 2)
+    probe = Probe(Spy(REAL, inbox, LLAMA.layers), inbox, 1000, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
     calibration = c.Calibration(probe, Table(key=KEY), PRIOR, lambda table: None)
     calibration.measure(c.Job((Prompt(64),) * 4, (50,) * 3, 32))
     slots = {command.slot for command in seen if isinstance(command, Open)}

@@ -1,0 +1,122 @@
+"""A small model on two cores: calibrated from end to end, and `auto` takes the table that came of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from counterpoint import build
+from counterpoint.bench.replay import replay_engine
+from counterpoint.bench.workload import Query, TokenRange
+from counterpoint.cli import status_of
+from counterpoint.config import Config
+from counterpoint.device.cores import usable_cores
+from counterpoint.device.wall import WallInbox
+from counterpoint.perf import shelf
+from counterpoint.perf.table import file_name
+
+pytestmark = pytest.mark.skipif(len(usable_cores()) < 2, reason="a split needs two cores")
+
+TOKENS = TokenRange.within(512)
+SHAPE = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Kernels are compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shape(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(cache))
+    shutil.rmtree(build.calibrations(), ignore_errors=True)
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(SHAPE))
+    return str(path)
+
+
+def opened(shape: str, policy: str = "auto") -> build.System:
+    config = Config().replace(model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2)
+    return build.system(config, WallInbox(), lambda _: None)
+
+
+def calibrate(shape: str, tmp_path, *more: str) -> int:
+    line = ["calibrate", shape, "--device", "cpu", "--cores", "2", "--kv-pages", "400", "--json", str(tmp_path / "report.json")]
+    return status_of([*line, *more])
+
+
+def test_auto_takes_what_was_measured_and_says_so(shape, tmp_path, capsys):
+    system = opened(shape)
+    system.executor.close()
+    assert system.pricing is not None
+    assert any("roofline" in note and "calibrate" in note for note in system.notes)
+    assert calibrate(shape, tmp_path, "--budget", "6") == 0
+    assert "held-out" in capsys.readouterr().out
+    table = shelf.load(build.calibrations() / file_name(system.pricing.key))
+    assert table.key == system.pricing.key
+    assert {p.held_out for p in table.points} == {True, False}
+    assert any(p.beside for p in table.points)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["points"]["held_out"] == len(report["rows"]) > 0
+    again = opened(shape)
+    again.executor.close()
+    assert any(f"own calibration of {table.about['date']}" in note for note in again.notes)
+    assert not any(note.startswith("prices") for note in opened_notes(shape, "chunked"))
+
+
+def opened_notes(shape: str, policy: str) -> tuple[str, ...]:
+    system = opened(shape, policy)
+    system.executor.close()
+    return system.notes
+
+
+def test_a_second_run_goes_on_and_a_fresh_one_does_not(shape, tmp_path):
+    assert calibrate(shape, tmp_path, "--budget", "3") == 0
+    (path,) = build.calibrations().glob("*.json")
+    first = shelf.load(path).points
+    assert calibrate(shape, tmp_path, "--budget", "3") == 0
+    assert shelf.load(path).points[: len(first)] == first
+    assert calibrate(shape, tmp_path, "--budget", "2", "--fresh") == 0
+    assert shelf.load(path).points[0] != first[0]
+
+
+def test_what_can_not_be_is_told(shape, tmp_path, capsys):
+    assert calibrate(shape, tmp_path, "--budget", "0") == 2
+    assert "--budget" in capsys.readouterr().err
+    line = ["calibrate", shape, "--device", "cpu", "--cores", "1", "--kv-pages", "400"]
+    assert status_of(line) == 2
+    assert "can't be split" in capsys.readouterr().err
+
+
+def test_another_engine_over_the_same_device(shape):
+    system = opened(shape, "serial")
+    for policy in ("serial", "multiplex", "chunked"):
+        system.executor.close()
+        inbox = WallInbox()
+        config = Config().replace(model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2)
+        assert system.again is not None
+        system = system.again(config, inbox)
+        queries = [Query(i, 0.0, 20, 4) for i in range(4)]
+        came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS)
+        assert [len(record.token_s) for record in came.records] == [4] * 4
+        assert came.pages_leaked == 0
+    system.executor.close()
+
+
+def test_what_is_unanswered_at_the_limit_is_aborted(shape):
+    inbox = WallInbox()
+    config = Config().replace(model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2)
+    system = build.system(config, inbox, lambda _: None)
+    queries = [Query(0, 0.0, 20, 4), Query(1, 0.0, 20, 480)]
+    came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS, limit_s=0.0)
+    system.executor.close()
+    assert {str(record.finish) for record in came.records} <= {"length", "abort"}
+    assert str(came.records[1].finish) == "abort"
+    assert came.pages_leaked == 0
