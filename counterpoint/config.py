@@ -172,12 +172,13 @@ class ClusterConfig:
     local_tokens: int = setting(512, "a prompt of which no more must be computed is prefilled where it is decoded; 0: never")
     spill_s: float = setting(2.0, "predicted time to first token above which the other pool helps, for requests without a target")
     elastic: bool = setting(False, "let workers change between prefill and decode as the load moves (needs ttft_s and tpot_s)")
+    elastic_s: float = setting(5.0, "seconds between two looks at the load; three misses in a row change a role")
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "replicas", "local_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s", "link_bytes_per_s"):
+        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s", "elastic_s", "link_bytes_per_s"):
             positive(name, getattr(self, name))
         if self.cluster_listen is None and not self.replicas and bool(self.prefill) != bool(self.decode):
             here, there = ("prefill", "decode") if self.prefill else ("decode", "prefill")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from counterpoint.cluster.elastic import Load
+from counterpoint.cluster.elastic import Change, Commit, Load, StartDrain
 from counterpoint.cluster.front import Route
 from counterpoint.cluster.prefixes import Prefixes
 from counterpoint.cluster.router import Choice, Router, WorkerView, replicas
@@ -33,11 +33,13 @@ class Shape(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A worker as the router sees it, and what is booked on it. `lost_pages`: in quarantine, by its own report."""
+    """A worker as the router sees it, and what is booked on it. `draining`: it is to change its role (elastic.py). `lost_pages`: in
+    quarantine, by its own report."""
 
     role: Role
     shape: Shape
     willing: bool = True
+    draining: bool = False
     lost_pages: int = 0
     prefill_tokens: int = 0
     prefill_squares: int = 0
@@ -72,7 +74,7 @@ class Seat:
             pending=self.pending,
             running=self.running,
             chunk_tokens=shape.chunk_tokens,
-            willing=self.willing,
+            willing=self.willing and not self.draining,
         )
 
 
@@ -100,7 +102,8 @@ class Routing:
         self.prefixes = prefixes or Prefixes()
         self.seats: dict[str, Seat] = {}
         self.bookings: dict[str, Booking] = {}
-        self.chosen: dict[str, int] = {}  # by reason (router.py)
+        self.chosen: dict[str, int] = {}  # by reason (router.py, and fork)
+        self._ties: dict[str, str] = {}  # request -> the worker that has all of its prompt
 
     # ------------------------------------------------------------ workers
 
@@ -134,21 +137,40 @@ class Routing:
     def _seconds(self, seat: Seat, work: Work) -> float:
         return self.router.estimator.seconds(work, seat.shape.units) if work.prefill_tokens or work.decode_batch else 0.0
 
+    def change(self, change: Change) -> None:
+        """What elastic.py has decided."""
+        seat = self.seats.get(change.worker)
+        if seat is not None:
+            seat.draining = isinstance(change, StartDrain)
+            if isinstance(change, Commit):
+                seat.role = change.role
+
     # ------------------------------------------------------------ the choice (front.Pick)
 
     def pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
         """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
-        tokens = len(arrive.prompt) + len(arrive.resumed)
+        tokens, tied = len(arrive.prompt) + len(arrive.resumed), self._ties.pop(arrive.id, "")
         views = [seat.view(name) for name, seat in self.seats.items()]
         names = self._names(arrive, views)
         cached = self.prefixes.pages(names)
-        choice = self._choose(tokens, arrive, views, cached, avoid, prefill)
+        choice = self._forked(tokens, tied) or self._choose(tokens, arrive, views, cached, avoid, prefill)
         if choice is None and avoid and not prefill:  # the one that failed it is the only one there is
             choice = self._choose(tokens, arrive, views, cached, "", prefill)
         if choice is None:
             return None
         self._book(arrive, choice, names, cached, prefill)
         return choice.route
+
+    def tie(self, request: str, worker: str) -> None:
+        """`request`, which is still to be picked for, has the very prompt of one that `worker` decodes: it forks from that one."""
+        self._ties[request] = worker
+
+    def _forked(self, tokens: int, worker: str) -> Choice | None:
+        seat = self.seats.get(worker)
+        if seat is None or not seat.willing or seat.draining:
+            return None
+        room = seat.shape.pages_total - seat.pages - seat.lost_pages
+        return Choice(Route(worker, worker), 0.0, 0.0, 0.0, "fork") if tokens < room * seat.shape.page_tokens else None
 
     def _choose(
         self, tokens: int, arrive: Arrive, views: list[WorkerView], cached: Mapping[str, int], avoid: str, prefill: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ import msgspec
 from counterpoint import build
 from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import About, Deliver, Finished, OnLoss
+from counterpoint.cluster.elastic import Commit, Elastic, StartDrain, Targets
 from counterpoint.cluster.front import Front, Route, ToClient, ToWorker
 from counterpoint.cluster.messages import Sampled
 from counterpoint.cluster.router import Router, Rule, Wires
 from counterpoint.cluster.routing import Routing, Seat, Shape
-from counterpoint.config import Config
+from counterpoint.config import Config, ConfigError
 from counterpoint.serve.client import EngineFailed, EngineLost, Listener, Mail, State, Stream
 from counterpoint.serve.joining import Orders, Ready, Said, Told
 from counterpoint.serve.pool_metrics import PoolMetrics
@@ -35,6 +37,7 @@ from counterpoint.spec.source import Source
 from counterpoint.types import Arrive, Delta, Finish, Record, Stats
 
 CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set
+log = logging.getLogger("counterpoint")
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,10 @@ class Pool:
         on_loss = OnLoss(cluster.on_loss)
         self.front = Front(self._pick, cluster.handoff_deadline_s, on_loss=on_loss)
         self.metrics = PoolMetrics(self.roster.look, lambda: self.routing.chosen if self.routing is not None else {})
+        self.elastic = make_elastic(config)
         self._lives: dict[str, Life] = {}
+        self._twins: dict[str, list[Arrive]] = {}  # request -> those of the same prompt that wait for it
+        self._shaping: asyncio.Task[None] | None = None
         self._stopped = self._loading = False
         self._ready: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
 
@@ -100,12 +106,16 @@ class Pool:
         await self.roster.start()
         hello = await asyncio.shield(self._ready)
         self._loading = False
+        if self.elastic is not None:
+            self._shaping = asyncio.create_task(self._shape_pools(self.elastic))
         return hello
 
     async def close(self) -> None:
         """End every stream and the workers of this machine. May be called at any time, and again."""
         self._stopped = True
         self.fail_streams("the server is shutting down")
+        if self._shaping is not None:
+            self._shaping.cancel()
         await self.roster.close()
 
     # ------------------------------------------------------------ what is here
@@ -145,9 +155,11 @@ class Pool:
         if self.listener is not None:
             self.listener.entered(arrives)
         now = time.monotonic()
-        for arrive in arrives:
-            self._lives[arrive.id] = Life(mail, arrive, now)
-            self.front.submit(arrive)
+        self._lives |= {arrive.id: Life(mail, arrive, now) for arrive in arrives}
+        for first, *twins in alike(arrives, 2 * self.hello.page_tokens if self.hello is not None else 0):
+            if twins:
+                self._twins[first.id] = twins
+            self.front.submit(first)
         self._flow()
 
     def leave(self, id: str, reason: str) -> bool:
@@ -174,13 +186,14 @@ class Pool:
     def _flow(self) -> None:
         """Tell workers and clients what is to be told."""
         orders: dict[str, list[Told]] = {}
-        for item, end in with_ends(self.front.take()):
-            if isinstance(item, ToWorker):
-                to = self.roster.members.get(item.decode)
-                address = to.ready.address if to is not None and to.ready is not None else None
-                orders.setdefault(item.worker, []).append(Told(item.order, address))
-            elif item.id in self._lives:
-                self._deliver(self._lives[item.id], item.news, end)
+        while items := self.front.take():  # what is delivered may set others going
+            for item, end in with_ends(items):
+                if isinstance(item, ToWorker):
+                    to = self.roster.members.get(item.decode)
+                    address = to.ready.address if to is not None and to.ready is not None else None
+                    orders.setdefault(item.worker, []).append(Told(item.order, address))
+                elif item.id in self._lives:
+                    self._deliver(self._lives[item.id], item.news, end)
         for name, items in orders.items():
             member = self.roster.members.get(name)
             if member is not None:
@@ -200,6 +213,9 @@ class Pool:
             if news.start == 0:
                 life.cached_tokens = news.tokens[0].cached_tokens
             delta = delta_of(id, news.tokens, end, life.cached_tokens if news.start == 0 else 0)
+            booking = self.routing.bookings.get(id)
+            if booking is not None and booking.source is booking.target:
+                self._fork(id, booking.route.decode)
         if self.listener is not None:
             self.listener.heard(Outputs([delta], now_s=now))
         life.mail.put_nowait(EngineLost(end.error) if end is not None and end.lost else delta)
@@ -208,10 +224,19 @@ class Pool:
 
     def _close(self, life: Life, finish: Finish) -> None:
         del self._lives[life.arrive.id]
+        self._fork(life.arrive.id, "")
         if self.routing is not None:
             self.routing.ended(life.arrive.id)
         if self.on_record is not None:
             self.on_record(life.record(time.monotonic(), finish))
+
+    def _fork(self, id: str, worker: str) -> None:
+        """Those that wait for `id` may start: where its prompt is (`worker`), or wherever they will ("")."""
+        for twin in self._twins.pop(id, ()):
+            if twin.id in self._lives:
+                if worker and self.routing is not None:
+                    self.routing.tie(twin.id, worker)
+                self.front.submit(twin)
 
     # ------------------------------------------------------------ what the roster tells (roster.Listener)
 
@@ -233,7 +258,7 @@ class Pool:
                 self._note_record(item)
         for item in word.items:
             if isinstance(item, nouns.Ended):
-                self._note_ended(item)
+                self._note_ended(member.name, item)
             if not isinstance(item, Record):
                 self.front.report(member.name, item)
         self._flow()
@@ -292,20 +317,59 @@ class Pool:
             if life.admitted_s is None and record.admitted_s is not None:  # another clock's, but durations hold
                 life.admitted_s = life.arrival_s + record.admitted_s - record.arrival_s
 
-    def _note_ended(self, ended: nouns.Ended) -> None:
+    def _note_ended(self, worker: str, ended: nouns.Ended) -> None:
         assert self.routing is not None
         self.metrics.observe(ended)
         id = ended.handoff.request
         if ended.outcome is nouns.Outcome.ADOPTED:
             self.routing.adopted(id)
+            self._fork(id, worker)
         elif ended.outcome is nouns.Outcome.STAYED:
             self.routing.stayed(id)
+            self._fork(id, worker)
         life = self._lives.get(id)
         if ended.times is not None and life is not None:
             life.admitted_s = life.arrival_s + ended.times.admitted_s
 
+    # ------------------------------------------------------------ roles
+
+    async def _shape_pools(self, elastic: Elastic) -> None:
+        """Change the role of a worker when a whole pool is predicted to miss its target."""
+        while True:
+            await asyncio.sleep(self.config.cluster.elastic_s)
+            if self.routing is None:
+                continue
+            for change in elastic.tick(time.monotonic(), self.routing.loads()):
+                log.info("roles: %s", change)
+                self.routing.change(change)
+                member = self.roster.members.get(change.worker)
+                if member is not None:
+                    member.say(Orders([Told(nouns.Drain(isinstance(change, StartDrain)))]))
+                    member.role = change.role if isinstance(change, Commit) else member.role
+                self.metrics.role_changes += isinstance(change, Commit)
+
 
 # ---------------------------------------------------------------- small things
+
+
+def make_elastic(config: Config) -> Elastic | None:
+    """Raises ConfigError if roles are to change and there is no target to judge by."""
+    ttft_s, tpot_s = config.scheduler.ttft_s, config.scheduler.tpot_s
+    if not config.cluster.elastic:
+        return None
+    if ttft_s is None or tpot_s is None:
+        raise ConfigError("elastic is on, and there are no targets to judge by: set ttft_s and tpot_s")
+    return Elastic(Targets(ttft_s, tpot_s))
+
+
+def alike(arrives: Sequence[Arrive], least_tokens: int) -> list[list[Arrive]]:
+    """Requests in groups of one prompt, of which one is prefilled and the others fork from it; short prompts stay apart, and those
+    that are to be told of themselves."""
+    groups: dict[object, list[Arrive]] = {}
+    for arrive in arrives:
+        apart = len(arrive.prompt) < least_tokens or arrive.sampling.prompt_logprobs is not None
+        groups.setdefault(arrive.id if apart else (arrive.prompt, arrive.salt), []).append(arrive)
+    return list(groups.values())
 
 
 def with_ends(items: list[ToWorker | ToClient]) -> Iterator[tuple[ToWorker | ToClient, Finished | None]]:

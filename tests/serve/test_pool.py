@@ -44,6 +44,7 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
         poll(lambda: pool.at_rest, what="the pool does not come to rest")
         assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 150
         assert pool.metric("counterpoint_preemptions_total") > 0
+        assert pool.metric("counterpoint_routes_total", reason="fork") > 10
         links = pool.metric("counterpoint_handoff_links")
         assert links >= 4 and pool.metric("counterpoint_handoff_links", transport=transport) == links
         assert pool.stop() == 0
