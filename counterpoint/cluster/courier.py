@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -63,12 +63,25 @@ class Identity:
     allow_staged_tcp: bool = False
 
 
+class Sent(NamedTuple):
+    """KV that went to another worker, on the machine's monotonic clock. `ended_s`: the last byte was in place, or never will be."""
+
+    worker: str
+    kind: str
+    started_s: float
+    ended_s: float
+    bytes: int
+    layers: tuple[int, int]
+    error: str
+
+
 @dataclass(slots=True, eq=False)
 class Line:
     """A link's control connection and its mover."""
 
     wire: Wire
     mover: Link
+    peer: str
 
 
 class Courier:
@@ -90,6 +103,8 @@ class Courier:
         self.outside = outside
         self.address = Address(host, port)
         self.bytes_sent = 0  # of KV that was posted
+        self.on_sent: Callable[[Sent], None] | None = None  # is told of each write, on the courier's thread
+        self._posted: dict[int, Sent] = {}  # writes in flight, if they are told of
         self._lines: dict[int, Line] = {}
         self._dials: dict[Address, asyncio.Task[int]] = {}
         self._starting: dict[HandoffId, bool] = {}  # dialling for it -> still wanted
@@ -188,6 +203,9 @@ class Courier:
 
     def _event(self, notice: Notice) -> nouns.Event:
         if isinstance(notice, Completed):
+            posted = self._posted.pop(notice.op, None)
+            if posted is not None and self.on_sent is not None:
+                self.on_sent(posted._replace(ended_s=time.monotonic(), error=notice.error))
             return nouns.Wrote(notice.op, notice.error, notice.checksum)
         if isinstance(notice, Quiet):
             return nouns.Revoked(notice.generation)
@@ -223,7 +241,11 @@ class Courier:
         elif isinstance(command, nouns.Write):
             memory = self.identity.memory
             spans = memory.spans(command.first_layer, command.last_layer, command.sources, command.destinations)
-            self.bytes_sent += int(spans[:, 3].sum())
+            size = int(spans[:, 3].sum())
+            self.bytes_sent += size
+            if self.on_sent is not None:
+                layers = (command.first_layer, command.last_layer)
+                self._posted[command.op] = Sent(line.peer, line.mover.kind, time.monotonic(), 0.0, size, layers, "")
             line.mover.write(command.link, command.generation, spans, command.op)
         elif isinstance(command, nouns.Grant):
             line.mover.grant(command.link, command.generation, command.pages)
@@ -360,7 +382,7 @@ class Courier:
         return Introduction(worker=me.worker, link=link, digest=me.digest, reach=reach, blobs=blobs, kind=kind, proof=proof)
 
     def _join(self, line: Wire, mover: Link, link: int, peer: Introduction, part: Part) -> None:
-        self._lines[link] = Line(line, mover)
+        self._lines[link] = Line(line, mover, peer.worker)
         self._handle(nouns.Linked(link, peer.link, peer.worker, part))
         self._spawn(self._listen(line, link, peer.link))
 

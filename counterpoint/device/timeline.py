@@ -9,7 +9,8 @@ It stands on both sides of an executor, as an Executor and as an Inbox:
     run(engine, timeline, timeline, timeline.deliver_to(deliver))
     timeline.write("out.json")
 
-Tracks: one per lane (a span per step), and counters for the units of each lane, the queue and the KV cache.
+Tracks: one per lane (a span per step), one for KV that goes to other workers (`sent`), and counters for the units of each lane, the
+queue and the KV cache.
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ class Gauge(msgspec.Struct, frozen=True, gc=False):
     pages_used: int
 
 
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """KV that went to another worker `to`, in seconds on the inbox's clock; of layers [first_layer, last_layer)."""
+
+    to: str
+    kind: str
+    started_s: float
+    ended_s: float
+    bytes: int
+    first_layer: int
+    last_layer: int
+    error: str = ""
+
+
 class Timeline:
     """Records every step between `executor` and `inbox`; `sample_s` is the least time between two readings of the gauges.
     `names` gives the lanes' titles by id."""
@@ -64,6 +78,7 @@ class Timeline:
         self.sample_s = sample_s
         self.spans: list[Span] = []
         self.gauges: list[Gauge] = []
+        self.transfers: list[Transfer] = []
         self._now = 0.0
         self._sent: dict[int, Step] = {}
 
@@ -96,11 +111,15 @@ class Timeline:
 
         return reading
 
+    def sent(self, transfer: Transfer) -> None:
+        """From any thread."""
+        self.transfers.append(transfer)
+
     # ------------------------------------------------------------ the file
 
     def chrome_trace(self) -> dict[str, Any]:
         """The trace in Chrome's JSON format ("Trace Event Format", object form); times in microseconds from the first one."""
-        times = [s.started_s for s in self.spans] + [g.at_s for g in self.gauges]
+        times = [s.started_s for s in self.spans] + [g.at_s for g in self.gauges] + [t.started_s for t in self.transfers]
         start_s = min(times, default=0.0)
         events = [_meta("process_name", 0, "counterpoint")]
         events += [
@@ -108,6 +127,8 @@ class Timeline:
         ]
         for one in self.spans:
             events.append(_span_event(one, start_s))
+        for number, transfer in enumerate(self.transfers):
+            events += _transfer_events(number, transfer, start_s)
         events += self._unit_counters(start_s)
         for reading in self.gauges:
             at = _us(reading.at_s, start_s)
@@ -173,6 +194,18 @@ def _span_event(one: Span, start_s: float) -> dict[str, Any]:
         "tid": one.lane,
         "args": args,
     }
+
+
+def _transfer_events(number: int, one: Transfer, start_s: float) -> list[dict[str, Any]]:
+    """A span of its own track: several may be under way at once."""
+    args = {"bytes": one.bytes, "layers": f"[{one.first_layer}, {one.last_layer})", "by": one.kind}
+    if one.error:
+        args["error"] = one.error
+    common = {"name": f"KV to {one.to}", "cat": "transfer", "pid": 1, "tid": 0, "id": number}
+    return [
+        common | {"ph": "b", "ts": _us(one.started_s, start_s), "args": args},
+        common | {"ph": "e", "ts": _us(one.ended_s, start_s)},
+    ]
 
 
 def _counter(name: str, at_us: float, values: dict[str, int]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import msgspec
 from counterpoint.build import Place, identity, movers
 from counterpoint.cluster import nouns
 from counterpoint.cluster.control import Address, ControlError, check_exposure
-from counterpoint.cluster.courier import Courier
+from counterpoint.cluster.courier import Courier, Sent
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.ledger import Hold
 from counterpoint.cluster.nouns import Geometry, Rules, handoff_of
@@ -37,7 +37,7 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.loop import run
 from counterpoint.device.cores import pin
 from counterpoint.device.link.shm import ShmLink
-from counterpoint.device.timeline import Timeline
+from counterpoint.device.timeline import Timeline, Transfer
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
 from counterpoint.serve.frontline import FrontLine
@@ -187,6 +187,8 @@ class Worker:
         path = named(start.config.server.timeline, start.name)
         names = {lane.id: str(lane.role) for lane in system.engine.policy.lanes}
         timeline = Timeline(system.executor, self.inbox, names) if path is not None else None
+        if timeline is not None:
+            self.courier.on_sent = lambda sent: timeline.sent(transfer_of(sent))
         try:
             if timeline is None:
                 run(system.engine, self.inbox, system.executor, self.deliver, self.log)
@@ -280,6 +282,11 @@ class Worker:
             self._stats_due_s = now + STATS_S
         if outputs or stats is not None:
             self.line.post(Said(list[Any](outputs), stats))
+
+
+def transfer_of(sent: Sent) -> Transfer:
+    first, last = sent.layers
+    return Transfer(sent.worker, sent.kind, sent.started_s, sent.ended_s, sent.bytes, first, last, sent.error)
 
 
 def named(path: str | None, worker: str) -> str | None:

@@ -33,7 +33,7 @@ class Pool(Running):
 
     def __init__(self, log: Path, model: str, **flags: Any) -> None:
         given = FLAGS | {name.replace("_", "-"): str(value) for name, value in flags.items()}
-        words = [word for name, value in given.items() for word in (f"--{name}", value)]
+        words = [word for name, value in given.items() for word in ((f"--{name}", value) if value != "True" else (f"--{name}",))]
         super().__init__(log, [sys.executable, "-m", "counterpoint", "serve", model, *words])
 
     def worker(self, name: str) -> psutil.Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 
@@ -52,3 +53,36 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
         if pool.process.poll() is None:
             pool.process.kill()
             pool.process.wait()
+
+
+def test_roles_follow_the_load_and_a_timeline_shows_kv_under_way(tmp_path, tiny, truth, clean):
+    """A target that no prefill can meet, and one that every decode meets: a decode worker becomes a prefill worker."""
+    flags = {
+        "elastic": True,
+        "elastic_s": 0.02,
+        "ttft_s": 1e-6,
+        "tpot_s": 100.0,
+        "kv_pages": 1000,
+        "timeline": tmp_path / "lanes.json",
+    }
+    pool = Pool(tmp_path / "log", tiny, prefill=1, decode=2, **flags)
+    try:
+        pool.wait_ready()
+
+        def changed() -> float:
+            assert answers(pool, BODIES) == truth
+            return pool.metric("counterpoint_role_changes_total")
+
+        assert poll(changed, 60) == 1
+        assert pool.metric("counterpoint_worker_up", role="prefill") == 2
+        assert pool.stop() == 0
+    finally:
+        if pool.process.poll() is None:
+            pool.process.kill()
+            pool.process.wait()
+    events = json.loads((tmp_path / "lanes.prefill-0.json").read_text())["traceEvents"]
+    steps = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X"]
+    begun = {event["id"]: event["ts"] for event in events if event["ph"] == "b"}
+    sent = [(begun[event["id"]], event["ts"]) for event in events if event["ph"] == "e"]
+    assert len(sent) == len(begun) > 50
+    assert any(start < ended and began < end for start, end in steps for began, ended in sent), "nothing overlaps"
