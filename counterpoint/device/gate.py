@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -19,6 +21,7 @@ from counterpoint.types import Abort, Adopt, Arrive, Release
 
 log = logging.getLogger(__name__)
 STACK_BYTES = 64 << 20  # a grammar may nest deeply
+NICENESS = 10
 
 FromOutside = Arrive | Abort | Adopt | Release
 
@@ -55,6 +58,8 @@ class Gate:
             self._thread.join()
 
     def _work(self, grammars: Grammars) -> None:
+        if sys.platform == "linux":  # where a thread has a niceness of its own: it gives way to the lanes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (arrive := self._waiting.get()) is not None:
             try:
                 grammars.prepare(arrive.sampling.grammar)

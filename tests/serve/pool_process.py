@@ -70,6 +70,8 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
             body |= {"ignore_eos": True}
         if number % 16 == 5:
             body |= {"stop_token_ids": list(range(320))}
+        if number % 9 == 8:
+            body |= {"regex": "([a-z]{2,9}[ ,;])+"}
         bodies.append(body)
     return bodies
 
