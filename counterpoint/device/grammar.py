@@ -2,7 +2,7 @@
 
 Owns: the vocabulary as llguidance wants it, the compiled grammars, a matcher for each slot that has one. Promises: a slot without a
 grammar costs nothing, an engine that never sees one nothing at all; a matcher follows its slot's tokens however they came (sampled
-here, or before a preemption, or by another engine); what a grammar may cost is bounded by LIMITS; one that costs more allows
+here, or before a preemption, or by another engine); what a grammar may cost is bounded; one that costs more allows
 nothing (and its request fails, alone), any other at least one token.
 Must not: sample, know a schema, import torch.
 
@@ -16,23 +16,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from counterpoint.types import Sampling
 
+if TYPE_CHECKING:  # imported with the first grammar: who sees none need not have it
+    from llguidance import LLMatcher, LLTokenizer
+
 log = logging.getLogger(__name__)
 
-# A mask takes some ten microseconds; these bound it to about 100 ms, and a request's memory to about 60 MB.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=100_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
 KEPT_CHARACTERS = 2**20  # of grammars that are kept compiled, the latest used: at some 150 bytes a character
 
 
@@ -179,6 +173,8 @@ def keep_on_(mask_K: np.ndarray, ends_K: np.ndarray) -> None:
 
 def make_tokenizer(vocabulary: Vocabulary, vocab: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """The vocabulary for llguidance: `vocab` ids, whatever the tokeniser has. Takes some tenths of a second."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     return LLTokenizer(TokenizerWrapper(Words(vocabulary, vocab, eos_token_ids)), n_vocab=vocab, eos_token=list(eos_token_ids))
 
 
@@ -199,4 +195,15 @@ class Words:
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Never raises for what is in the grammar: the matcher tells (`is_error`). Releases the interpreter lock."""
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    from llguidance import LLMatcher, LLParserLimits
+
+    # A mask takes some ten microseconds; these bound it to about 100 ms, and a request's memory to about 60 MB.
+    limits = LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=100_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
