@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from counterpoint.serve.manners import PLAIN, Manners, manners_of
 from counterpoint.serve.text import Text
 
 if TYPE_CHECKING:
@@ -110,18 +111,14 @@ FORMS: list[tuple[Json, Form | None]] = [
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
     """`template` is what `transformers` made of the response template `spec`, `special` the special tokens of its marks. `form` is
-    how to write a call down, if that is known. `own`: the spec came with the model. Of the model's chat template: `native`, it
-    shows tools to the model; `null_content`, it looks for a content that is null beside calls; `short_ids`, it wants ids of nine
-    letters or digits."""
+    how to write a call down, if that is known. `own`: the spec came with the model. `manners`: those of the chat template."""
 
     spec: Json
     template: ResponseTemplate
     form: Form | None = None
     special: tuple[tuple[int, str], ...] = ()
     own: bool = False
-    native: bool = False
-    null_content: bool = False
-    short_ids: bool = False
+    manners: Manners = PLAIN
 
     def marks(self, fields: Iterable[ResponseTemplateField]) -> frozenset[int]:
         """The special tokens that tell of these fields."""
@@ -132,11 +129,8 @@ class Dialect:
         """This one if it is known how calls are written in it, else one with the same reasoning and the calls of HERMES."""
         if self.form is not None:
             return self
-        fields = {name: field for name, field in self.spec["fields"].items() if name != CALLS} | {CALLS: HERMES}
-        return self._with(self.spec | {"fields": fields}, HERMES_FORM)
-
-    def _with(self, spec: Json, form: Form | None) -> Dialect:
-        return dataclasses.replace(self, spec=spec, template=load(spec), form=form)
+        spec = self.spec | {"fields": self.spec["fields"] | {CALLS: HERMES}}
+        return dataclasses.replace(self, spec=spec, template=load(spec), form=HERMES_FORM)
 
 
 def load(spec: Json) -> ResponseTemplate:
@@ -147,10 +141,10 @@ def load(spec: Json) -> ResponseTemplate:
 
 
 def dialect_of(text: Text) -> Dialect:
-    """What the model speaks. A model that is not known to call tools is taken to do it as HERMES has it."""
-    source = text.chat_template or ""
-    calls = calls_of(source)
+    """What the model speaks. One whose chat template knows no tools will be told to call as HERMES has it."""
+    source, manners = text.chat_template or "", manners_of(text)
     thoughts = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
+    calls = calls_of(source)
     spec, own = spec_of(thoughts, calls), False
     if text.response_template is not None:
         try:
@@ -158,18 +152,12 @@ def dialect_of(text: Text) -> Dialect:
             spec, own = text.response_template, True
         except ValueError as error:
             log.warning("the tokeniser's response_template is not used: %s", error)
+    form = next(form for known, form in FORMS if known is calls) if manners.native and not own else None
     template = load(spec)
     marks = "\n".join(source for field in template.fields.values() for source in sources_of(field))
-    return Dialect(
-        spec,
-        template,
-        form=None if own else next(form for known, form in FORMS if known is calls),
-        special=tuple((id, token.content) for id, token in text.added.items() if token.special and token.content in marks),
-        own=own,
-        native=re.search(r"\btools\b", source) is not None,
-        null_content="['content'] is none" in source,
-        short_ids="[TOOL_CALLS]" in source,
-    )
+    special = tuple((id, token.content) for id, token in text.added.items() if token.special and token.content in marks)
+    found = Dialect(spec, template, form, special, own, manners)
+    return found if manners.native else found.writable()
 
 
 def calls_of(source: str) -> Json:

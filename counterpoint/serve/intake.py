@@ -98,14 +98,19 @@ class Intake:
 
     @functools.cached_property
     def dialect(self) -> Dialect:
-        """How the model spells reasoning and calls. Takes a second, the first time."""
+        """How the model spells reasoning and calls. Takes seconds, the first time: not on the event loop."""
         return dialect_of(self.text)
+
+    async def _find_dialect(self) -> None:
+        if "dialect" not in vars(self):
+            await asyncio.to_thread(lambda: self.dialect)
 
     # ------------------------------------------------------------ the endpoints
 
     async def chat(self, request: ChatRequest, prefix: str = "chatcmpl-", at_most: int | None = None) -> Ask:
         """`prefix`: of the id. `at_most`: the most tokens of the answer, which what is left of the context may cut to fewer."""
         self.check_model(request.model)
+        await self._find_dialect()
         tools = tools_of(request)
         size = characters_of(request.messages) + len(encode(tools))
         prompt = await apart(self._rendered, size, request.messages, tools, template_options(request))
@@ -160,11 +165,13 @@ class Intake:
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The answer of /tokenize, as JSON. Raises ApiError."""
         self.check_model(request.model)
+        await self._find_dialect()
         return await apart(self._tokenize, size_of(request), request)
 
     async def tokens_of(self, request: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
         self.check_model(request.model)
+        await self._find_dialect()
         return await apart(self._tokens_of, size_of(request), request)
 
     async def detokenize(self, request: DetokenizeRequest) -> bytes:

@@ -20,6 +20,7 @@ import msgspec
 from counterpoint.serve.calls import Offer
 from counterpoint.serve.dialects import HERMES_FORM, NAME_HERE, Dialect, Form, thought_marks
 from counterpoint.serve.listener import Hearing
+from counterpoint.serve.manners import Manners
 from counterpoint.serve.openai import ApiError, ChatRequest, Message, TokenizeRequest, ToolChoice
 from counterpoint.serve.speech import new_call_id
 from counterpoint.serve.structure import BLANKS, json_options
@@ -63,7 +64,9 @@ def offer_of(request: ChatRequest, tools: Sequence[Json], dialect: Dialect) -> O
         tools = [tool for tool in tools if tool["function"]["name"] == request.tool_choice.function.name]
     if not tools:
         return None
-    return Offer(tuple(tools), request.parallel_tool_calls is not False, new_short_id if dialect.short_ids else new_call_id)
+    manners = dialect.manners
+    parallel = request.parallel_tool_calls is not False and not manners.single
+    return Offer(tuple(tools), parallel, new_short_id if manners.short_ids else new_call_id)
 
 
 def must_call(request: ChatRequest) -> bool:
@@ -80,27 +83,33 @@ def new_short_id() -> str:
 def conversation(messages: Sequence[Message], tools: Sequence[Json], dialect: Dialect) -> tuple[list[Json], Json]:
     """The messages for the chat template, and its option `tools` if it has one."""
     turns = [turn_of(message, dialect) for message in messages]
-    if dialect.native:
+    if dialect.manners.native:
         return turns, {"tools": list(tools)} if tools else {}
     return plain_turns(turns, tools), {}
 
 
 def turn_of(message: Message, dialect: Dialect) -> Json:
-    turn = message.for_template()
-    if turn["content"] is None and not dialect.null_content:
+    turn, manners = message.for_template(), dialect.manners
+    calls = turn.get("tool_calls", ())
+    if turn["content"] is None:  # as it may be beside calls
         del turn["content"]
-    for call in turn.get("tool_calls", ()):
-        call["function"]["arguments"] = as_object(call["function"].get("arguments"))
-    if dialect.short_ids:
-        for named in (*turn.get("tool_calls", ()), turn):
+    if calls and not turn.get("content") and manners.no_content != "left out":
+        turn["content"] = None if manners.no_content == "null" else ""
+    for call in calls:
+        call["function"]["arguments"] = arguments_for(call["function"].get("arguments"), manners)
+    if manners.short_ids:
+        for named in (*calls, turn):
             key = "tool_call_id" if named is turn else "id"
             if key in named:
                 named[key] = short_id(named[key])
     return turn
 
 
-def as_object(arguments: Any) -> Any:
-    """Templates write arguments as JSON, so a text that is JSON becomes what it says; any other is left as the model wrote it."""
+def arguments_for(arguments: Any, manners: Manners) -> Any:
+    """Most templates write arguments as JSON: for them a text that is JSON becomes what it says, and any other is left as the model
+    wrote it. Some put them into their text as they are."""
+    if manners.text_arguments:
+        return arguments if isinstance(arguments, str) and arguments.strip() else encode(arguments or {}).decode()
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -32,6 +32,14 @@ DIALECTS = {
     name: dialect(getattr(dialects, name)) for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
 }
 D = dialects
+SHOWS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"  # all there is
+
+
+def shown_with(marks: str) -> str:
+    """A chat template that knows tools and writes these marks."""
+    return f"{SHOWS}{{# {marks} #}}"
+
+
 SPELLED = {  # two calls, as each dialect writes them
     "HERMES": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
@@ -176,8 +184,8 @@ def test_a_template_that_comes_with_the_tokeniser():
         },
     }
     byte = byte_text()
-    spoken = dialect_of(Text(byte.tokenizer, "{{ tools }}", {}, spec))
-    assert spoken.own and spoken.native
+    spoken = dialect_of(Text(byte.tokenizer, SHOWS, {}, spec))
+    assert spoken.own and spoken.manners.native
     text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
     begun = dialects.begun_by(spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None)
     expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
@@ -197,33 +205,35 @@ def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
 
 def test_a_template_that_is_wrong_is_passed_over():
     byte = byte_text()
-    spoken = dialect_of(Text(byte.tokenizer, "<tool_call>", {}, {"fields": {}}))
+    spoken = dialect_of(Text(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}}))
     assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
 
 
 @pytest.mark.parametrize(
-    ("template", "calls", "thoughts"),
+    ("marks", "calls", "thoughts"),
     [
-        ("{{ tools }} <tool_call> </think>", "HERMES", "THINK"),
-        ("{{ tools }} <tool_call> <function=", "QWEN_XML", None),
-        ("{{ tools }} [TOOL_CALLS]", "MISTRAL", None),
-        ("{{ tools }} [TOOL_CALLS] [ARGS] [THINK] [/THINK]", "MISTRAL_NAMED", "THINK_BRACKETS"),
-        ("{{ tools }} <|python_tag|>", "LLAMA", None),
+        ("<tool_call> </think>", "HERMES", "THINK"),
+        ("<tool_call> <function=", "QWEN_XML", None),
+        ("[TOOL_CALLS]", "MISTRAL", None),
+        ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "MISTRAL_NAMED", "THINK_BRACKETS"),
+        ("<|python_tag|>", "LLAMA", None),
         (f"{D.DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
         ("nothing", "HERMES", None),
     ],
 )
-def test_the_chat_template_says_which_dialect(template: str, calls: str, thoughts: str | None):
-    found = dialect_of(Text(byte_text().tokenizer, template))
-    assert found.spec["fields"]["tool_calls"] is getattr(dialects, calls)
+def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
+    found = dialect_of(Text(byte_text().tokenizer, shown_with(marks)))
+    assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(dialects, calls)
     assert found.spec["fields"].get("reasoning_content") is (getattr(dialects, thoughts) if thoughts else None)
-    assert found.native is ("tools" in template) and found.short_ids is ("[TOOL_CALLS]" in template)
+    unknown = dialect_of(Text(byte_text().tokenizer, "{{ messages[0].content }}{# " + marks + " #}"))
+    assert not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is dialects.HERMES, "it is told how to call"
+    assert unknown.spec["fields"].get("reasoning_content") is found.spec["fields"].get("reasoning_content")
 
 
 def test_special_tokens_of_marks_are_seen():
     text = byte_text()
     text.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[INST]"])
-    special = Text(text.tokenizer, "[TOOL_CALLS] [ARGS] [/THINK] tools")
+    special = Text(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
     spoken = dialect_of(special)
     fields = spoken.template.fields
     named = {special.piece(token) for token in spoken.marks([fields["tool_calls"]])}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_listener import D, heard
+from test_listener import D, heard, shown_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
 from counterpoint.serve.calls import Offer
@@ -20,25 +20,26 @@ TOOLS = (
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "time", "description": 'a ::= "b"'}},
 )
-HERMES = "tools <tool_call> </think>"
+HERMES = "<tool_call> </think>"
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 ANSWERS = {  # two calls in each form; by the marks in a chat template
     HERMES: TWO,
-    "tools <tool_call> <function=": TWO,
-    "tools [TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
-    "tools [TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
+    "<tool_call> <function=": TWO,
+    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+    "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
     D.DEEPSEEK_CALL: f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
     f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}time\n```json\n'
     f"{{}}\n```{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
-    "no template knows it": TWO,
+    "no marks": TWO,
 }
 
 
 def text_of(template: str) -> Text:
+    """With a chat template that writes these marks."""
     tokenizer = byte_text().tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
-    return Text(tokenizer, template)
+    return Text(tokenizer, shown_with(template))
 
 
 def takes(
@@ -69,7 +70,7 @@ def test_calls_in_the_form_that_the_model_knows(template: str):
 
 
 def test_llama_calls_once():
-    template, answer = "tools <|python_tag|>", '{"name": "weather", "parameters": {"city": "Paris"}}'
+    template, answer = "<|python_tag|>", '{"name": "weather", "parameters": {"city": "Paris"}}'
     assert takes(template, answer) and not takes(template, f"{answer}; {answer}")
 
 
@@ -87,8 +88,8 @@ def test_a_model_may_think_before_it_calls():
     assert takes(HERMES, f"<think>\nhm, </thin\n</think>\n\n{ONE}")
     assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(HERMES, ONE, begun="<think>")
     assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), "the prompt has put an end to it"
-    assert not takes("tools <tool_call>", f"<think>hm</think>{ONE}"), "this one does not think"
-    assert takes("tools [TOOL_CALLS] [ARGS] [/THINK]", '[THINK]hm[/THINK]\n[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
+    assert not takes("<tool_call>", f"<think>hm</think>{ONE}"), "this one does not think"
+    assert takes("[TOOL_CALLS] [ARGS] [/THINK]", '[THINK]hm[/THINK]\n[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -108,7 +109,7 @@ def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str
 
 
 def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
-    text = text_of("tools <tool_call> </think>")
+    text = text_of("<tool_call> </think>")
     hearing = hearing_of(dialect_of(text), None, True, "")
     assert hearing is not None
     assert lark_of(hearing, text, "<think></think>", ANSWER) == f"start: {ANSWER}"
