@@ -25,10 +25,17 @@ from counterpoint.serve.pool import Pool
 from counterpoint.serve.replies import Json, Reply, encode, usage_of
 from counterpoint.serve.text import Text
 from counterpoint.serve.trace import Traced, Tracing
-from counterpoint.types import Delta
+from counterpoint.types import NO_GRAMMAR, UNSAMPLED, Delta
 
 Result = TypeVar("Result")
 BEGAN_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the wall clock
+
+
+def failed(error: str) -> ApiError:
+    """What a choice failed of. A structure that proves too costly on the way is its client's fault, all else is ours."""
+    if error == UNSAMPLED[NO_GRAMMAR]:
+        return ApiError(400, error, code="invalid_structure")
+    return ApiError(500, error or "the engine failed on this request", code="engine_error")
 
 
 class ClientGone(Exception):
@@ -86,7 +93,7 @@ class Generation:
                     if piece.cancel and deltas.abort(delta.id, "stop"):
                         self.cut_short.add(delta.id)
                     if piece.finish == "error":
-                        raise ApiError(500, piece.error or "the engine failed on this request", code="engine_error")
+                        raise failed(piece.error)
                     self.finishes[choice] = piece.finish
                     yield choice, piece, not deltas.empty
         except EngineLost:

@@ -47,7 +47,8 @@ WALKED, STRIDE = 32, 7919  # tokens; a prime
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

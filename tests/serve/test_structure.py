@@ -359,6 +359,29 @@ def test_who_fells_the_checker_harms_nobody(bound: Running):
     assert text(bound, choice=["b"]) == "b", "one that died by itself is replaced"
 
 
+def test_what_proves_too_costly_on_the_way_fails_alone(bound: Running):
+    many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(800)}, "required": ["p799"]}
+    grammar = f"start: X many\nX: /[xy]{{40}}/\nmany: %json {json.dumps(many)}"
+    blanks = {str(byte): -100 for byte in b" \n\t\r"}
+    body = {"prompt": "hello", "grammar": grammar, "max_tokens": 100, "logit_bias": blanks}
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(text, bound, regex="[a-z]{90}")
+        response = bound.post(COMPLETIONS, body)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["code"] == "invalid_structure" and "costs too much" in error["message"]
+        assert len(other.result()) == 90
+    events = bound.events(body)
+    assert "costs too much" in events[-1]["error"]["message"] and len(events) > 40  # type: ignore[index]
+
+
+def test_the_checker_ends_with_its_server(own_server: Callable[..., Running]):
+    running = own_server().wait_ready()
+    assert running.post(COMPLETIONS, {"prompt": "hello", "choice": ["hello"]}).status_code == 200
+    process = trier(running)
+    running.process.kill()
+    poll(lambda: ended(process))
+
+
 def test_a_server_without_structures_has_no_checker(server: Running):
     assert server.post(COMPLETIONS, {"prompt": "hello"}).status_code == 200
     commands = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
