@@ -184,7 +184,7 @@ def _splits(stats: Stats, before: Stats) -> dict[str, Any]:
     both = sum(seconds for p, d, seconds in spent if p and d)
     active = stats.active_unit_s - before.active_unit_s
     result: dict[str, Any] = {"resplits_per_s": _per(stats.resplits - before.resplits, total)}
-    result["active_share"] = active / (stats.units_total * total) if active and total else None
+    result["active_share"] = min(1.0, active / (stats.units_total * total)) if active and total else None
     result["split_share"] = [
         {
             "prefill_units": p,

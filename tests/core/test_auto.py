@@ -10,7 +10,10 @@ from driver import Harness
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.belief import Belief
-from counterpoint.types import Slo, Step, StepDone, Work
+from counterpoint.core.policy.promises import Promises
+from counterpoint.core.request import Request
+from counterpoint.core.state import USUAL, Answers
+from counterpoint.types import Arrive, Sampling, Slo, Step, StepDone, Work
 
 
 class Priced:
@@ -145,3 +148,149 @@ def test_a_broken_reading_moves_little():
     belief.observe(Step(2, 0, 2, 0, 6, 4, (), work), StepDone(2, 0, started_s=5.0, ended_s=5.0), None)
     belief.observe(Step(3, 0, 3, 0, 6, 4, (), work), StepDone(3, 0, started_s=0.0, ended_s=9.0, error="x"), None)
     assert belief.seconds(work, 4) <= 5 * raw
+
+
+# ---------------------------------------------------------------- what was promised
+
+
+def request(id: str, prompt: int, arrival_s: float = 0.0, **slo) -> Request:
+    arrive = Arrive(id=id, prompt=tuple(range(prompt)), sampling=Sampling(max_tokens=4), slo=Slo(**slo))
+    return Request(arrive, arrival_s, 0, target=prompt)
+
+
+def promises(**settings) -> Promises:
+    return Promises(SchedulerConfig(**settings), Belief(Priced(fixed=0.0, prefill=0.1)), units=4, layers=6)
+
+
+def running(tokens: int, now: float, mean_s: float, **slo) -> Request:
+    """A decode that has `tokens` tokens, of which each took `mean_s`."""
+    one = request("r", 8, **slo)
+    one.output, one.token_s = [1] * tokens, [now - mean_s * (tokens - 1)] * tokens
+    return one
+
+
+def test_a_decode_that_is_ahead_may_wait_within_its_longest_gap():
+    some = promises()
+    ahead, on_time = running(11, 100.0, 0.5, tpot_s=1.0), running(11, 100.0, 1.0, tpot_s=1.0)
+    assert some.limits([ahead], Answers(), 100.0).mean_s == pytest.approx(min(4.0, 1.0 + 5.0))
+    assert some.limits([ahead, on_time], Answers(), 100.0).mean_s == pytest.approx(1.0)
+    bounded = running(11, 100.0, 0.5, tpot_s=1.0, itl_s=2.5)
+    assert some.limits([bounded], Answers(), 100.0).mean_s == pytest.approx(2.5)
+
+
+def test_a_lag_is_made_good_before_answers_are_likely_to_end():
+    some, short, long = promises(), Answers(), Answers()
+    for i in range(100):
+        short.add(6 + i % 3)
+        long.add(200 + i)
+    late = running(2, 100.0, 1.3, tpot_s=1.0)
+    hurried, relaxed = (some.limits([late], answers, 100.0).mean_s for answers in (short, long))
+    assert 0.5 <= hurried < 0.95 < relaxed < 1.0
+
+
+def test_what_is_likely_still_to_come_follows_the_latest_answers():
+    answers = Answers()
+    assert answers.still_to_come(3) == USUAL
+    for i in range(300):
+        answers.add(1000 if i < 44 else 10 + i % 10)  # the first ones are forgotten
+    assert answers.still_to_come(0) in (11, 12)
+    assert answers.still_to_come(19) == USUAL
+
+
+def test_prompts_that_waited_very_long_go_first_and_are_not_overtaken():
+    some = promises(ttft_s=10.0)
+    old, fresh = request("old", 50, arrival_s=0.0), request("fresh", 5, arrival_s=95.0)
+    late = request("late", 50, arrival_s=60.0)
+    assert [r.id for r in some.by_urgency([late, fresh, old], 100.0)] == ["old", "fresh", "late"]
+    assert some.impatient(old, 100.0) and not some.impatient(late, 100.0)
+
+
+def test_prompts_that_can_not_be_in_time_at_the_pace_in_force_go_behind():
+    some = promises(ttft_s=10.0)
+    tight, easy = request("tight", 80, arrival_s=0.0), request("easy", 10, arrival_s=4.0)
+    assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["tight", "easy"]
+    some.pace(rate=5.0, step_s=1.0)  # 80 tokens take 16 s
+    assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["easy", "tight"]
+
+
+def test_a_prompt_is_held_back_while_running_decodes_could_not_bear_it():
+    def first_token_of_b(tpot_s: float) -> tuple[bool, int]:
+        h = auto(Priced(fixed=1.0, prefill=0.01, context=0.05), tpot_s=tpot_s, itl_s=1000.0, ttft_s=200.0)
+        h.arrive("a", range(40), max_tokens=30)
+        while not h.got.get("a"):
+            h.step()
+        h.arrive("b", range(100, 140), max_tokens=2)
+        turn = itertools.count()
+        while h.step(next(turn)):
+            pass
+        h.check_answers()
+        return h.records["b"].token_s[0] > h.records["a"].finished_s, h.engine.policy.decisions["hold"]
+
+    assert first_token_of_b(tpot_s=100.0) == (False, 0)
+    waited, held = first_token_of_b(tpot_s=4.0)  # 1 + 0.05 x 40 alone; 2 more with b
+    assert waited and held > 0
+
+
+def beside_a_decode() -> Harness:
+    """A request that decodes for long, and the first layer group of another's prompt beside it."""
+    h = auto(Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0), tpot_s=80.0)
+    h.arrive("a", range(8), max_tokens=300)
+    while not h.got.get("a"):
+        h.step()
+    h.arrive("b", range(30, 90), max_tokens=2)
+    while not h.engine.state.lanes[1].in_flight:
+        h.step()
+    return h
+
+
+def test_the_split_changes_once_a_layer_group_at_most():
+    h = beside_a_decode()
+    policy, state = h.engine.policy, h.engine.state
+    group = state.lanes[1].in_flight[0][0].id
+    units = []
+    for turn in range(8):  # the decode lane steps on while the group runs, and every time another split is the only one there is
+        policy.prices.levels = (1,) if turn % 2 else (3,)
+        policy.prices._known.clear()
+        h.step(0)
+        assert state.lanes[1].in_flight[0][0].id == group
+        units.append(policy.choice.units)
+    assert sum(one != two for one, two in itertools.pairwise(units)) <= 1
+    h.drain()
+
+
+def test_a_switch_to_chunks_waits_for_the_open_pass_alone():
+    """While a pass stands between layer groups the split stays; no new pass begins if a chunk would be better."""
+    h = beside_a_decode()
+    # From here on sharing the device is dear: in the belief, that is.
+    h.engine.policy.belief.estimator = Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0, contention=50.0)
+    h.engine.policy.prices._known.clear()
+    h.arrive("c", range(100, 140), max_tokens=2)
+    turn = itertools.count()
+    while "c" not in h.got:
+        h.step(next(turn))
+    assert not h.ends.get("a"), "a decodes all the while"
+    lanes = {
+        step.lane
+        for commands in h.commands
+        for step in commands
+        if isinstance(step, Step)
+        and step.work.prefill_tokens
+        and 40 in {segment.start + segment.tokens for segment in step.segments}
+    }
+    assert lanes == {0}
+    h.drain()
+
+
+def test_a_prompt_out_of_patience_is_not_overtaken():
+    def order(ttft_s: float) -> list[str]:
+        h = auto(Priced(prefill=10.0))
+        h.arrive("long", range(64), max_tokens=2, slo=Slo(ttft_s=ttft_s))
+        h.step()
+        h.arrive("short", [7] * 4, max_tokens=2, slo=Slo(ttft_s=10_000.0))
+        h.drain()
+        return sorted(h.records, key=lambda id: h.records[id].token_s[0])
+
+    assert order(2000.0) == ["short", "long"], "the long one is in time all the same"
+    assert order(655.0) == ["long", "short"], "it would be late"
+    assert order(100.0) == ["short", "long"], "it is late without it"
+    assert order(1.0) == ["long", "short"], "it has waited too long"
