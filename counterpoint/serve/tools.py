@@ -10,6 +10,7 @@ Must not: read answers (listener.py), or compile grammars.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,12 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Json]:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if isinstance(choice, ToolChoice) and choice.function.name not in names:
         raise ApiError(400, f"tool_choice: there is no tool {choice.function.name!r} in tools", param="tool_choice")
-    return [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in tools]
+    shown = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in tools]
+    try:
+        json.dumps(shown, allow_nan=False)
+    except ValueError:  # 1e999, say
+        raise ApiError(400, "tools: a number is not finite", param="tools") from None
+    return shown
 
 
 def offer_of(request: ChatRequest, tools: Sequence[Json], dialect: Dialect) -> Offer | None:

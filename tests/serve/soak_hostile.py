@@ -31,6 +31,11 @@ AT_ONCE = 16
 ANSWER_S = 60.0
 SAID = [{"role": "user", "content": "canary"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+CALLED = [
+    *SAID,
+    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "7"},
+]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a"]}
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
@@ -47,6 +52,15 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "max_tokens": 8,
         },
         {"messages": SAID, "tools": [TOOL], "tool_choice": "auto", "max_tokens": 8},
+        {
+            "messages": SAID,
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "stream": True,
+            "max_tokens": 8,
+        },
+        {"messages": CALLED, "tools": [TOOL], "separate_reasoning": False, "reasoning_effort": "low", "max_tokens": 8},
         {"messages": SAID, "regex": "[ab]{1,3}", "max_tokens": 8},
     ],
     "/v1/responses": [{"input": "abc", "max_output_tokens": 4}, {"input": SAID, "stream": True, "max_output_tokens": 4}],

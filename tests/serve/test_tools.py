@@ -267,6 +267,12 @@ def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param:
     assert error["param"] == param and param in error["message"]
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000])
+def test_numbers_in_tools_are_finite(thinker: Running, number: str):
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
+    refused(thinker.post(CHAT, f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'.encode()))
+
+
 @pytest.mark.parametrize(
     "calls",
     [
