@@ -80,6 +80,14 @@ def test_wrong_requests_have_their_errors(batch: Batch, capsys: pytest.CaptureFi
     assert "4 of them with an error" in capsys.readouterr().err
 
 
+def test_answers_that_must_look_like_something(batch: Batch):
+    assert batch.run(completion("digits", regex="[0-9]{3}"), chat("one", choice=["x"]), completion("wrong", regex="(")) == 1
+    answers = batch.answers()
+    (digits,), (one,) = (answers[id]["body"]["choices"] for id in ("digits", "one"))
+    assert digits["text"].isdigit() and digits["finish_reason"] == "stop" and one["message"]["content"] == "x"
+    assert answers["wrong"]["status_code"] == 400 and answers["wrong"]["body"]["error"]["param"] == "regex"
+
+
 def test_it_goes_on_where_it_was(batch: Batch, capsys: pytest.CaptureFixture[str]):
     lines = [completion("a"), chat("b"), completion("c", "and c")]
     assert batch.run(*lines) == 0
