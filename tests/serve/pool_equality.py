@@ -9,8 +9,9 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from pool_process import Pool, answers, mixed_requests
+from pool_process import Pool, answers, mixed_requests, others
 
 # In place of what a tiny model needs.
 REAL = {
@@ -23,7 +24,7 @@ REAL = {
 }
 
 
-def run(log: Path, model: str, bodies: list, **flags: object) -> tuple[list[str], float, dict[str, float]]:
+def run(log: Path, model: str, bodies: list, **flags: object) -> tuple[list[Any], float, dict[str, float]]:
     """The answers, the seconds they took, and what happened meanwhile."""
     server = Pool(log, model, **REAL | flags)
     try:
@@ -56,7 +57,7 @@ def main() -> None:
         for transport in asked.transports:
             flags = {"prefill": asked.prefill, "decode": asked.decode, "transport": transport}
             found, took_s, counts = run(Path(folder, transport), asked.model, bodies, **flags)
-            equal = sum(a == b for a, b in zip(found, truth, strict=True))
+            equal = len(truth) - len(others(found, truth))
             print(f"{transport}: {equal} of {len(truth)} equal, {took_s:.1f} s, {counts}", flush=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 from pathlib import Path
@@ -69,7 +68,7 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
         if number % 10 == 9:
             body |= {"ignore_eos": True}
         if number % 16 == 5:
-            body |= {"stop_token_ids": list(range(320))}
+            body |= {"logit_bias": {"65": 100}, "stop_token_ids": [65]}
         if number % 9 == 8:
             body |= {"regex": "([a-z]{2,9}[ ,;])+"}
         bodies.append(body)
@@ -86,7 +85,8 @@ def answers(server: Running, bodies: list[dict[str, Any]], at_once: int = 48) ->
             async def ask(body: dict[str, Any]) -> Any:
                 async with gate:
                     response = await http.post(f"{server.url}/v1/completions", json=body)
-                return essence(response.json()) if response.is_success else response.text
+                assert response.is_success, response.text
+                return essence(response.json())
 
             return await asyncio.gather(*(ask(body) for body in bodies))
 
@@ -96,16 +96,24 @@ def answers(server: Running, bodies: list[dict[str, Any]], at_once: int = 48) ->
 def essence(answer: dict[str, Any]) -> Any:
     """All but what may differ: ids, times and what was found in a cache."""
     usage = {name: value for name, value in answer["usage"].items() if name != "prompt_tokens_details"}
-    return json.dumps([[rounded(choice) for choice in answer["choices"]], usage])
+    return [answer["choices"], usage]
 
 
-def rounded(tree: Any) -> Any:
-    """Log-probabilities to three places: sums may be made in another order."""
-    if isinstance(tree, dict):
-        return {key: rounded(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [rounded(value) for value in tree]
-    return round(tree, 3) if isinstance(tree, float) else tree
+def others(found: list[Any], truth: list[Any]) -> list[int]:
+    """Which answers differ."""
+    assert len(found) == len(truth)
+    return [number for number, pair in enumerate(zip(found, truth, strict=True)) if not alike(*pair)]
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal, log-probabilities to 1e-5: they may be summed in another order."""
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) < 1e-5
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b
 
 
 def text_of(events: list[Any]) -> str:

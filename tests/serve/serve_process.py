@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-START_S = 60
+START_S = 120
 Found = TypeVar("Found")
 
 
