@@ -159,6 +159,10 @@ class ClusterConfig:
     )
     link_bytes_per_s: float = setting(1e9, "what the links between workers carry, for predicting transfers")
     cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
+    ray_address: str | None = setting(
+        None,
+        "start our workers in a Ray cluster: auto (the one of this machine), HOST:PORT, or local (a new one) (extra: cluster)",
+    )
     cluster_host: str | None = setting(None, "this machine's address for workers of others; unset: by which it reaches the front")
     cluster_token: str | None = setting(
         None, "secret that all workers share; better --cluster-token-file or COUNTERPOINT_CLUSTER_TOKEN", secret=True
@@ -185,6 +189,12 @@ class ClusterConfig:
             raise ConfigError(f"{here} is {getattr(self, here)} and {there} is 0: set both, or replicas for workers that do both")
         if self.cluster_listen is not None:
             host_and_port("cluster_listen", self.cluster_listen)
+        if self.ray_address is not None and self.ray_address not in ("auto", "local"):
+            if "/" in self.ray_address:
+                raise ConfigError(f"ray_address is {self.ray_address!r}: it must be auto, local or HOST:PORT, of a cluster's head")
+            host_and_port("ray_address", self.ray_address)
+        if self.ray_address is not None and not self.workers:
+            raise ConfigError("ray_address is set, and there are no workers to start: set prefill and decode, or replicas")
         if self.cluster_token is not None and self.cluster_token_file is not None:
             raise ConfigError("cluster_token and cluster_token_file both set the secret: give one of them")
 

@@ -1,8 +1,9 @@
-"""Crew: the workers of this machine, as processes.
+"""Crew: the workers that there shall be.
 
-Owns: their processes, their cores, starting them again. Promises: a worker that ends is started again, under its name and on its
-port, after a pause that grows while it fails at once; none outlives this process, however that ends; closing leaves none behind.
-Must not: know what a worker does, or talk to it (pool.py does).
+Owns: starting them again. Promises: a worker that ends is started again, under its name and on its port, after a pause that grows
+while it fails at once; closing leaves none behind, nor does the end of this process, however it ends.
+Must not: know what a worker does, or talk to it (pool.py does); where it runs is a Places' matter: as a process of this machine
+(Processes, here) or as an actor of a Ray cluster (ray_crew.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -38,84 +40,117 @@ class Post:
 
     name: str
     role: Role
-    cores: tuple[int, ...]
     port: int = 0
     starts: int = 0
-    process: asyncio.subprocess.Process | None = None
+
+
+class Places(Protocol):
+    """Where workers run: a worker's name is its place."""
+
+    async def open(self, names: Sequence[str]) -> None:
+        """Make room for all of them. Raises EngineFailed if there is none."""
+
+    async def run(self, start: Start) -> str:
+        """One process of this worker, from its start to its end: how it ended."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """End its process, if there is one; its `run` then returns."""
+
+    async def close(self) -> None:
+        """Give everything back. All workers have ended, or have been killed."""
 
 
 class Crew:
     """`ended` is called with the name of a worker whose process has ended, and how."""
 
-    def __init__(self, config: Config, system: str, ended: Callable[[str, str], None]) -> None:
+    def __init__(self, config: Config, system: str, places: Places, ended: Callable[[str, str], None]) -> None:
         self.config = config
         self.system = system
+        self.places = places
         self.ended = ended
-        roles = (
-            *(("prefill", n, Role.PREFILL) for n in range(config.cluster.prefill)),
-            *(("decode", n, Role.DECODE) for n in range(config.cluster.decode)),
-            *(("replica", n, Role.BOTH) for n in range(config.cluster.replicas)),
+        cluster = config.cluster
+        kinds = (
+            ("prefill", cluster.prefill, Role.PREFILL),
+            ("decode", cluster.decode, Role.DECODE),
+            ("replica", cluster.replicas, Role.BOTH),
         )
-        shares = divided(usable_cores(config.device.cores), len(roles))
-        self.posts = {f"{kind}-{n}": Post(f"{kind}-{n}", role, cores) for (kind, n, role), cores in zip(roles, shares, strict=True)}
+        self.posts = {f"{kind}-{n}": Post(f"{kind}-{n}", role) for kind, count, role in kinds for n in range(count)}
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing = False
+        self._closing = asyncio.Event()
+
+    async def open(self) -> None:
+        """Raises EngineFailed if there is no room for them."""
+        if self.posts:
+            await self.places.open(tuple(self.posts))
 
     def start(self, front: Address, token: str) -> None:
         self._tasks = [asyncio.create_task(self._keep(post, front, token)) for post in self.posts.values()]
 
     def kill(self, name: str) -> None:
         """A worker that does not respond; it is started again."""
-        post = self.posts.get(name)
-        if post is not None and post.process is not None and post.process.returncode is None:
-            post.process.kill()
+        if name in self.posts:
+            self.places.kill(name)
 
     async def close(self) -> None:
         """Wait for those who were told to stop, and kill the rest."""
-        self._closing = True
-        living = [post.process for post in self.posts.values() if post.process is not None and post.process.returncode is None]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(process.wait() for process in living)), QUIT_S)
-        for process in living:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closing.set()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=QUIT_S)
+            for name in self.posts if late else ():
+                self.places.kill(name)
+            await asyncio.wait(self._tasks, timeout=QUIT_S)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.places.close()
 
     async def _keep(self, post: Post, front: Address, token: str) -> None:
         """One process after another, for ever."""
         pause_s = PAUSE_S[0]
-        while not self._closing:
+        while not self._closing.is_set():
             began_s = time.monotonic()
-            status = await self._one(post, front, token)
-            if self._closing:
+            post.starts += 1
+            start = Start(
+                config=self.config, system=self.system, name=post.name, role=post.role, front=front, token=token, port=post.port
+            )
+            how = await self.places.run(start)
+            if self._closing.is_set():
                 return
-            self.ended(post.name, f"worker {post.name} has ended ({exit_words(status)})")
+            self.ended(post.name, f"worker {post.name} has ended ({how})")
             pause_s = PAUSE_S[0] if time.monotonic() - began_s >= SETTLED_S else pause_s
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause_s)
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    async def _one(self, post: Post, front: Address, token: str) -> int:
-        process = post.process = await asyncio.create_subprocess_exec(
+
+class Processes:
+    """Places on this machine, its cores divided among them."""
+
+    def __init__(self, cores: int | None) -> None:
+        self.most_cores = cores
+        self._cores: dict[str, tuple[int, ...]] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def open(self, names: Sequence[str]) -> None:
+        self._cores = dict(zip(names, divided(usable_cores(self.most_cores), len(names)), strict=True))
+
+    async def run(self, start: Start) -> str:
+        process = self._processes[start.name] = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "counterpoint.serve.worker", stdin=asyncio.subprocess.PIPE
         )
-        post.starts += 1
-        start = Start(
-            config=self.config,
-            system=self.system,
-            name=post.name,
-            role=post.role,
-            front=front,
-            token=token,
-            cores=post.cores,
-            engines=len(self.posts),
-            port=post.port,
-        )
+        start = msgspec.structs.replace(start, cores=self._cores[start.name], engines=len(self._cores))
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
-        return await process.wait()
+        return exit_words(await process.wait())
+
+    def kill(self, name: str) -> None:
+        process = self._processes.get(name)
+        if process is not None and process.returncode is None:
+            process.kill()
+
+    async def close(self) -> None:
+        pass
 
 
 def divided(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:

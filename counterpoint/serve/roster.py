@@ -1,7 +1,7 @@
 """Roster: the workers of a pool, by their connections.
 
 Owns: who may join, who is there, who responds. Promises: a worker whose connection ends is lost at once, one that stands still
-within `worker_lost_s`; each is lost once; workers of this machine are started again (crew.py); none joins without the token, or
+within `worker_lost_s`; each is lost once; ours are started again (crew.py); none joins without the token, or
 with another model than the others.
 Must not: know requests.
 """
@@ -23,7 +23,7 @@ from counterpoint.cluster.messages import WireError
 from counterpoint.config import Config, ConfigError, host_and_port
 from counterpoint.serve import joining
 from counterpoint.serve.client import EngineFailed
-from counterpoint.serve.crew import Crew
+from counterpoint.serve.crew import Crew, Places, Processes
 from counterpoint.serve.joining import Census, Farewell, Join, Leaving, Ready, Said, token_of
 from counterpoint.serve.pool_metrics import WorkerState
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Progress
@@ -79,10 +79,10 @@ class Roster:
         self.listen = Address(*host_and_port("cluster_listen", config.cluster.cluster_listen or "127.0.0.1:0"))
         self.lost_s = config.cluster.worker_lost_s
         self.token = shared_token(config, self.listen.host)
-        if not control.is_local(self.listen.host) and config.cluster.workers and config.cluster.cluster_host is None:
-            raise ConfigError("cluster_listen lets other machines in: set cluster_host, this machine's address for their workers")
+        self.front_host = front_host(config, self.listen.host)
         self.members: dict[str, Member] = {}
-        self.crew = Crew(config.replace(api_key=None, cluster_token=None, cores=None), system, self._ended)
+        crew_config = config.replace(api_key=None, cluster_token=None, cores=None)
+        self.crew = Crew(crew_config, system, places_of(config), self._ended)
         self._listener = listener
         self._digest: Digest | None = None
         self._server: asyncio.Server | None = None
@@ -91,6 +91,7 @@ class Roster:
 
     async def start(self) -> None:
         """Raises EngineFailed if nobody could join."""
+        await self.crew.open()
         try:
             self._server = await asyncio.start_server(self._called, *self.listen)
         except OSError as error:
@@ -99,8 +100,7 @@ class Roster:
         if not self.crew.posts:
             log.info("waiting for workers at %s:%d", *self.listen)
         self._watch = asyncio.create_task(self._watch_beats())
-        anywhere = self.listen.host in ("0.0.0.0", "::")
-        self.crew.start(Address("127.0.0.1", self.listen.port) if anywhere else self.listen, self.token)
+        self.crew.start(Address(self.front_host, self.listen.port), self.token)
 
     async def close(self) -> None:
         """End the workers of this machine, and let those of others go."""
@@ -248,6 +248,25 @@ class Roster:
                     log.error("worker %s has not been heard of for %.1f s", member.name, member.silent_s)
                     member.frozen = True
                     self._listener.changed(member)
+
+
+def places_of(config: Config) -> Places:
+    if config.cluster.ray_address is None:
+        return Processes(config.device.cores)
+    from counterpoint.serve.ray_crew import Actors
+
+    return Actors(config)
+
+
+def front_host(config: Config, listen: str) -> str:
+    """Where the workers that we start dial the front. Raises ConfigError if they can't know their address, or ours, for others."""
+    cluster, anywhere = config.cluster, listen in ("0.0.0.0", "::")
+    unknown = anywhere if cluster.ray_address is not None else not control.is_local(listen)
+    if unknown and cluster.workers and cluster.cluster_host is None:
+        raise ConfigError("cluster_listen lets other machines in: set cluster_host, this machine's address for their workers")
+    if not anywhere:
+        return listen
+    return cluster.cluster_host or "127.0.0.1" if cluster.ray_address is not None else "127.0.0.1"
 
 
 def shared_token(config: Config, listen: str) -> str:

@@ -1,0 +1,144 @@
+"""Actors: the places of a pool's workers in a Ray cluster (extra `cluster`).
+
+Owns: what is asked of Ray: room for all workers at once (a placement group), and an actor for each, whose process is the worker.
+Promises: an actor that ends, by itself or with its machine, can be started again where there is room; all end with this process,
+however it ends; no setting of the cluster is changed.
+Must not: send anything but a worker's Start through Ray. The worker dials the front as any other does; requests, tokens and KV go
+over connections of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import math
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from counterpoint.cluster.control import is_local
+from counterpoint.config import Config, ConfigError, host_and_port
+from counterpoint.device.cores import usable_cores
+from counterpoint.serve.client import EngineFailed, exit_words
+from counterpoint.serve.crew import divided
+from counterpoint.serve.worker import Start, work
+
+ROOM_S = 60.0  # for Ray to find room for all workers
+STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
+
+log = logging.getLogger("counterpoint")
+
+
+class Actor:
+    """Its process is a worker."""
+
+    def run(self, start: bytes, rank: int, of: int, most_cores: int) -> int:
+        """Its exit status. This is worker number `rank` of `of` on this machine."""
+        cores = divided(usable_cores(), of)[rank][:most_cores]
+        return work(msgspec.structs.replace(msgspec.json.decode(start, type=Start), cores=cores, engines=of))
+
+
+class Actors:
+    """Raises ConfigError if Ray is not installed."""
+
+    def __init__(self, config: Config) -> None:
+        try:
+            ray: Any = importlib.import_module("ray")
+            importlib.import_module("ray.util.scheduling_strategies")
+        except ImportError:
+            raise ConfigError("ray_address needs Ray, which is not here: pip install 'counterpoint[cluster]'") from None
+        self.ray = ray
+        self.address = config.cluster.ray_address
+        self.device, self.most_cores = config.device.device, config.device.cores
+        listen = config.cluster.cluster_listen
+        self.local = listen is None or is_local(host_and_port("cluster_listen", listen)[0])
+        self._numbers: dict[str, int] = {}  # name -> bundle of the placement group
+        self._bundle: dict[str, float] = {}
+        self._group: Any = None
+        self._actors: dict[str, Any] = {}
+
+    async def open(self, names: Sequence[str]) -> None:
+        self._numbers = {name: number for number, name in enumerate(names)}
+        await asyncio.to_thread(self._open)
+        with contextlib.suppress(ValueError):  # not the main thread: there is no handler of ours
+            for number in (signal.SIGTERM, signal.SIGINT):  # Ray puts one before ours that prints a stack
+                signal.signal(number, signal.getsignal(number))
+
+    def _open(self) -> None:
+        started = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_node_ip_address": "127.0.0.1"}
+        try:
+            self.ray.init(self.address, logging_level="error", **started if self.address == "local" else {})
+        except (self.ray.exceptions.RayError, ValueError, RuntimeError, OSError) as error:
+            raise EngineFailed(f"ray_address {self.address}: {error}", "user") from None
+        machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        workers, self._bundle = len(self._numbers), bundle(machines, len(self._numbers), self.device, self.most_cores)
+        # GPUs near each other, as KV goes from one to another; CPU workers where each has memory bandwidth of its own.
+        strategy = "PACK" if "GPU" in self._bundle else "SPREAD"
+        log.info("asking Ray for room for %d workers, each %s", workers, self._bundle)
+        self._group = self.ray.util.placement_group([self._bundle] * workers, strategy=strategy)
+        if not self._group.wait(ROOM_S):
+            raise EngineFailed(
+                f"Ray has no room for {workers} workers with {self._bundle} each: set fewer workers, or --cores of each", "user"
+            )
+        here = self._addresses()[self.ray.get_runtime_context().get_node_id()]
+        if self.local and set(self._machines()) != {here}:
+            raise EngineFailed(
+                "Ray places workers on other machines: set cluster_listen to this machine's address for them, and a token", "user"
+            )
+
+    def _machines(self) -> list[str]:
+        """The address at which each bundle is now; Ray moves it when its machine is lost."""
+        where, addresses = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"], self._addresses()
+        return [addresses[where[number]] for number in range(len(where))]
+
+    def _addresses(self) -> dict[str, str]:
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+
+    async def run(self, start: Start) -> str:
+        try:
+            return exit_words(await asyncio.wrap_future(await asyncio.to_thread(self._begin, start)))
+        except self.ray.exceptions.RayError as error:
+            return str(error).strip().partition("\n")[0]
+        finally:
+            self.kill(start.name)
+
+    def _begin(self, start: Start) -> Any:
+        """An actor in its place: the future of its exit status."""
+        number, machines = self._numbers[start.name], self._machines()
+        rank, of = machines[:number].count(machines[number]), machines.count(machines[number])
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
+        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        kind = self.ray.remote(max_restarts=0, scheduling_strategy=place, **needs)(Actor)  # crew.py starts it again
+        self._actors[start.name] = actor = kind.remote()
+        data = msgspec.json.encode(msgspec.structs.replace(start, config=start.config.replace(cluster_host=None)))
+        return actor.run.remote(data, rank, of, math.ceil(self._bundle["CPU"])).future()
+
+    def kill(self, name: str) -> None:
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            with contextlib.suppress(self.ray.exceptions.RayError):
+                self.ray.kill(actor)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if self.ray.is_initialized():
+            if self._group is not None:
+                self.ray.util.remove_placement_group(self._group)
+            self.ray.shutdown()
+
+
+def bundle(machines: Sequence[Mapping[str, float]], workers: int, device: str, cores: int | None) -> dict[str, float]:
+    """What Ray sets aside for each of `workers`: on a GPU, where it runs on one or there are enough, and `cores`, or else the most
+    CPUs that it can have with all others having as many (less than one, if there are not so many)."""
+    gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
+    have = [machine.get("CPU", 0.0) for machine in machines]
+    share = sum(have) / workers
+    even = (n for n in range(int(share), 0, -1) if sum(count // n for count in have) >= workers)
+    most = cores or next(even, math.floor(100 * share) / 100)
+    return {"CPU": most} | ({"GPU": 1} if device == "cuda" or (device == "auto" and gpus >= workers) else {})
