@@ -158,10 +158,17 @@ class Dispatch:
         fresh = prompt_logprobs[max(0, self.prompt_told - self.prompt_heard) :]
         self.prompt_heard += len(prompt_logprobs)
         self.prompt_told = max(self.prompt_told, self.prompt_heard)
-        return [About(fresh)] if fresh else []
+        return [About(fresh), *self._flow()] if fresh else []
+
+    @property
+    def untold(self) -> bool:
+        """Something is still to be told of the prompt: tokens, which may come another way, wait for it."""
+        return self.arrive.sampling.prompt_logprobs is not None and self.prompt_told < len(self.arrive.prompt) - 1
 
     def _flow(self) -> list[Action]:
         """Deliver what has become continuous, and the end if nothing is missing before it."""
+        if self.untold and (self.end is None or self.end[1].finish in (Finish.STOP, Finish.LENGTH)):
+            return []
         start, new = len(self.tokens), []
         while (token := self.held.pop(len(self.tokens), None)) is not None:
             self.tokens.append(token.token)
@@ -224,9 +231,11 @@ class Dispatch:
 
     def _check_lost(self) -> list[Action]:
         """Who must be there for the request to go on: the decode worker once it has adopted it, before that the prefill worker
-        (which will say Reroute if it is the decode worker that is lost)."""
-        needed = self.decode if self.settled else self.prefill
-        return self._retry(f"worker {needed} was lost", needed) if needed in self.gone else []
+        (which will say Reroute if it is the decode worker that is lost), and while it has not told all of the prompt."""
+        for needed in (self.decode if self.settled else self.prefill, *([self.prefill] if self.untold else [])):
+            if needed in self.gone:
+                return self._retry(f"worker {needed} was lost", needed)
+        return []
 
     def _stay(self, reason: str) -> list[Action]:
         if not self.may_stay:

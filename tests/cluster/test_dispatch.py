@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pair import arrive
 
-from counterpoint.cluster.dispatch import Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
+from counterpoint.cluster.dispatch import About, Again, Deliver, Dispatch, Drop, Elsewhere, Finished, Keep, LetGo, OnLoss
 from counterpoint.cluster.messages import HandoffId, Sampled
 from counterpoint.cluster.nouns import Ended, Outcome, Reroute
-from counterpoint.types import Finish, Part
+from counterpoint.types import Arrive, Finish, Part, Sampling, TokenLogprobs
 
 A1, A2 = HandoffId("r", 1), HandoffId("r", 2)
 END = Finished(Finish.LENGTH)
@@ -47,6 +47,40 @@ def test_the_first_token_also_comes_with_the_adoption():
     assert dispatch.took(A1, Part.PREFILL, 0, tokens(5)) == []
 
 
+def asked_about() -> Dispatch:
+    """Of a prompt of three tokens, two are to be told of."""
+    sampling = Sampling(max_tokens=4, prompt_logprobs=0)
+    dispatch = Dispatch(Arrive(id="r", prompt=(1, 2, 3), sampling=sampling), retries=1)
+    dispatch.begin()
+    dispatch.sent_to("p", "d")
+    return dispatch
+
+
+ABOUT = (TokenLogprobs(-1.0), TokenLogprobs(-2.0))
+
+
+def test_tokens_that_overtake_what_is_told_of_the_prompt_wait_for_it():
+    dispatch = asked_about()
+    assert dispatch.told(A1, Part.PREFILL, ABOUT[:1]) == [About(ABOUT[:1])]
+    assert dispatch.ended(Ended(A1, Part.DECODE, Outcome.ADOPTED, first=Sampled(5))) == []
+    assert dispatch.took(A1, Part.DECODE, 1, tokens(6), END) == []
+    assert dispatch.told(A1, Part.PREFILL, ABOUT[1:]) == [About(ABOUT[1:]), Deliver(0, tokens(5, 6)), END]
+
+
+def test_a_prefill_worker_that_is_lost_before_it_has_told_all_is_replaced():
+    dispatch = asked_about()
+    dispatch.told(A1, Part.PREFILL, ABOUT[:1])
+    dispatch.ended(Ended(A1, Part.DECODE, Outcome.ADOPTED, first=Sampled(5)))
+    assert dispatch.lost("p")[-1] == Again(A2, dispatch.arrive, "p")
+    dispatch.sent_to("q", "d")
+    assert dispatch.told(A2, Part.PREFILL, ABOUT) == [About(ABOUT[1:])], "the client knows the first"
+
+
+def test_an_error_waits_for_nothing():
+    error = Finished(Finish.ERROR, "too long")
+    assert asked_about().took(A1, Part.PREFILL, 0, (), error) == [error]
+
+
 def test_one_token_may_be_all():
     dispatch = started()
     assert dispatch.took(A1, Part.PREFILL, 0, tokens(5), END) == [Deliver(0, tokens(5)), END]
@@ -54,7 +88,7 @@ def test_one_token_may_be_all():
 
 
 def test_a_bad_request_ends_with_the_prefill_workers_words():
-    error = Finished(Finish.ERROR, "too long", lost=True)
+    error = Finished(Finish.ERROR, "too long")
     assert started().took(A1, Part.PREFILL, 0, (), error) == [error]
 
 
