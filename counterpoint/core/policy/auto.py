@@ -20,6 +20,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Backlog, Option, Prices
@@ -272,19 +274,7 @@ class Auto:
 def all_layers(work: Work) -> Work:
     if work.first_layer == 0 and work.last_layer == work.layers:
         return work
-    return Work(*_sums(work), 0, work.layers, work.layers)
-
-
-def _sums(work: Work) -> tuple[int, ...]:
-    return (
-        work.prefill_tokens,
-        work.prefill_squares,
-        work.prefill_reused,
-        work.prefill_requests,
-        work.decode_batch,
-        work.decode_context,
-        work.samples,
-    )
+    return msgspec.structs.replace(work, first_layer=0, last_layer=work.layers)
 
 
 def backlog_of(picks: Sequence[tuple[Request, int]]) -> Backlog:
