@@ -10,6 +10,7 @@ from driver import Harness
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.belief import Belief
+from counterpoint.core.policy.options import Option
 from counterpoint.core.policy.promises import Promises
 from counterpoint.core.request import Request
 from counterpoint.core.state import USUAL, Answers
@@ -294,3 +295,12 @@ def test_a_prompt_out_of_patience_is_not_overtaken():
     assert order(655.0) == ["long", "short"], "it would be late"
     assert order(100.0) == ["short", "long"], "it is late without it"
     assert order(1.0) == ["long", "short"], "it has waited too long"
+
+
+@pytest.mark.parametrize(("weights", "units"), [({}, 3), ({"ttft_weight": 20.0, "tbt_weight": 1.0}, 1)])
+def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
+    """One split is half a period late, the other half too slow for the first tokens."""
+    policy = make_policy(SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, punctual = Option(0, 1, 1.5, 150.0, 1.0), Option(0, 3, 1.0, 100.0, 1.0)
+    assert policy._best([fast, punctual], [0.5, 0.0], need=150.0).units == units
