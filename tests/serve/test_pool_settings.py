@@ -1,0 +1,69 @@
+"""What a pool refuses before any worker is started, and how a machine is dealt out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from counterpoint.config import Config, ConfigError
+from counterpoint.serve.crew import divided
+from counterpoint.serve.pool import make_elastic
+from counterpoint.serve.roster import shared_token
+from counterpoint.serve.totals import counters, total
+from counterpoint.types import Stats
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prefill": 1}, "decode is 0"),
+        ({"decode": 2}, "prefill is 0"),
+        ({"replicas": -1}, "replicas is -1"),
+        ({"cluster_listen": "7000"}, "HOST:PORT"),
+        ({"cluster_listen": "host:port"}, "HOST:PORT"),
+        ({"worker_lost_s": 0.0}, "worker_lost_s"),
+        ({"transport": "pigeon"}, "transport"),
+        ({"cluster_token": "a", "cluster_token_file": "b"}, "give one"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        Config().replace(**settings)
+
+
+def test_other_machines_need_a_token(tmp_path):
+    with pytest.raises(ConfigError, match="token"):
+        shared_token(Config(), "0.0.0.0")
+    assert shared_token(Config().replace(cluster_token="a secret"), "0.0.0.0") == "a secret"
+    assert shared_token(Config(), "127.0.0.1") != shared_token(Config(), "127.0.0.1"), "a token that could be known"
+    (tmp_path / "token").write_text("from a file\n")
+    assert shared_token(Config().replace(cluster_token_file=str(tmp_path / "token")), "10.0.0.1") == "from a file"
+    with pytest.raises(ConfigError, match="cluster_token_file"):
+        shared_token(Config().replace(cluster_token_file=str(tmp_path / "none")), "127.0.0.1")
+
+
+def test_the_token_is_never_shown():
+    assert "hush" not in repr(Config().replace(cluster_token="hush"))
+
+
+def test_roles_need_targets_to_follow():
+    with pytest.raises(ConfigError, match="ttft_s and tpot_s"):
+        make_elastic(Config().replace(replicas=2, elastic=True))
+    assert make_elastic(Config().replace(replicas=2)) is None
+
+
+def test_cores_are_dealt_out_among_workers():
+    assert divided((0, 1, 2, 3), 2) == [(0, 1), (2, 3)]
+    assert divided((0, 1, 2), 2) == [(0,), (1, 2)]
+    assert divided((4, 6), 4) == [(4,), (6,), (4,), (6,)]
+    assert divided((0, 1), 0) == []
+
+
+def test_counters_do_not_fall_when_a_worker_goes():
+    a = Stats(running=1, steps=5, generated_tokens=7, pages_total=10, page_tokens=16, finished={"stop": 2}, split_s=((1, 0, 2.0),))
+    b = Stats(running=2, steps=1, generated_tokens=3, pages_total=10, page_tokens=16, finished={"stop": 1}, split_s=((1, 0, 1.0),))
+    both, left = total([a, b]), total([counters(a), b])
+    assert (both.steps, both.generated_tokens, both.finished, both.split_s) == (6, 10, {"stop": 3}, ((1, 0, 3.0),))
+    assert (left.steps, left.generated_tokens, left.finished, left.split_s) == (6, 10, {"stop": 3}, ((1, 0, 3.0),))
+    assert (both.running, left.running, both.pages_total, left.pages_total) == (3, 2, 20, 10)
