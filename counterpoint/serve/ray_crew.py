@@ -14,9 +14,12 @@ import contextlib
 import importlib
 import logging
 import math
+import queue
 import signal
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,9 +30,13 @@ from counterpoint.serve.client import EngineFailed, exit_words
 from counterpoint.serve.crew import divided
 from counterpoint.serve.worker import Start, work
 
+CONNECT_S = 60.0
+REACH_S = 5.0
+CLOSE_S = 10.0
 ROOM_S = 60.0  # for Ray to find room for all workers
 STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
 
+T = TypeVar("T")
 log = logging.getLogger("counterpoint")
 
 
@@ -52,7 +59,8 @@ class Actors:
         except ImportError:
             raise ConfigError("ray_address needs Ray, which is not here: pip install 'counterpoint[cluster]'") from None
         self.ray = ray
-        self.address = config.cluster.ray_address
+        self._caller = Caller()
+        self.address = config.cluster.ray_address or "auto"
         self.device, self.most_cores = config.device.device, config.device.cores
         listen = config.cluster.cluster_listen
         self.local = listen is None or is_local(host_and_port("cluster_listen", listen)[0])
@@ -63,13 +71,18 @@ class Actors:
 
     async def open(self, names: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
-        await asyncio.to_thread(self._open)
+        try:
+            if self.address not in ("auto", "local"):  # Ray itself would wait there for ever
+                await reach(host_and_port("ray_address", self.address))
+            await asyncio.wait_for(self._caller.call(self._open), CONNECT_S + ROOM_S)
+        except OSError as error:  # TimeoutError is one
+            raise EngineFailed(f"ray_address {self.address}: {str(error) or 'Ray does not respond'}", "user") from None
         with contextlib.suppress(ValueError):  # not the main thread: there is no handler of ours
             for number in (signal.SIGTERM, signal.SIGINT):  # Ray puts one before ours that prints a stack
                 signal.signal(number, signal.getsignal(number))
 
     def _open(self) -> None:
-        started = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_node_ip_address": "127.0.0.1"}
+        started = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
             self.ray.init(self.address, logging_level="error", **started if self.address == "local" else {})
         except (self.ray.exceptions.RayError, ValueError, RuntimeError, OSError) as error:
@@ -91,17 +104,17 @@ class Actors:
             )
 
     def _machines(self) -> list[str]:
-        """The address at which each bundle is now; Ray moves it when its machine is lost."""
+        """The address at which each bundle is now, "" for nowhere: Ray moves it when its machine is lost."""
         where, addresses = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"], self._addresses()
-        return [addresses[where[number]] for number in range(len(where))]
+        return [addresses.get(where.get(number, ""), "") for number in range(len(self._numbers))]
 
     def _addresses(self) -> dict[str, str]:
         return {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
 
     async def run(self, start: Start) -> str:
         try:
-            return exit_words(await asyncio.wrap_future(await asyncio.to_thread(self._begin, start)))
-        except self.ray.exceptions.RayError as error:
+            return exit_words(await asyncio.wrap_future(await self._caller.call(self._begin, start)))
+        except Exception as error:  # Ray has many kinds; whatever it is, the worker does not run, and is started again
             return str(error).strip().partition("\n")[0]
         finally:
             self.kill(start.name)
@@ -109,6 +122,8 @@ class Actors:
     def _begin(self, start: Start) -> Any:
         """An actor in its place: the future of its exit status."""
         number, machines = self._numbers[start.name], self._machines()
+        if not machines[number]:
+            raise RuntimeError("Ray has no machine for it now")
         rank, of = machines[:number].count(machines[number]), machines.count(machines[number])
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
         needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
@@ -120,17 +135,53 @@ class Actors:
     def kill(self, name: str) -> None:
         actor = self._actors.pop(name, None)
         if actor is not None:
-            with contextlib.suppress(self.ray.exceptions.RayError):
-                self.ray.kill(actor)
+            self._caller.call(self._kill, actor)
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(actor)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._close)
+        with contextlib.suppress(TimeoutError):  # a cluster that is lost
+            await asyncio.wait_for(self._caller.call(self._close), CLOSE_S)
 
     def _close(self) -> None:
         if self.ray.is_initialized():
             if self._group is not None:
                 self.ray.util.remove_placement_group(self._group)
             self.ray.shutdown()
+
+
+async def reach(address: tuple[str, int]) -> None:
+    """Raises OSError if nobody listens there."""
+    _, writer = await asyncio.wait_for(asyncio.open_connection(*address), REACH_S)
+    writer.close()
+
+
+class Caller:
+    """One thread for all calls to Ray. Ray may never return from one: unlike an executor's thread, this one keeps nobody from
+    leaving. And it stays, for a cluster that Ray starts ends with the thread that started it (PR_SET_PDEATHSIG)."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ray", daemon=True).start()
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._calls.put(call)
+        return asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
 
 
 def bundle(machines: Sequence[Mapping[str, float]], workers: int, device: str, cores: int | None) -> dict[str, float]:
