@@ -54,6 +54,8 @@ def serve(config: Config) -> int:
     if config.server.api_key is None:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
     config = with_token(config)
+    if config.cluster.ray_address is not None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of itself
     source = build.find_model(config)
     from counterpoint.serve.server import run
 
