@@ -382,7 +382,8 @@ def test_the_checker_ends_with_its_server(own_server: Callable[..., Running]):
     poll(lambda: ended(process))
 
 
-def test_a_server_without_structures_has_no_checker(server: Running):
+def test_a_server_without_structures_has_no_checker(own_server: Callable[..., Running]):
+    server = own_server().wait_ready()
     assert server.post(COMPLETIONS, {"prompt": "hello"}).status_code == 200
     commands = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
     assert commands and not any("counterpoint.serve.structure_process" in command for command in commands)
