@@ -1,8 +1,10 @@
 """aiperf and `counterpoint bench` against one server, by turns: `python tests/clients/aiperf_check.py`.
 
-The same load from both: so many requests per second at even distances, prompts and answers of fixed lengths, greedy. The means of
-TTFT, ITL and tokens per second must agree within 5 % (medians of the turns). aiperf gets an environment of its own, in
-`out/clients`, unless `--aiperf` names its command. For a quiet machine; takes some minutes and 1 GB.
+The server has the first core, the clients the second (aiperf takes a good part of one): else they measure each other. The same
+load from both, and no prefix cache (aiperf's made prompts have beginnings in common): so many requests per second at even
+distances, prompts and answers of fixed lengths, greedy. The means of TTFT, ITL and tokens per second must agree within 5 %
+(medians of the turns). aiperf gets an environment of its own, in `out/clients`, unless `--aiperf` names its command. For a
+quiet machine; takes some minutes and 1 GB.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ OUT = ROOT / "out" / "clients"
 REQUIREMENTS = ["aiperf==0.13.0"]
 AGREE = 0.05
 COUNTERPOINT = str(Path(sys.executable).with_name("counterpoint"))
+SERVER_CORE, CLIENT_CORE = ("taskset", "-c", "0"), ("taskset", "-c", "1")
 Figures = dict[str, float]  # milliseconds, and tokens per second
 
 
@@ -37,7 +40,20 @@ def environment(folder: Path) -> str:
 
 def theirs(aiperf: str, url: str, asked: argparse.Namespace, turn: int) -> Figures:
     into = OUT / f"aiperf-{turn}"
-    command = [aiperf, "profile", "--model", "m", "--url", url, "--endpoint-type", "completions", "--streaming", "--ui", "none"]
+    command = [
+        *CLIENT_CORE,
+        aiperf,
+        "profile",
+        "--model",
+        "m",
+        "--url",
+        url,
+        "--endpoint-type",
+        "completions",
+        "--streaming",
+        "--ui",
+        "none",
+    ]
     command += ["--tokenizer", str(OUT / "model"), "--use-server-token-count", "--random-seed", str(turn)]
     command += ["--synthetic-input-tokens-mean", str(asked.prompt_tokens), "--synthetic-input-tokens-stddev", "0"]
     command += ["--output-tokens-mean", str(asked.output_tokens), "--output-tokens-stddev", "0"]
@@ -94,14 +110,14 @@ def main() -> int:
     parser.add_argument("--aiperf", help="its command")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--rate", type=float, default=0.33)
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=96)
     asked = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     write_model(OUT / "model")
     aiperf = asked.aiperf or environment(OUT / "aiperf")
-    command = [COUNTERPOINT, "serve", "--port", "0", "--served-name", "m"]
+    command = [*SERVER_CORE, COUNTERPOINT, "serve", "--port", "0", "--served-name", "m", "--no-prefix-cache"]
     server = Running(OUT / "aiperf-server.log", command=command).wait_ready()
     turns: list[tuple[Figures, Figures]] = []
     try:
