@@ -94,6 +94,15 @@ class Running:
             assert response.headers["content-type"].startswith("text/event-stream")
             return [data_of(line) for line in response.iter_lines() if line]
 
+    def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The data of each event of a stream whose events have names; the name is the data's type."""
+        with self.http.stream("POST", f"{self.url}{path}", json=body | {"stream": True}) as response:
+            assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in response.iter_lines() if line]
+        names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+        assert [name.removeprefix("event: ") for name in names] == [event["type"] for event in data]
+        return data
+
     # ------------------------------------------------------------ life
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,7 @@ def refused(server: Running, body: dict[str, Any], status: int = 400, path: str 
 
 
 def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with server.http.stream("POST", f"{server.url}{MESSAGES}", json=BODY | body | {"stream": True}) as response:
-        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert [name.removeprefix("event: ") for name in names] == [event["type"] for event in data]
-    return data
+    return server.named_events(MESSAGES, BODY | body)
 
 
 # ---------------------------------------------------------------- answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import openai
@@ -25,13 +24,7 @@ def refused(server: Running, body: dict[str, Any], status: int = 400) -> dict[st
 
 
 def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each event's data; its name is its type."""
-    with server.http.stream("POST", f"{server.url}{RESPONSES}", json=body | {"stream": True}) as response:
-        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert [name.removeprefix("event: ") for name in names] == [event["type"] for event in data]
-    return data
+    return server.named_events(RESPONSES, body)
 
 
 # ---------------------------------------------------------------- answers
