@@ -18,7 +18,8 @@ from counterpoint.cluster.courier import Identity
 from counterpoint.cluster.digest import Digest, make_digest
 from counterpoint.cluster.transfer import Reach
 from counterpoint.config import Config, ConfigError
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.choose import gpu_found
 from counterpoint.device.link.host import host_name

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from counterpoint.config import SchedulerConfig
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import make_policy
 from counterpoint.device.sim import SimExecutor, VirtualInbox

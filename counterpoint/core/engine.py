@@ -5,8 +5,8 @@ pages are conserved; each request gets exactly its tokens and one finish; the ol
 Must not: read a clock, touch a tensor, wait. Time enters with `handle` and `pump`.
 
 Freeing is deferred: a slot and its pages go back only when no pass names them, so nothing in flight reads a reused page. Pages of
-a request of which this engine has only a part (types.Part) are *kept*: others read or write them until Adopt or Release, so such a
-request is not preempted either.
+a request of which this engine has only a part are *kept* (core/parts.py): others read or write them until Adopt or Release, so such
+a request is not preempted either.
 
 Room for pages is made in this order: free pages, then evicting cached ones, then preempting the request that is last in rank
 (it is recomputed later, from what the prefix cache still has). A request never preempts one ahead of it, and one preempted
@@ -17,23 +17,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
 
-from counterpoint.core.pages import Pages, page_names, root_name
+from counterpoint.core.limits import Limits
+from counterpoint.core.pages import Pages
+from counterpoint.core.parts import Parts
+from counterpoint.core.passes import make_pass, some_layers
+from counterpoint.core.prefixes import Prefixes
 from counterpoint.core.recent import Recent
 from counterpoint.core.request import Phase, Request
 from counterpoint.core.state import LaneState, Pass, State
 from counterpoint.core.tally import Tally
-from counterpoint.ports import Fill, Policy
+from counterpoint.ports import Policy
 from counterpoint.types import (
     UNSAMPLED,
     Abort,
-    Admitted,
     Adopt,
     Arrive,
     Close,
     Command,
-    Computed,
     Delta,
     Drop,
     Event,
@@ -48,27 +49,7 @@ from counterpoint.types import (
     Step,
     StepDone,
     TokenLogprobs,
-    Work,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the device and the configuration allow. `overlap`: steps of two lanes may share units (not on a CPU)."""
-
-    pages: int
-    page_tokens: int
-    max_running: int
-    max_context_tokens: int
-    max_pass_tokens: int
-    eos_token_ids: tuple[int, ...]
-    units: int
-    layers: int
-    overlap: bool = False
-    max_preemptions: int = 3
-    max_bypass_s: float = 5.0
-    prefix_cache: bool = True
-
 
 ADMISSION_SCAN = 64  # waiting requests looked at in one pump
 
@@ -81,13 +62,13 @@ class Engine:
         self.state = State(policy.lanes, limits.units, limits.layers, limits.overlap)
         self.living: dict[str, Request] = {}  # until the client has its finish and nothing in flight names it
         self.waiting: list[Request] = []  # by rank
+        self.prefixes = Prefixes(self.pages, limits)
+        self.parts = Parts(self.state, self.prefixes)
         self.tally = Tally(limits.units)
         self.recent = Recent()
         self._slots = list(range(limits.max_running - 1, -1, -1))
-        self._computing: dict[bytes, Request] = {}  # page name -> the running request that will publish it
         self._commands: list[Command] = []
         self._outputs: list[Output] = []
-        self._progress: list[Progress] = []
         self._serial = 0
         self._next_id = 0
 
@@ -101,9 +82,14 @@ class Engine:
         elif isinstance(event, Arrive):
             self._arrive(now, event)
         elif isinstance(event, Adopt):
-            self._adopt(now, event)
+            request = self.living.get(event.id)
+            if request is not None and request.phase is Phase.HELD and self.parts.adopt(request, event.token, now):
+                self._open(request, request.pages)
         elif isinstance(event, Release):
-            self._release(event)
+            request = self.living.get(event.id)
+            if request is not None and request.kept:
+                request.kept = False
+                self._retire(request)
         else:
             self._abort(now, event)
 
@@ -130,8 +116,7 @@ class Engine:
 
     def take_progress(self) -> list[Progress]:
         """For whoever moves KV: what has become of requests of which this engine has a part."""
-        progress, self._progress = self._progress, []
-        return progress
+        return self.parts.take()
 
     @property
     def idle(self) -> bool:
@@ -159,7 +144,7 @@ class Engine:
         self._serial += 1
         if arrive.resumed or arrive.part is Part.DECODE:
             request.prompt_told = len(arrive.prompt) - 1  # by whoever computed the prompt first
-        problem = self._refusal(arrive)
+        problem = self.limits.refusal(arrive)
         if problem:
             self._outputs += [Delta(arrive.id, finish=Finish.ERROR, error=problem), request.record(now, Finish.ERROR)]
             self.tally.finished(Finish.ERROR)
@@ -167,49 +152,10 @@ class Engine:
         self.living[arrive.id] = request
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
-    def _refusal(self, arrive: Arrive) -> str:
-        prompt, answer, limits = len(arrive.prompt), arrive.sampling.max_tokens, self.limits
-        if not prompt:
-            return "the prompt is empty"
-        if answer < 1:
-            return f"max_tokens is {answer}: it must be at least 1"
-        if len(arrive.resumed) >= answer:
-            return f"{len(arrive.resumed)} tokens of the answer are there already, and max_tokens is {answer}"
-        asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
-        if prompt + answer > limits.max_context_tokens:
-            return f"{asked} the context of {limits.max_context_tokens} tokens"
-        if prompt + answer - 1 > limits.pages * limits.page_tokens:
-            return f"{asked} the KV cache of {limits.pages * limits.page_tokens} tokens"
-        return ""
-
     def _abort(self, now: float, abort: Abort) -> None:
         request = self.living.get(abort.id)
         if request is not None and request.phase is not Phase.DONE:
             self._finish(request, now, Finish.ABORT)
-
-    def _adopt(self, now: float, adopt: Adopt) -> None:
-        """Nobody outside touches the request's pages any more, and the KV of all its tokens is there: decode."""
-        request = self.living.get(adopt.id)
-        if request is None or request.phase is not Phase.HELD:
-            return
-        request.kept = False
-        self.state.move(request, Phase.DECODE)
-        if request.arrive.part is Part.DECODE:
-            request.scheduled = request.computed = request.target
-            self._publish(request)
-            request.output.append(adopt.token)
-            request.token_s.append(now)
-            self._open(request, request.pages)
-
-    def _release(self, release: Release) -> None:
-        request = self.living.get(release.id)
-        if request is None or not request.kept:
-            return
-        request.kept = False
-        if request.phase is Phase.WAITING:
-            self.waiting.remove(request)
-        self.state.move(request, Phase.DONE)
-        self._leave(request)
 
     def _step_done(self, now: float, done: StepDone) -> None:
         lane = self.state.lanes[done.lane]
@@ -228,10 +174,7 @@ class Engine:
         if step.last_layer == self.limits.layers:
             self._pass_done(now, whole, done)
         elif not done.error:
-            for segment, request in zip(whole.segments, whole.requests, strict=True):
-                if request.kept and request.phase is Phase.PREFILL:
-                    end = segment.start + segment.tokens
-                    self._progress.append(Computed(request.id, request.computed, end, step.last_layer))
+            self.parts.computed_layers(whole, step.last_layer)
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
         sampled, size = 0, self.limits.page_tokens
@@ -244,9 +187,9 @@ class Engine:
                 continue
             request.computed = segment.start + segment.tokens
             if request.kept:
-                self._progress.append(Computed(request.id, request.computed, request.computed))
+                self.parts.computed(request)
             if request.computed >= (request.published + 1) * size and not (segment.sample and done.tokens[row] < 0):
-                self._publish(request)  # what gave no finite logits is no one's prefix
+                self.prefixes.publish(request)  # what gave no finite logits is no one's prefix
             if done.prompt_logprobs:
                 self._tell_prompt(request, segment, done.prompt_logprobs[index])
             if segment.sample:
@@ -296,6 +239,10 @@ class Engine:
         self.tally.finished(finish)
         if finish in (Finish.STOP, Finish.LENGTH):
             self.state.answers.add(len(request.output))
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        """Nothing more becomes of it."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         self.state.move(request, Phase.DONE)
@@ -319,12 +266,12 @@ class Engine:
         request.slot = -1
         self.pages.release(request.pages)
         request.pages = []
-        self._forget_computing(request)
+        self.prefixes.forget(request)
         del self.state.running[request.id]
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old rank; its tokens stay."""
-        self._publish(request)
+        self.prefixes.publish(request)
         self._vacate(request)
         self.state.move(request, Phase.WAITING)
         request.yielding = False
@@ -357,16 +304,9 @@ class Engine:
         """True: admitted. False: does not fit. None: another request is computing its prefix, so it waits for that."""
         limits, size = self.limits, self.limits.page_tokens
         tokens = request.tokens
-        hits: list[int] = []
-        if limits.prefix_cache:
-            self._name_pages(request, len(tokens) // size)
-            fetched = request.arrive.part is Part.DECODE and request.kept
-            usable = request.names[: (len(tokens) - (not fetched)) // size]  # at least one token is computed, here or elsewhere
-            if not fetched and request.arrive.sampling.prompt_logprobs is not None:
-                usable = usable[: request.prompt_told // size]  # what is to be told of must be computed
-            hits = self.pages.find(usable)
-            if not fetched and len(hits) < len(usable) and usable[len(hits)] in self._computing:
-                return None
+        hits = self.prefixes.find(request, len(tokens))
+        if hits is None:
+            return None
         all_pages = request.preemptions >= limits.max_preemptions
         wanted = max(len(tokens), request.most_tokens) if all_pages else len(tokens)
         fresh = -(-wanted // size) - len(hits)
@@ -396,12 +336,10 @@ class Engine:
                 self.tally.prompt_tokens += len(tokens)
         self.state.running[request.id] = request
         if request.kept:
-            self._progress.append(Admitted(request.id, tuple(request.pages), len(hits)))
-            if request.arrive.part is Part.DECODE:
-                self.state.move(request, Phase.HELD)
+            self.parts.admitted(request, len(hits))
+            if request.phase is Phase.HELD:
                 return
-        for name in request.names[len(hits) :]:
-            self._computing.setdefault(name, request)
+        self.prefixes.expect(request)
         self._open(request, hits)
 
     def _open(self, request: Request, pages: list[int]) -> None:
@@ -410,34 +348,6 @@ class Engine:
         request.pages_sent = len(pages)
         arrive = request.arrive
         self._commands.append(Open(request.slot, request.tokens, len(arrive.prompt), tuple(pages), arrive.sampling))
-
-    # ------------------------------------------------------------ prefix index
-
-    def _publish(self, request: Request) -> None:
-        """Offer the pages that are now wholly computed to the prefix index."""
-        size = self.limits.page_tokens
-        full = request.computed // size
-        if not self.limits.prefix_cache or full <= request.published:
-            return
-        self._name_pages(request, full)
-        for index in range(request.published, full):
-            name = request.names[index]
-            self.pages.publish(request.pages[index], name)
-            if self._computing.get(name) is request:
-                del self._computing[name]
-        request.published = full
-
-    def _name_pages(self, request: Request, full: int) -> None:
-        """Make sure that the first `full` pages of the request have names."""
-        known, size = request.names, self.limits.page_tokens
-        if len(known) < full:
-            last = known[-1] if known else root_name(request.arrive.salt)
-            known += page_names(request.slice(len(known) * size, full * size), size, last)
-
-    def _forget_computing(self, request: Request) -> None:
-        for name in request.names[request.published :]:
-            if self._computing.get(name) is request:
-                del self._computing[name]
 
     # ------------------------------------------------------------ lanes
 
@@ -463,52 +373,16 @@ class Engine:
     def _begin(self, lane: LaneState, now: float) -> bool:
         """Launch the first step of a new pass on a lane without an open one; False if the policy has none or no page is left."""
         fill = self.policy.fill(lane.lane, self.state, now)
-        whole = self._make_pass(lane, fill) if fill is not None else None
+        whole = make_pass(fill, self._new_id, lane.lane.id, self.limits, self._cover) if fill is not None else None
         if fill is None or whole is None:
             return False
         self._launch(lane, now, whole, fill.units, fill.layers or self.limits.layers)
         return True
 
-    def _make_pass(self, lane: LaneState, fill: Fill) -> Pass | None:
-        """Turn a policy's wish into segments, as far as pages allow."""
-        requests: list[Request] = []
-        segments: list[Segment] = []
-        prefill_tokens = squares = reused = prefills = batch = context = samples = 0
-        size, lane_id = self.limits.page_tokens, lane.lane.id
-        for request, tokens in fill.picks:
-            if request.yielding or request.slot < 0:  # preempted to make room for one before it
-                continue
-            start, end = request.scheduled, request.scheduled + tokens
-            pages = request.pages
-            if end > len(pages) * size and not self._cover(request, end):
-                continue
-            sample = end >= request.target
-            fresh = tuple(pages[request.pages_sent :]) if request.pages_sent < len(pages) else ()
-            segments.append(Segment(request.slot, start, tokens, sample, fresh))
-            requests.append(request)
-            request.pages_sent = len(pages)
-            samples += sample
-            if request.phase is Phase.DECODE:
-                batch += 1
-                context += end
-            else:
-                prefill_tokens += tokens
-                squares += tokens * tokens
-                reused += tokens * start
-                prefills += 1
-            request.scheduled = end
-            request.passes += 1
-            request.lane = lane_id
-        if not segments:
-            return None
-        layers = self.limits.layers
-        work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
-        return Pass(self._new_id(), lane_id, requests, tuple(segments), work)
-
     def _launch(self, lane: LaneState, now: float, whole: Pass, units: int, layers: int) -> None:
         first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
         assert last > first and 0 < units <= self.state.free_units(lane.lane), "the policy asked for layers or units there are not"
-        work = whole.work if first == 0 and last == self.limits.layers else _part(whole.work, first, last)
+        work = whole.work if first == 0 and last == self.limits.layers else some_layers(whole.work, first, last)
         step = Step(self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work)
         whole.cursor = last
         whole.in_flight += 1
@@ -566,19 +440,3 @@ class Engine:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-
-def _part(work: Work, first: int, last: int) -> Work:
-    """The share of a pass's work that layers [first, last) are."""
-    return Work(
-        work.prefill_tokens,
-        work.prefill_squares,
-        work.prefill_reused,
-        work.prefill_requests,
-        work.decode_batch,
-        work.decode_context,
-        work.samples,
-        first,
-        last,
-        work.layers,
-    )

@@ -14,7 +14,8 @@ from counterpoint.bench.replay import replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import Lengths, PrefixGroups, Query, TokenRange, prompt_ids, synthetic
 from counterpoint.config import SchedulerConfig
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox

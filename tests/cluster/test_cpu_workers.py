@@ -19,7 +19,8 @@ from counterpoint.cluster.front import Front, Route, ToWorker
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.nouns import Geometry, Grain, Rules
 from counterpoint.cluster.transfer import Reach
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Chunked, Multiplex
 from counterpoint.device.cores import usable_cores

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.request import Phase
 from counterpoint.ports import Estimator, Policy
 from counterpoint.types import Arrive, Close, Delta, Drop, Open, Progress, Record, Sampling, Step, StepDone

@@ -10,7 +10,8 @@ from msgspec import structs
 from rig import PAGE, TINY, VOCAB, tiny_decoder
 
 from counterpoint.config import ConfigError
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Chunked, Multiplex, Serial
 from counterpoint.device.cores import usable_cores

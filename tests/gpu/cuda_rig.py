@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.device.cuda.attend import Plan, TorchPlanner, attention, best_decode, best_planner, decode_by_torch
 from counterpoint.device.cuda.driver import CudaDriver, Driver

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from counterpoint.config import Config
-from counterpoint.core.engine import Engine, Limits
+from counterpoint.core.engine import Engine
+from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Multiplex, Serial
 from counterpoint.device.cuda.by_hand import GREEDY, PREFILL_SLOT, Bench, Meter, Tap, show

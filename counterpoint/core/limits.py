@@ -1,0 +1,44 @@
+"""What a device and a configuration allow.
+
+Owns: the numbers an engine is bound by, and which requests can never be served within them. Must not: change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from counterpoint.types import Arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device and the configuration allow. `overlap`: steps of two lanes may share units (not on a CPU)."""
+
+    pages: int
+    page_tokens: int
+    max_running: int
+    max_context_tokens: int
+    max_pass_tokens: int
+    eos_token_ids: tuple[int, ...]
+    units: int
+    layers: int
+    overlap: bool = False
+    max_preemptions: int = 3
+    max_bypass_s: float = 5.0
+    prefix_cache: bool = True
+
+    def refusal(self, arrive: Arrive) -> str:
+        """Why `arrive` can never be served here; empty if it can."""
+        prompt, answer = len(arrive.prompt), arrive.sampling.max_tokens
+        if not prompt:
+            return "the prompt is empty"
+        if answer < 1:
+            return f"max_tokens is {answer}: it must be at least 1"
+        if len(arrive.resumed) >= answer:
+            return f"{len(arrive.resumed)} tokens of the answer are there already, and max_tokens is {answer}"
+        asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
+        if prompt + answer > self.max_context_tokens:
+            return f"{asked} the context of {self.max_context_tokens} tokens"
+        if prompt + answer - 1 > self.pages * self.page_tokens:
+            return f"{asked} the KV cache of {self.pages * self.page_tokens} tokens"
+        return ""

@@ -1,0 +1,71 @@
+"""From a policy's wish to a pass.
+
+Owns: how picked tokens become segments, and the sums that they cost. Promises: a pass names only requests that have pages for all
+its tokens. Must not: choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from counterpoint.core.limits import Limits
+from counterpoint.core.request import Phase, Request
+from counterpoint.core.state import Pass
+from counterpoint.ports import Fill
+from counterpoint.types import Segment, Work
+
+
+def make_pass(
+    fill: Fill, new_id: Callable[[], int], lane: int, limits: Limits, cover: Callable[[Request, int], bool]
+) -> Pass | None:
+    """A pass on `lane` of what `fill` picks, as far as pages allow: `cover` makes a request's block table long enough for so
+    many tokens, if it can. None if nothing is left."""
+    requests: list[Request] = []
+    segments: list[Segment] = []
+    prefill_tokens = squares = reused = prefills = batch = context = samples = 0
+    size = limits.page_tokens
+    for request, tokens in fill.picks:
+        if request.yielding or request.slot < 0:  # preempted to make room for one before it
+            continue
+        start, end = request.scheduled, request.scheduled + tokens
+        pages = request.pages
+        if end > len(pages) * size and not cover(request, end):
+            continue
+        sample = end >= request.target
+        fresh = tuple(pages[request.pages_sent :]) if request.pages_sent < len(pages) else ()
+        segments.append(Segment(request.slot, start, tokens, sample, fresh))
+        requests.append(request)
+        request.pages_sent = len(pages)
+        samples += sample
+        if request.phase is Phase.DECODE:
+            batch += 1
+            context += end
+        else:
+            prefill_tokens += tokens
+            squares += tokens * tokens
+            reused += tokens * start
+            prefills += 1
+        request.scheduled = end
+        request.passes += 1
+        request.lane = lane
+    if not segments:
+        return None
+    layers = limits.layers
+    work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
+    return Pass(new_id(), lane, requests, tuple(segments), work)
+
+
+def some_layers(work: Work, first: int, last: int) -> Work:
+    """The share of a pass's work that layers [first, last) are."""
+    return Work(
+        work.prefill_tokens,
+        work.prefill_squares,
+        work.prefill_reused,
+        work.prefill_requests,
+        work.decode_batch,
+        work.decode_context,
+        work.samples,
+        first,
+        last,
+        work.layers,
+    )

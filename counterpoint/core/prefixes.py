@@ -1,0 +1,66 @@
+"""Which pages hold the beginning of a request, and which running request is computing them.
+
+Owns: the names of requests' pages, and who will publish a name that is not there yet. Promises: a page is published when all of it
+is computed, never before. Must not: hold or free pages (core/pages.py).
+"""
+
+from __future__ import annotations
+
+from counterpoint.core.limits import Limits
+from counterpoint.core.pages import Pages, page_names, root_name
+from counterpoint.core.request import Request
+from counterpoint.types import Part
+
+
+class Prefixes:
+    def __init__(self, pages: Pages, limits: Limits) -> None:
+        self._pages = pages
+        self._page_tokens = limits.page_tokens
+        self._on = limits.prefix_cache
+        self._computing: dict[bytes, Request] = {}  # page name -> the running request that will publish it
+
+    def find(self, request: Request, tokens: int) -> list[int] | None:
+        """Published pages with the first of the request's `tokens` tokens; None: another request is computing more of them."""
+        if not self._on:
+            return []
+        size = self._page_tokens
+        self._name(request, tokens // size)
+        fetched = request.arrive.part is Part.DECODE and request.kept
+        usable = request.names[: (tokens - (not fetched)) // size]  # at least one token is computed, here or elsewhere
+        if not fetched and request.arrive.sampling.prompt_logprobs is not None:
+            usable = usable[: request.prompt_told // size]  # what is to be told of must be computed
+        hits = self._pages.find(usable)
+        if not fetched and len(hits) < len(usable) and usable[len(hits)] in self._computing:
+            return None
+        return hits
+
+    def expect(self, request: Request) -> None:
+        """`request` is going to compute those of its named pages that are not published."""
+        for name in request.names[request.published :]:
+            self._computing.setdefault(name, request)
+
+    def publish(self, request: Request) -> None:
+        """Offer the pages that are now wholly computed."""
+        full = request.computed // self._page_tokens
+        if not self._on or full <= request.published:
+            return
+        self._name(request, full)
+        for index in range(request.published, full):
+            name = request.names[index]
+            self._pages.publish(request.pages[index], name)
+            if self._computing.get(name) is request:
+                del self._computing[name]
+        request.published = full
+
+    def forget(self, request: Request) -> None:
+        """`request` will compute nothing more."""
+        for name in request.names[request.published :]:
+            if self._computing.get(name) is request:
+                del self._computing[name]
+
+    def _name(self, request: Request, full: int) -> None:
+        """Make sure that the first `full` pages of the request have names."""
+        known, size = request.names, self._page_tokens
+        if len(known) < full:
+            last = known[-1] if known else root_name(request.arrive.salt)
+            known += page_names(request.slice(len(known) * size, full * size), size, last)
