@@ -13,7 +13,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from counterpoint.serve.speech import CallStart, Content, Plain, Said, Voice, joined
+from counterpoint.serve.speech.speech import CallStart, Content, Plain, Said, Voice, joined
 from counterpoint.serve.text import Text
 from counterpoint.types import Delta, Finish, TokenLogprobs
 

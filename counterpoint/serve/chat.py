@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from counterpoint.serve.offline import Offline
-from counterpoint.serve.speech import Content, Reasoning, Said
+from counterpoint.serve.speech.speech import Content, Reasoning, Said
 
 Messages = list[dict[str, Any]]
 Speaker = Callable[[Messages], Iterator[Said]]  # a conversation in, its answer out, piece by piece

@@ -29,7 +29,7 @@ from counterpoint.core.loop import EventLog, run
 from counterpoint.device.gate import Gate
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
-from counterpoint.serve.structure import vocabulary_of
+from counterpoint.serve.structure.grammar import vocabulary_of
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
 from counterpoint.spec.model import ModelError

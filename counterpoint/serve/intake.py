@@ -22,8 +22,6 @@ from msgspec.structs import replace
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.serve.answer import AnswerOptions
-from counterpoint.serve.dialects import Dialect, begun_by, dialect_of
-from counterpoint.serve.listener import Hearing, hearing_of
 from counterpoint.serve.openai import (
     MAX_PROMPTS,
     MAX_TEXT_CHARACTERS,
@@ -36,10 +34,12 @@ from counterpoint.serve.openai import (
     Targets,
     TokenizeRequest,
 )
-from counterpoint.serve.structure import ANSWER
-from counterpoint.serve.structure_check import Checker, Wanted, wanted_of
+from counterpoint.serve.speech.dialects import Dialect, begun_by, dialect_of
+from counterpoint.serve.speech.listener import Hearing, hearing_of
+from counterpoint.serve.speech.tools import conversation, lark_of, must_call, offer_of, tools_of
+from counterpoint.serve.structure.check import Checker, Wanted, wanted_of
+from counterpoint.serve.structure.grammar import ANSWER
 from counterpoint.serve.text import Text, TextError
-from counterpoint.serve.tools import conversation, lark_of, must_call, offer_of, tools_of
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Arrive, Sampling, Slo
 

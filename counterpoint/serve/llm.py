@@ -25,7 +25,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
 from counterpoint.serve.replies import about_prompt, usage_of
-from counterpoint.serve.speech import Call, gather
+from counterpoint.serve.speech.speech import Call, gather
 from counterpoint.types import TokenLogprobs
 
 Prompt = str | Sequence[int]

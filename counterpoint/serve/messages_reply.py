@@ -18,7 +18,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.messages import MessagesRequest, anthropic_error
 from counterpoint.serve.openai import ApiError, split_fields
 from counterpoint.serve.replies import Json, event, usage_of
-from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
+from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Reasoning
 
 Kind = Literal["text", "thinking", "tool_use"]
 DELTAS: dict[Kind, tuple[str, str]] = {

@@ -24,7 +24,7 @@ from counterpoint.serve.client import EngineLost
 from counterpoint.serve.engine_process import hello_of, open_gate
 from counterpoint.serve.intake import Ask, Intake
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
-from counterpoint.serve.structure_check import Checker
+from counterpoint.serve.structure.check import Checker
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.types import Abort, Delta, Output

@@ -17,7 +17,7 @@ import msgspec
 from counterpoint.serve.answer import Answer, AnswerOptions, Entry, Piece
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest
-from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning, Said, Speech, gather
+from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Reasoning, Said, Speech, gather
 from counterpoint.serve.text import Text
 from counterpoint.types import TokenLogprobs
 

@@ -16,7 +16,7 @@ from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
 from counterpoint.serve.replies import Json, Spelling, event, usage_of
 from counterpoint.serve.responses import NamedTool, ResponsesRequest
-from counterpoint.serve.speech import CallArguments, CallStart, Content, Reasoning
+from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Reasoning
 from counterpoint.serve.text import Text
 
 Kind = Literal["message", "reasoning", "function_call"]

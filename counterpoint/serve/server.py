@@ -25,7 +25,7 @@ from counterpoint.serve.logs import anything_ran, load_between, start_logging
 from counterpoint.serve.metrics import Metrics
 from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
-from counterpoint.serve.structure_check import Checker
+from counterpoint.serve.structure.check import Checker
 from counterpoint.serve.text import Text, TextError
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.trace import Tracing

@@ -19,7 +19,7 @@ from counterpoint.config import Config
 from counterpoint.device.grammar import Grammars, make_tokenizer
 from counterpoint.device.settings import Settings
 from counterpoint.model.sample import sample
-from counterpoint.serve.structure import from_choice, from_json_object, from_json_schema, from_regex, vocabulary_of
+from counterpoint.serve.structure.grammar import from_choice, from_json_object, from_json_schema, from_regex, vocabulary_of
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.spec.source import load_spec
 from counterpoint.types import Sampling

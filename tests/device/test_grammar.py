@@ -20,7 +20,7 @@ from counterpoint.device.gate import Gate
 from counterpoint.device.grammar import KEPT_CHARACTERS, Grammars, Vocabulary
 from counterpoint.device.wall import WallInbox
 from counterpoint.ports import Policy
-from counterpoint.serve.structure import from_choice, from_json_schema, from_lark, from_regex
+from counterpoint.serve.structure.grammar import from_choice, from_json_schema, from_lark, from_regex
 from counterpoint.types import NO_GRAMMAR, Abort, Arrive, Sampling, Segment
 
 FIRST = 10  # the id of byte 0: the vocabulary is the bytes, the model's end, and one mark

@@ -15,7 +15,7 @@ from counterpoint.device.cuda.sampling import Tail, tail_for
 from counterpoint.device.grammar import Vocabulary
 from counterpoint.device.settings import Stage
 from counterpoint.ports import Policy
-from counterpoint.serve.structure import from_choice, from_regex
+from counterpoint.serve.structure.grammar import from_choice, from_regex
 from counterpoint.types import NO_GRAMMAR, Arrive, Open, Sampling, Segment
 
 FIRST = 10  # the id of byte 0

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from counterpoint.serve import dialects
-from counterpoint.serve.calls import Offer
-from counterpoint.serve.dialects import Dialect, dialect_of, load, spec_of
-from counterpoint.serve.listener import hearing_of
-from counterpoint.serve.speech import CallArguments, CallStart, Content, Said, gather, joined
+from counterpoint.serve.speech import dialects
+from counterpoint.serve.speech.calls import Offer
+from counterpoint.serve.speech.dialects import Dialect, dialect_of, load, spec_of
+from counterpoint.serve.speech.listener import hearing_of
+from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Said, gather, joined
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import byte_text
 

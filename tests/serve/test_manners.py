@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.serve.dialects import dialect_of
-from counterpoint.serve.manners import Manners, manners_of
 from counterpoint.serve.openai import ChatRequest, Message
+from counterpoint.serve.speech.dialects import dialect_of
+from counterpoint.serve.speech.manners import Manners, manners_of
+from counterpoint.serve.speech.tools import conversation, offer_of
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import byte_text
-from counterpoint.serve.tools import conversation, offer_of
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 TURN = "{% for m in messages %}{{ m.role }}:"

@@ -21,13 +21,13 @@ from serve_process import Running, poll
 
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.dialects import dialect_of
-from counterpoint.serve.listener import hearing_of
 from counterpoint.serve.openai import ApiError
-from counterpoint.serve.structure import ANSWER, following, from_choice, from_json_schema, from_regex, vocabulary_of
+from counterpoint.serve.speech.dialects import dialect_of
+from counterpoint.serve.speech.listener import hearing_of
+from counterpoint.serve.speech.tools import thinking_first
+from counterpoint.serve.structure.grammar import ANSWER, following, from_choice, from_json_schema, from_regex, vocabulary_of
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import byte_text
-from counterpoint.serve.tools import thinking_first
 from counterpoint.spec.model import ModelError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -333,7 +333,7 @@ def test_json_mode_spoils_nothing(bound: Running):
 
 def trier(server: Running) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if "counterpoint.serve.structure_process" in child.cmdline())
+    return next(child for child in children if "counterpoint.serve.structure.process" in child.cmdline())
 
 
 def ended(process: psutil.Process) -> bool:
@@ -386,7 +386,7 @@ def test_a_server_without_structures_has_no_checker(own_server: Callable[..., Ru
     server = own_server().wait_ready()
     assert server.post(COMPLETIONS, {"prompt": "hello"}).status_code == 200
     commands = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
-    assert commands and not any("counterpoint.serve.structure_process" in command for command in commands)
+    assert commands and not any("counterpoint.serve.structure.process" in command for command in commands)
 
 
 # ---------------------------------------------------------------- models that think

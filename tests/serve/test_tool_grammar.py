@@ -6,13 +6,13 @@ import pytest
 from test_listener import D, heard, shown_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.calls import Offer
-from counterpoint.serve.dialects import dialect_of
-from counterpoint.serve.listener import hearing_of
-from counterpoint.serve.structure import ANSWER, following, from_choice, from_json_schema, from_lark, vocabulary_of
+from counterpoint.serve.speech.calls import Offer
+from counterpoint.serve.speech.dialects import dialect_of
+from counterpoint.serve.speech.listener import hearing_of
+from counterpoint.serve.speech.tools import lark_of
+from counterpoint.serve.structure.grammar import ANSWER, following, from_choice, from_json_schema, from_lark, vocabulary_of
 from counterpoint.serve.text import Text
 from counterpoint.serve.tokenizer import byte_text
-from counterpoint.serve.tools import lark_of
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "additionalProperties": False}
 CITY |= {"$defs": {"city": {"type": "string"}}}

@@ -18,7 +18,7 @@ from test_api import CHAT, refused
 
 from counterpoint.build import cache_folder
 from counterpoint.serve.chat import show
-from counterpoint.serve.speech import Content, Reasoning
+from counterpoint.serve.speech.speech import Content, Reasoning
 from counterpoint.serve.tokenizer import byte_text
 from counterpoint.spec.source import find_named
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.serve.calls import Offer
-from counterpoint.serve.dialects import HERMES_FORM, NAME_HERE, Dialect, Form, thought_marks
-from counterpoint.serve.listener import Hearing
-from counterpoint.serve.manners import Manners
 from counterpoint.serve.openai import ApiError, ChatRequest, Message, TokenizeRequest, ToolChoice
-from counterpoint.serve.speech import new_call_id
-from counterpoint.serve.structure import BLANKS, json_options
+from counterpoint.serve.speech.calls import Offer
+from counterpoint.serve.speech.dialects import HERMES_FORM, NAME_HERE, Dialect, Form, thought_marks
+from counterpoint.serve.speech.listener import Hearing
+from counterpoint.serve.speech.manners import Manners
+from counterpoint.serve.speech.speech import new_call_id
+from counterpoint.serve.structure.grammar import BLANKS, json_options
 from counterpoint.serve.text import Text
 
 Json = dict[str, Any]

@@ -1,4 +1,4 @@
-"""A process that tries grammars: `python -m counterpoint.serve.structure_process`, started by structure_check.py.
+"""A process that tries grammars: `python -m counterpoint.serve.structure.process`, started by check.py.
 
 Owns: nothing that anyone would miss. Promises: one line of JSON in, one out; what takes too long, or too much memory, or nests too
 deeply, ends this process and no other; it ends when its parent closes its input.
@@ -24,7 +24,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.structure import (
+from counterpoint.serve.structure.grammar import (
     Answer,
     Question,
     Setting,

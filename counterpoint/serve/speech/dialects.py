@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from counterpoint.serve.manners import PLAIN, Manners, manners_of
+from counterpoint.serve.speech.manners import PLAIN, Manners, manners_of
 from counterpoint.serve.text import Text
 
 if TYPE_CHECKING:

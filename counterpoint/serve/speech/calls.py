@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import regex
 
-from counterpoint.serve.speech import CallArguments, CallStart, Content, Said, new_call_id
+from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Said, new_call_id
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField

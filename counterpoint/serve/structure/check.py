@@ -1,9 +1,9 @@
 """Structure, checked: from what a request says to a grammar that has been tried.
 
-Owns: which fields ask for a structure; a process that tries grammars (structure_process.py). Promises: what is wrong, or costs too
+Owns: which fields ask for a structure; a process that tries grammars (process.py). Promises: what is wrong, or costs too
 much, is a 400 that names the field; nothing a client sends is compiled in this process, or holds up its event loop; a server that
 never sees a structure never starts the process; a process that dies is replaced.
-Must not: know how a grammar is written (structure.py does).
+Must not: know how a grammar is written (grammar.py does).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from counterpoint.serve.guard import Overloaded
 from counterpoint.serve.openai import ApiError, GenerationRequest, SampledRequest
-from counterpoint.serve.structure import JSON_OBJECT, MAX_CHARACTERS, Answer, Kind, Question, Setting
+from counterpoint.serve.structure.grammar import JSON_OBJECT, MAX_CHARACTERS, Answer, Kind, Question, Setting
 from counterpoint.spec.source import Source
 
 FIELDS: dict[str, Kind] = {
@@ -45,7 +45,7 @@ encode = msgspec.json.encode
 
 class Wanted(msgspec.Struct, frozen=True):
     """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
-    texts. `after`: what it comes after, as structure.py's `following` has it."""
+    texts. `after`: what it comes after, as grammar.py's `following` has it."""
 
     kind: Kind
     value: Any
@@ -159,7 +159,7 @@ class Checker:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._end_child()
-        command = [sys.executable, "-m", "counterpoint.serve.structure_process"]
+        command = [sys.executable, "-m", "counterpoint.serve.structure.process"]
         child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdin is not None
         child.stdin.write(encode(self._setting) + b"\n")

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from counterpoint.serve.calls import Calls, Offer, Reader, reader_of
-from counterpoint.serve.dialects import CALLS, Dialect, kind_of
-from counterpoint.serve.speech import CallStart, Content, Reasoning, Said
-from counterpoint.serve.splitter import Body, Closed, Event, Opened, Splitter
+from counterpoint.serve.speech.calls import Calls, Offer, Reader, reader_of
+from counterpoint.serve.speech.dialects import CALLS, Dialect, kind_of
+from counterpoint.serve.speech.speech import CallStart, Content, Reasoning, Said
+from counterpoint.serve.speech.splitter import Body, Closed, Event, Opened, Splitter
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
