@@ -24,7 +24,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+
+import msgspec
 
 from counterpoint.perf.roofline import KERNELS_PER_LAYER, Roofline, on_grid
 from counterpoint.perf.table import Point, Table
@@ -70,7 +71,7 @@ class Factors:
     others: tuple[float, ...]
 
 
-class Terms(NamedTuple):
+class Terms(msgspec.Struct, frozen=True, gc=False):
     """A step as the fit sees it: products of `rows` rows, `times` times, at `products_s` each by the roofline; what else has a
     factor; and what has none."""
 
@@ -97,7 +98,10 @@ class Fitted:
         self.prefills = self._fit_kind([p for p in solo if not p.work.decode_batch], self._prefill_terms)
         self.mixed = self._fit_mixed([p for p in solo if p.work.prefill_tokens and p.work.decode_batch])
         self.alone: Callable[[Work, int], float] = lru_cache(1 << 12)(self._alone)
-        self._pairs = [self._pair(p) for p in table.points if p.beside is not None and not p.held_out]
+        self._pairs: dict[bool, list[tuple[float, float, float, float]]] = {True: [], False: []}  # by whether it is the prefill
+        for point in table.points:
+            if point.beside is not None and not point.held_out:
+                self._add_pair(point, *point.beside)
         self._corrections: dict[tuple[bool, int, int, int], float] = {}
 
     @property
@@ -155,12 +159,12 @@ class Fitted:
 
     @staticmethod
     def _sum(factors: Factors, terms_of: Callable[[Work, int], Terms], work: Work, units: int, level: int) -> float:
-        rows, times, products_s, others, rest_s = terms_of(work, units)
-        total = rest_s
+        terms = terms_of(work, units)
+        total, products_s = terms.rest_s, terms.products_s
         if products_s:
             here_s = products_s if units == level else terms_of(work, level).products_s
-            total += times * factors.products.at(rows, here_s) * products_s / here_s
-        for factor, term in zip(factors.others, others, strict=True):
+            total += terms.times * factors.products.at(terms.rows, here_s) * products_s / here_s
+        for factor, term in zip(factors.others, terms.others, strict=True):
             total += factor * term
         return total
 
@@ -239,14 +243,13 @@ class Fitted:
 
     # ------------------------------------------------------------ contention
 
-    def _pair(self, point: Point) -> tuple[bool, tuple[float, float, float], float]:
-        """Whether it is the prefill that was measured, where the pair stands, and by how much the roofline's factor is off."""
-        assert point.beside is not None
-        prior, (other, other_units) = self.prior, point.beside
+    def _add_pair(self, point: Point, other: Work, other_units: int) -> None:
+        """Note where a measured pair stands, and by how much the roofline's factor is off there."""
+        prior = self.prior
         slower = prior.slowdown(prior.alone(point.work, point.units), point.units, prior.alone(other, other_units), other_units)
         measured = point.seconds / self.alone(point.work, point.units)
         whose, place = standing(point.work, point.units, other, other_units)
-        return whose, place, math.log(measured / slower)
+        self._pairs[whose].append((*place, math.log(measured / slower)))
 
     def _correction(self, work: Work, units: int, other: Work, other_units: int) -> float:
         whose, (tokens, context, split) = standing(work, units, other, other_units)
@@ -259,12 +262,11 @@ class Fitted:
     def _near(self, whose: bool, tokens: float, context: float, split: float) -> float:
         """The correction at a place: the mean of the measured pairs, the near ones first."""
         total, weights = 0.0, DOUBT
-        for of, (t, c, s), correction in self._pairs:
-            if of is whose:
-                far = ((t - tokens) / PROMPTS) ** 2 + ((c - context) / CONTEXTS) ** 2 + ((s - split) / UNITS) ** 2
-                weight = 1 / (0.05 + far) ** 2
-                total += weight * correction
-                weights += weight
+        for t, c, s, correction in self._pairs[whose]:
+            far = ((t - tokens) / PROMPTS) ** 2 + ((c - context) / CONTEXTS) ** 2 + ((s - split) / UNITS) ** 2
+            weight = 1 / (0.05 + far) ** 2
+            total += weight * correction
+            weights += weight
         return math.exp(total / weights)
 
 

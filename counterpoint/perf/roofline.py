@@ -24,6 +24,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import Work
@@ -34,14 +36,14 @@ FINE = 8  # steps per unit of the tables over busy units
 KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
 
 
-class Cost(NamedTuple):
+class Cost(msgspec.Struct, frozen=True, gc=False):
     """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding)."""
 
     seconds: float
     bytes: float
     flops: float
 
-    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+    def __add__(self, other: Cost) -> Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
 
 
@@ -118,20 +120,21 @@ class Roofline:
     def _alone(self, work: Work, units: int) -> Cost:
         if not 1 <= units <= self.device.units:
             raise ValueError(f"{units} units asked of {self.device.name}, which has {self.device.units}")
-        rows = work.prefill_tokens + work.decode_batch
-        seconds, moved, flops = self.layer_cost(on_grid(rows), units)
+        layer = self.layer_cost(on_grid(work.prefill_tokens + work.decode_batch), units)
+        seconds, moved, flops = layer.seconds, layer.bytes, layer.flops
         if work.decode_batch:
-            attention_s, attention_bytes, attention_flops = self.decode_attention(work, units)
-            seconds, moved, flops = seconds + attention_s, moved + attention_bytes, flops + attention_flops
+            attention = self.decode_attention(work, units)
+            seconds, moved, flops = seconds + attention.seconds, moved + attention.bytes, flops + attention.flops
         if work.prefill_tokens:
-            attention_s, attention_bytes, attention_flops = self.prefill_attention(work, units)
-            seconds = max(seconds + attention_s, self.device.layer_launch_s)
-            moved, flops = moved + attention_bytes, flops + attention_flops
+            attention = self.prefill_attention(work, units)
+            seconds, moved, flops = seconds + attention.seconds, moved + attention.bytes, flops + attention.flops
+            seconds = max(seconds, self.device.layer_launch_s)
         layers = work.last_layer - work.first_layer
-        cost = Cost(layers * seconds, layers * moved, layers * flops)
+        seconds, moved, flops = layers * seconds, layers * moved, layers * flops
         if work.last_layer == work.layers and work.samples:
-            cost += self.head_cost(work.samples, units)
-        return cost
+            head = self.head_cost(work.samples, units)
+            seconds, moved, flops = seconds + head.seconds, moved + head.bytes, flops + head.flops
+        return Cost(seconds, moved, flops)
 
     def _layer_products_cost(self, rows: int, units: int) -> Cost:
         """The products of one layer and what lies between them, without attention."""
@@ -169,8 +172,8 @@ class Roofline:
         columns, inner = product.columns, product.inner
         moved = self.weight_bytes * (reached * columns * inner + rows * product.taken * (columns + inner))
         flops = 2.0 * rows * product.taken * columns * inner
-        gemm = self.device.gemm
-        best, working = math.inf, 0.0
+        gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
+        best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
         for tile_rows, tile_columns, efficiency in gemm.tiles:
             if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
                 continue  # a smaller tile holds all the rows
@@ -180,11 +183,13 @@ class Roofline:
                 if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
                     break
                 spill = 0.0 if split == 1 else 8.0 * rows * product.taken * columns * split  # float32 partial sums, out and in
-                busy = int(FINE * busy_units(tiles * split, units))
-                seconds = rounded_max((moved + spill) / self.gemm_read[busy], padded / self.gemm_flops[busy])
-                if seconds < best:
-                    best, working = seconds, busy / FINE
-        return Cost(best, moved, flops), working
+                pieces = tiles * split
+                busy = int(FINE * (pieces / -(-pieces // units)))
+                read_s, compute_s = (moved + spill) / gemm_read[busy], padded / gemm_flops[busy]
+                cube = read_s * read_s * read_s + compute_s * compute_s * compute_s
+                if cube < best:
+                    best, working = cube, busy
+        return Cost(best ** (1 / 3), moved, flops), working / FINE
 
     def prefill_attention(self, work: Work, units: int, reused: bool = True) -> Cost:
         """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their

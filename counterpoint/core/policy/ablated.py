@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.options import Backlog, Option, Prices
@@ -41,7 +43,8 @@ class NoPartition(NoFusion):
     """Both lanes on all units, side by side: the device shares them out as it likes."""
 
     def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
-        self.wanted = super()._choose(decodes, state, now, prefilling)._replace(units=self.units)
+        chosen = super()._choose(decodes, state, now, prefilling)
+        self.wanted = msgspec.structs.replace(chosen, units=self.units)
         return self.wanted
 
     def _prefill_units(self, lane: Lane, state: State) -> int:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+
+import msgspec
 
 from counterpoint.ports import Estimator
 from counterpoint.types import Step, StepDone, Work
 
-LEARN = 0.1  # weight of the newest step in the mean ratio
+LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of a cell's first one
 RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
 KEPT = 512  # latest errors of each kind
@@ -29,7 +31,7 @@ FARTHER = 16  # one size up is as far away as so many units, another kind of com
 Beside = tuple[Work, int]
 
 
-class Cell(NamedTuple):
+class Cell(msgspec.Struct, frozen=True, order=True, gc=False):
     """`tokens`, `context`: sizes of what meets, -1 for a step alone."""
 
     kind: str
@@ -50,10 +52,7 @@ class Cell(NamedTuple):
 
 
 SIZE_NAMES = ("<2K", "<8K", "<32K", ">=32K")
-
-
-def size_of(tokens: int) -> int:
-    return min(SIZES - 1, max(0, (tokens.bit_length() - SMALL_BITS + 1) // 2))
+SIZE_BY_BITS = tuple(min(SIZES - 1, max(0, (bits - SMALL_BITS + 1) // 2)) for bits in range(65))
 
 
 def cell_of(work: Work, units: int, beside: Beside | None) -> Cell:
@@ -61,29 +60,35 @@ def cell_of(work: Work, units: int, beside: Beside | None) -> Cell:
         return Cell(work.kind, units)
     other = beside[0]
     tokens, context = work.prefill_tokens + other.prefill_tokens, work.decode_context + other.decode_context
-    return Cell(work.kind, units, size_of(tokens), size_of(context))
+    return Cell(work.kind, units, SIZE_BY_BITS[tokens.bit_length()], SIZE_BY_BITS[context.bit_length()])
+
+
+@dataclass(slots=True, eq=False)
+class Correction:
+    """Of one cell: mean ratio of actual to predicted time, and the guard on top of it."""
+
+    ratio: float = 1.0
+    guard: float = 1.0
 
 
 class Belief:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self.ratio: dict[Cell, float] = {}
-        self.guard: dict[Cell, float] = {}
         self.version = 0  # grows when corrections have moved by some per cent
-        self._stand_in: dict[Cell, Cell] = {}  # the known cell that speaks for an unknown one
+        self._known: dict[Cell, Correction] = {}
+        self._stand_in: dict[Cell, Correction] = {}  # of the known cell that speaks for this one
         self._errors: dict[str, deque[float]] = {}
         self._moved = 0.0
 
     def seconds(self, work: Work, units: int, beside: Beside | None = None) -> float:
         """Expected duration, in seconds."""
-        cell = self._nearest(cell_of(work, units, beside))
-        return self.estimator.seconds(work, units, beside) * self.ratio.get(cell, 1.0)
+        return self.estimator.seconds(work, units, beside) * self._correction(cell_of(work, units, beside)).ratio
 
     def both(self, work: Work, units: int, beside: Beside | None = None) -> tuple[float, float]:
         """Expected duration, and one that most such steps stay under."""
-        cell = self._nearest(cell_of(work, units, beside))
-        expected_s = self.estimator.seconds(work, units, beside) * self.ratio.get(cell, 1.0)
-        return expected_s, expected_s * self.guard.get(cell, 1.0)
+        correction = self._correction(cell_of(work, units, beside))
+        expected_s = self.estimator.seconds(work, units, beside) * correction.ratio
+        return expected_s, expected_s * correction.guard
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         took_s = done.ended_s - done.started_s
@@ -94,17 +99,17 @@ class Belief:
         if raw_s <= 0:
             return
         cell = cell_of(step.work, step.units, other)
-        before = self.ratio.get(self._nearest(cell), 1.0)
+        before = self._correction(cell).ratio
         expected_s = raw_s * before
         self._errors.setdefault(cell.kind, deque(maxlen=KEPT)).append(abs(expected_s - took_s) / took_s)
-        actual = min(MOST, max(LEAST, took_s / raw_s))
-        if cell not in self.ratio:
+        own, learn = self._known.get(cell), LEARN
+        if own is None:
+            own, learn = self._known.setdefault(cell, Correction()), FIRST
             self._stand_in.clear()
-        self.ratio[cell] = before + (LEARN if cell in self.ratio else 0.5) * (actual - before)
+        own.ratio = before + learn * (min(MOST, max(LEAST, took_s / raw_s)) - before)
         over = took_s / expected_s
-        guard = self.guard.get(cell, 1.0)
-        self.guard[cell] = max(1.0, guard + (RAISE if over > guard else DECAY) * (min(over, 2.0) - guard))
-        self._moved += abs(self.ratio[cell] / before - 1)
+        own.guard = max(1.0, own.guard + (RAISE if over > own.guard else DECAY) * (min(over, 2.0) - own.guard))
+        self._moved += abs(own.ratio / before - 1)
         if self._moved > 0.05:
             self._moved = 0.0
             self.version += 1
@@ -117,16 +122,16 @@ class Belief:
 
     def cells(self) -> tuple[tuple[str, float, float], ...]:
         """Every correction: (cell, mean ratio of actual to predicted, guard on top of it)."""
-        return tuple((cell.name, self.ratio[cell], self.guard[cell]) for cell in sorted(self.ratio))
+        return tuple((cell.name, own.ratio, own.guard) for cell, own in sorted(self._known.items()))
 
-    def _nearest(self, cell: Cell) -> Cell:
-        """The cell itself if it is known, else the nearest known one of its kind, if there is one."""
-        if cell in self.ratio:
-            return cell
-        if cell not in self._stand_in:
-            near = [other for other in self.ratio if other.kind == cell.kind]
-            self._stand_in[cell] = min(near, key=cell.distance, default=cell)
-        return self._stand_in[cell]
+    def _correction(self, cell: Cell) -> Correction:
+        """Of the cell itself if it is known, else of the nearest known one of its kind, if there is one."""
+        found = self._stand_in.get(cell)
+        if found is None:
+            near = (other for other in self._known if other.kind == cell.kind)
+            nearest = min(near, key=cell.distance, default=None)
+            found = self._stand_in[cell] = Correction() if nearest is None else self._known[nearest]
+        return found
 
 
 def _quantile(values: Iterable[float], share: float) -> float:

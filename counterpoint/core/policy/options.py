@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import msgspec
+
 from counterpoint.core.policy.belief import Belief
 from counterpoint.types import Work
 
@@ -21,7 +23,7 @@ REMEMBERED = 4096
 GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 
-class Option(NamedTuple):
+class Option(msgspec.Struct, frozen=True, gc=False):
     """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest.
     `period_s`: guarded time from one decode step to the next. `rate`: prefill tokens per second. `gain`: work done per second,
     as a multiple of what taking turns on the whole device would do (the multiplexing gain)."""
