@@ -4,7 +4,7 @@ Owns: the order of operations in a layer. Promises: a pass run as layers [a, b) 
 head sees sampled rows alone, so no [T, V] tensor exists.
 Must not: name a family, a device or a kernel: what differs is in the spec, the weights and the ops record.
 
-Shapes: T tokens of the pass, D hidden, E the fused Q, K and V features, H query heads, B sampled rows, V vocabulary.
+Shapes: T tokens of the pass, D hidden, E the fused Q, K and V features, H query heads, A head size, B sampled rows, V vocabulary.
 Architecture: Llama (arXiv:2302.13971 section 2.2); grouped-query attention (arXiv:2305.13245); Q and K norm as in Qwen3.
 """
 
@@ -87,26 +87,33 @@ class Decoder:
         layers = self.weights.layers
         normed_TD = ops.rms_norm(x_TD, layers[first_layer].attention_norm_D, spec.norm_eps)
         for index in range(first_layer, last_layer):
-            layer = layers[index]
-            k_pages, v_pages = kv.k[index], kv.v[index]
-            qkv_TE = ops.linear(normed_TD, layer.qkv)
-            q_THD = ops.rope_and_append(
-                qkv_TE, angles, layer.query_norm, layer.key_norm, spec.norm_eps, k_pages, v_pages, batch.kv_rows_T
-            )
+            q_THA = self.before_attention(normed_TD, kv, index, angles, batch.kv_rows_T)
             narrowed_B = only_B if index + 1 == spec.layers else None
             if narrowed_B is not None and not len(narrowed_B):
                 return x_TD[:0]
-            attended_TE = ops.attention(q_THD, k_pages, v_pages, batch.attention)
+            attended_TE = ops.attention(q_THA, kv.k[index], kv.v[index], batch.attention)
             if narrowed_B is not None:
                 x_TD, attended_TE = x_TD[narrowed_B], attended_TE[narrowed_B]
-            attended_TD = ops.linear(attended_TE, layer.output)
-            x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, spec.norm_eps)
-            ffn_TD = ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down)
+            x_TD, ffn_TD = self.behind_attention(x_TD, attended_TE, index)
             if index + 1 < last_layer:  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
                 x_TD, normed_TD = ops.add_rms_norm(x_TD, ffn_TD, layers[index + 1].attention_norm_D, spec.norm_eps)
             else:
                 x_TD = ops.add(x_TD, ffn_TD)
         return x_TD
+
+    def before_attention(self, normed_TD: Tensor, kv: KVPool, index: int, angles: Any, kv_rows_T: Tensor) -> Tensor:
+        """A layer up to its attention: K and V of the rows go to the pool, the result is Q [T, H, A]."""
+        spec, ops, layer = self.spec, self.ops, self.weights.layers[index]
+        norms = layer.query_norm, layer.key_norm
+        qkv_TE = ops.linear(normed_TD, layer.qkv)
+        return ops.rope_and_append(qkv_TE, angles, *norms, spec.norm_eps, kv.k[index], kv.v[index], kv_rows_T)
+
+    def behind_attention(self, x_TD: Tensor, attended_TE: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """A layer from its attention on: the hidden states behind it and, still to be added to them, what the feed-forward gave."""
+        ops, layer = self.ops, self.weights.layers[index]
+        attended_TD = ops.linear(attended_TE, layer.output)
+        x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, self.spec.norm_eps)
+        return x_TD, ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down)
 
     def logits(self, x_TD: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
         """Logits of `batch.sample_rows_B`, or of the given rows of the pass, float32 [B, V]."""

@@ -26,6 +26,7 @@ from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
 from counterpoint.device.cuda.green import Partitions
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.ops import cuda_ops, decode_ops, layer_kernels
+from counterpoint.device.cuda.passes import SIZES, Passes
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Products
 from counterpoint.device.cuda.tables import DeviceTables
@@ -137,13 +138,14 @@ class Parts:
     kv: KVPool
     tables: DeviceTables
     graphs: DecodeGraphs
+    passes: Passes
     places: Places
     driver: Driver
     units: int
     close: Callable[[], None]
 
     def executor(self, lanes: Sequence[Lane], inbox: WallInbox) -> CudaExecutor:
-        return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.places, lanes, self.driver, inbox)
+        return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.passes, self.places, lanes, self.driver, inbox)
 
 
 def make_parts(
@@ -158,9 +160,10 @@ def make_parts(
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
     fixed: bool = False,
+    sizes: Sequence[int] = SIZES,
 ) -> Parts:
-    """`kv_dtype`, `quantise` and `fixed` (on a GPU) as `cuda_ops` has them. `split` makes partitions;
-    in place, the device has 8 units and splits of 2 and 4."""
+    """`kv_dtype`, `quantise` and `fixed` (on a GPU) as `cuda_ops` has them; `sizes`: of the graphs of passes. `split` makes
+    partitions; in place, the device has 8 units and splits of 2 and 4."""
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()
@@ -184,9 +187,9 @@ def make_parts(
         close = torch.cuda.synchronize
     else:
         driver, ops, units = InPlaceDriver(), in_place_ops(), 8
-        sizes = (2, 4, 8) if split else (8,)
+        sides = (2, 4, 8) if split else (8,)
         both = [
-            {n: Place(f"{name} {n}", (name, n), n, decode_by_torch, TorchPlanner(), ops) for n in sizes}
+            {n: Place(f"{name} {n}", (name, n), n, decode_by_torch, TorchPlanner(), ops) for n in sides}
             for name in ("decode", "prefill")
         ]
         places = Places(*both)
@@ -197,7 +200,8 @@ def make_parts(
         slots, spec.max_context_tokens, PAGE, vocab, spec.eos_token_ids, pages, driver, FilterFloor() if gpu else None
     )
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
-    return Parts(decoder, kv, tables, graphs, places, driver, units, close)
+    passes = Passes(decoder, kv, tables, driver, sizes)
+    return Parts(decoder, kv, tables, graphs, passes, places, driver, units, close)
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from counterpoint.config import Config
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.attend import decode_by_torch
+from counterpoint.device.cuda.attend import Prefill, decode_by_torch
 from counterpoint.ports import Policy
 from counterpoint.types import Arrive, TokenLogprobs
 
@@ -59,14 +59,20 @@ def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(dtype: torch.dt
     k, v = (torch.cat([gathered(pages, 0), gathered(pages, 1)]) for pages in (k_pages, v_pages))
     q = drawn(300 + 97, heads, size, dtype=dtype)
     planner = FixedPlanner(spec, q.device)
-    whole = planner.plan((300, 97), contexts).run(q, k, v).flatten(1)
+
+    def prefilled(plan: Prefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        plan.run(q, k, v, out)
+        return out.flatten(1)
+
+    whole = prefilled(planner.plan((300, 97), contexts), q, k, v)
     lengths = torch.arange(312, 612, dtype=torch.int32, device="cuda")
     each = decode(q[:300], k_pages, v_pages, table[:1].expand(300, -1).contiguous(), lengths)
     assert error(each, decode_by_torch(q[:300], k_pages, v_pages, table[:1].expand(300, -1), lengths)) < BOUND[dtype]
     assert torch.equal(whole[:300], each)
     for first, rows in ((0, 1), (13, 50), (299, 1)):
         end = 311 + first + rows
-        chunk = planner.plan((rows,), (end,)).run(q[first : first + rows], k[:end], v[:end]).flatten(1)
+        chunk = prefilled(planner.plan((rows,), (end,)), q[first : first + rows], k[:end], v[:end])
         assert torch.equal(chunk, whole[first : first + rows]), (first, rows)
         alone = decode(q[first : first + 1], k_pages, v_pages, table[:1], lengths[first : first + 1])
         assert torch.equal(alone, whole[first : first + 1])

@@ -35,8 +35,8 @@ DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, 
 class Prefill(Protocol):
     """A planned prefill attention."""
 
-    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
-        """[T, H, A]: causal, the queries of a segment being the last positions of its context."""
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
+        """Causal, the queries of a segment being the last positions of its context."""
         ...
 
     def close(self) -> None:
@@ -55,13 +55,14 @@ class Planner(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Attention of one pass. The first `len(length_B)` rows are decodes; the others belong to `prefill`, whose context lies in rows
-    `context_L` of the pool (None: there are none)."""
+    `context_L` of the pool (None: there are none). `out_TE`: where the result goes (None: to memory of its own)."""
 
     table_BP: Tensor  # int32
     length_B: Tensor  # int32
     decode: DecodeKernel
     prefill: Prefill | None = None
     context_L: Tensor | None = None  # int32
+    out_TE: Tensor | None = None
 
     def close(self) -> None:
         if self.prefill is not None:
@@ -73,15 +74,17 @@ Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, gather: Gather) -> Tensor:
     """[T, H * A]. `gather` copies rows of the pool into one piece."""
-    decodes = plan.length_B.shape[0]
-    if plan.prefill is None:
+    decodes, out_TE = plan.length_B.shape[0], plan.out_TE
+    if plan.prefill is None and out_TE is None:
         return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
-    assert plan.context_L is not None
-    k_LKA, v_LKA = gather(k_pages, v_pages, plan.context_L)
-    prefilled = plan.prefill.run(q_THA[decodes:], k_LKA, v_LKA).flatten(1)
-    if not decodes:
-        return prefilled
-    return torch.cat([plan.decode(q_THA[:decodes], k_pages, v_pages, plan.table_BP, plan.length_B), prefilled])
+    out_TE = torch.empty_like(q_THA).flatten(1) if out_TE is None else out_TE
+    if plan.prefill is not None:
+        assert plan.context_L is not None
+        k_LKA, v_LKA = gather(k_pages, v_pages, plan.context_L)
+        plan.prefill.run(q_THA[decodes:], k_LKA, v_LKA, out_TE[decodes:].view(-1, *q_THA.shape[1:]))
+    if decodes:
+        out_TE[:decodes] = plan.decode(q_THA[:decodes], k_pages, v_pages, plan.table_BP, plan.length_B)
+    return out_TE
 
 
 # ---------------------------------------------------------------- prefill by torch
@@ -92,8 +95,7 @@ class TorchPrefill:
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
 
-    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
-        out_THA = torch.empty_like(q_THA)
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
         group = q_THA.shape[1] // k_LKA.shape[1]
         row = begin = 0
         for queries, context in zip(self.queries, self.contexts, strict=True):
@@ -105,7 +107,6 @@ class TorchPrefill:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(queries, context))
             out_THA[row : row + queries] = out[0].transpose(0, 1)
             row, begin = row + queries, begin + context
-        return out_THA
 
     def close(self) -> None:
         pass
@@ -149,7 +150,7 @@ class FlashInferPlanner:
     def _try(self, spec: ModelSpec, device: torch.device) -> None:
         q, k, v = (torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device) for n in (spec.heads, *[spec.kv_heads] * 2))
         planned = self.plan([2, 2], [2, 2])
-        planned.run(q, k, v)
+        planned.run(q, k, v, torch.empty_like(q))
         torch.cuda.synchronize(device)
         planned.close()
 
@@ -159,8 +160,8 @@ class FlashInferPrefill:
     wrapper: Any
     idle: list[Any]
 
-    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
-        return self.wrapper.run(q_THA, k_LKA, v_LKA)
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
+        self.wrapper.run(q_THA, k_LKA, v_LKA, out=out_THA)
 
     def close(self) -> None:
         self.idle.append(self.wrapper)

@@ -58,6 +58,11 @@ class Bench:
             fill(pool)
         self.order = torch.randperm(self.device.pages).tolist()
 
+    def use(self, device: CudaDevice) -> None:
+        """The same device with other settings: nothing is in flight."""
+        self.executor.close()
+        self.device, self.executor = device, device.executor(LANES, self.inbox)
+
     # ---------------------------------------------------------------- setting up
 
     def open_batch(self, batch: int, context: int, sampling: Sampling = GREEDY) -> None:
@@ -92,6 +97,19 @@ class Bench:
         self.serial += 1
         batch, edges = self.serial, range(0, self.layers, group)
         return [self.made(1, batch, a, min(a + group, self.layers), units, segments, work) for a in edges]
+
+    def prompts(self, count: int, tokens: int) -> list[Step]:
+        """Whole prompts in slots 0, 1, …, each a pass of the full device."""
+        work = Work(prefill_tokens=tokens, prefill_squares=tokens * tokens, prefill_requests=1, samples=1, layers=self.layers)
+        each, steps = -(-tokens // self.size), []
+        for slot in range(count):
+            self.executor.submit(Close(slot))
+            prompt = tuple(random.randrange(1000, 30000) for _ in range(tokens))
+            self.executor.submit(Open(slot, prompt, tokens, (), GREEDY))
+            pages = tuple(self.order[slot * each :][:each])
+            segments = (Segment(slot, 0, tokens, True, pages),)
+            steps.append(self.made(1, None, 0, self.layers, self.device.units, segments, work))
+        return steps
 
     def made(self, lane: int, batch: int | None, first: int, last: int, units: int, segments: Any, work: Work) -> Step:
         self.serial += 1

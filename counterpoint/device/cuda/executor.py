@@ -26,6 +26,7 @@ from torch import Tensor
 
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.graphs import DecodeGraphs
+from counterpoint.device.cuda.passes import Passes, PassState
 from counterpoint.device.cuda.places import Place, Places
 from counterpoint.device.cuda.sampling import (
     Download,
@@ -61,8 +62,7 @@ class OpenPass:
     rows: PassRows
     batch: Batch
     sampled: Sampled
-    angles: Any
-    x_TD: Tensor
+    state: PassState
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +92,7 @@ class CudaExecutor:
         kv: KVPool,
         tables: DeviceTables,
         graphs: DecodeGraphs,
+        passes: Passes,
         places: Places,
         lanes: Sequence[Lane],
         driver: Driver,
@@ -101,9 +102,10 @@ class CudaExecutor:
         self.kv = kv
         self.tables = tables
         self.graphs = graphs
+        self.passes = passes
         self.places = places
         self.driver = driver
-        self._passes: dict[int, OpenPass] = {}
+        self._open: dict[int, OpenPass] = {}
         clock = DeviceClock(driver, inbox.clock)
         grammars = tables.settings.grammars
         self._lanes = {lane.id: LaneFlights(lane, driver, clock, inbox, grammars) for lane in lanes}
@@ -118,14 +120,14 @@ class CudaExecutor:
             case Close():
                 self.tables.close(command.slot)
             case Drop():
-                dropped = self._passes.pop(command.batch, None)
+                dropped = self._open.pop(command.batch, None)
                 if dropped is not None:
                     dropped.batch.attention.close()
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
-        self._passes.clear()
+        self._open.clear()
 
     # ------------------------------------------------------------ launching
 
@@ -140,7 +142,7 @@ class CudaExecutor:
             self._fill(flight, place)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
-            self._passes.pop(step.batch, None)
+            self._open.pop(step.batch, None)
             flight.error = f"{type(error).__name__}: {error}"
         flight.borrowed = self.driver.borrowed()
         flight.ended = self.driver.mark(place.stream)
@@ -170,23 +172,23 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _layers(self, flight: Flight, place: Place) -> None:
-        """Some layers of any pass, launched one operation after another."""
+        """Some layers of any pass."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
             rows = pass_rows(step.segments)
             self.tables.send(step.segments)
             batch, sampled = self.tables.batch(rows, place.planner, place.decode)
-            angles, x_TD = decoder.angles(batch), decoder.embed(batch)
+            state = self.passes.start(batch)
         else:
-            held = self._passes.pop(step.batch, None)
+            held = self._open.pop(step.batch, None)
             if held is None:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
-            rows, batch, sampled, angles, x_TD = held.rows, held.batch, held.sampled, held.angles, held.x_TD
+            rows, batch, sampled, state = held.rows, held.batch, held.sampled, held.state
         every = asks_for_prompts(self.tables, rows)
         only_B = None if every else batch.sample_rows_B
-        x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer, angles, only_B)
-        if step.last_layer < decoder.spec.layers:
-            self._passes[step.batch] = OpenPass(rows, batch, sampled, angles, x_TD)
+        x_TD = self.passes.run(place, batch, state, step.first_layer, step.last_layer, only_B)
+        if x_TD is None:
+            self._open[step.batch] = OpenPass(rows, batch, sampled, state)
             return
         flight.held, flight.over = batch, batch.attention.close
         if every:

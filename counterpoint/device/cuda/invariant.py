@@ -131,11 +131,13 @@ def attend(
     table_BP: Tensor | None,
     strides: tuple[int, int, int],
     page_tokens: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """[T, H * A]. `tiles`: first row, count, position and owner of each, int32 [I]; `strides` of a page, a token and a head."""
+    """[T, H * A], in `out` if given. `tiles`: first row, count, position and owner of each, int32 [I]; `strides` of a page, a token
+    and a head."""
     heads, size = q_THA.shape[1:]
     kv_heads = k.shape[-2]
-    out = q_THA.new_empty(q_THA.shape[0], heads * size)
+    out = q_THA.new_empty(q_THA.shape[0], heads * size) if out is None else out
     group = triton.next_power_of_2(heads // kv_heads)
     if tiles[0].shape[0]:
         attention_kernel[(tiles[0].shape[0], kv_heads)](
@@ -159,9 +161,9 @@ def decode(q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, le
 class FixedPrefill:
     tiles: tuple[Tensor, Tensor, Tensor, Tensor]
 
-    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor) -> Tensor:
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
         token, head = k_LKA.stride()[:2]
-        return attend(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1).view(q_THA.shape)
+        attend(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA)
 
     def close(self) -> None:
         pass

@@ -12,7 +12,7 @@ from counterpoint.config import ConfigError, DeviceConfig
 from counterpoint.spec import ModelSpec
 
 MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
-GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share
+GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share; and of the pieces of one pass
 
 
 @dataclass(frozen=True, slots=True)

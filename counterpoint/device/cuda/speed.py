@@ -1,6 +1,7 @@
 """How fast the CUDA device is: decode, prefill, and both at once, through the executor that serves.
 
-    python -m counterpoint.device.cuda.speed [decode] [sampling] [prefill] [parts] [groups] [together] [chunk] [loop] [--json FILE]
+    python -m counterpoint.device.cuda.speed [decode] [sampling] [prefill] [parts] [groups] [small] [products] [together] [chunk]
+        [loop] [--json FILE]
 
 Owns: the measurement. Promises: random weights, random KV contents; times are the device's own (StepDone), medians where a thing is
 repeated; everything goes through CudaExecutor, so launching is part of what is measured.
@@ -13,6 +14,7 @@ together.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import random
@@ -29,20 +31,26 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Multiplex, Serial
+from counterpoint.device.cuda import blas
 from counterpoint.device.cuda.by_hand import GREEDY, PREFILL_SLOT, Bench, Meter, Tap, show
 from counterpoint.device.cuda.floors import ceilings, decode_bytes, floor_s, parts_table
-from counterpoint.device.cuda.start import CudaDevice, open_cuda
+from counterpoint.device.cuda.passes import Passes
+from counterpoint.device.cuda.products import by_cublas, captured_ms
+from counterpoint.device.cuda.start import CudaDevice, open_cuda, weights_by_shape
 from counterpoint.device.wall import WallInbox
 from counterpoint.spec.source import resolve
 from counterpoint.types import (
     Arrive,
     Delta,
     Output,
+    Role,
     Sampling,
     Segment,
+    StepDone,
     Work,
 )
 
+SMALL = (16, 64, 128, 200, 256, 320, 384, 512, 600, 768, 1024, 1100, 1536, 2048)
 CASES = ("1x2048", "8x2048", "64x2048", "100x8192")  # batch, context
 Cases = Sequence[tuple[int, int]]
 
@@ -91,6 +99,58 @@ def groups_table(bench: Bench) -> dict[str, Any]:
             took = bench.prefill_s(tokens, bench.device.units, group)
             result[f"{tokens} tokens, {group} layers at a time"] = {"ms": took * 1e3, "slower %": (took / whole - 1) * 100}
     show("prefill in layer groups against whole passes, full device", result)
+    return result
+
+
+def small_table(bench: Bench, sizes: Sequence[int], passes: int = 6) -> dict[str, Any]:
+    """Whole prompts on the full device, as graphs and operation by operation: one after another without a gap, and one alone."""
+    result: dict[str, Any] = {}
+    device = bench.device
+    ways = {"graph": device.passes, "eager": Passes(device.decoder, device.kv, device.tables, device.driver, ())}
+    for way, used in ways.items():
+        bench.use(dataclasses.replace(device, passes=used))
+        for tokens in sizes:
+            bench.play(bench.prompts(2, tokens))
+            queued, host_s = bench.prompts(passes, tokens), []
+            for step in queued:
+                began_s = time.perf_counter()
+                bench.executor.submit(step)
+                host_s.append(time.perf_counter() - began_s)
+            dones: list[StepDone] = []
+            while len(dones) < passes:
+                dones += bench.done()
+            alone = [bench.play([step])[0] for step in bench.prompts(passes, tokens)]
+            row = result.setdefault(f"{tokens} tokens", {})
+            row[f"{way}: ms"] = (dones[-1].ended_s - dones[0].ended_s) / (passes - 1) * 1e3
+            row[f"{way}: alone"] = statistics.median(done.ended_s - done.started_s for done in alone) * 1e3
+            row[f"{way}: launch"] = statistics.median(host_s) * 1e3
+    bench.use(device)
+    show("small prefill passes, full device", result)
+    return result
+
+
+def products_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int] = (512, 1024, 2048, 4096)) -> dict[str, Any]:
+    """Products of prefill passes on the rest of each split: as they are, and with cuBLAS or cuBLASLt told of the SMs."""
+    result: dict[str, Any] = {}
+    weights, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
+    for units in (total, *(total - level for level in levels)):
+        place = bench.device.places.choose(Role.PREFILL, units)
+        for rows in sizes:
+            row = {}
+            for way in ("as it is", "told", "Lt", "Lt told"):
+                if "told" in way:
+                    blas.count_on(units)
+                    torch._C._set_sm_carveout_experimental(total - units if units < total else None)
+                torch.backends.cuda.preferred_blas_library("cublaslt" if "Lt" in way else "cublas")
+                row[f"{way}: ms"] = 0.0
+                for same in weights:
+                    x = torch.randn(rows, same[0].shape[1], device=bench.device.driver.device, dtype=torch.bfloat16)
+                    row[f"{way}: ms"] += captured_ms(by_cublas, x, same, place.stream) / len(same) * bench.layers
+                blas.count_on(0)
+                torch._C._set_sm_carveout_experimental(None)
+            result[f"{rows} rows, {units} SMs"] = row
+    torch.backends.cuda.preferred_blas_library("cublas")
+    show("products of all layers", result)
     return result
 
 
@@ -219,7 +279,7 @@ def loop_table(device: CudaDevice, batch: int = 64, prompt: int = 1900, answer: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["decode", "sampling", "prefill", "parts", "groups", "together", "chunk", "loop"]
+    parts = ["decode", "sampling", "prefill", "parts", "groups", "small", "products", "together", "chunk", "loop"]
     parser.add_argument("what", nargs="*", default=parts)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--quantization", default="none")
@@ -246,6 +306,7 @@ def main() -> None:
         "torch": torch.__version__,
         "ops": device.decoder.ops.name,
         "graphs": {"count": device.graphs.count, "seconds": device.graphs.capture_s},
+        "graphs of passes": {"count": device.passes.count, "seconds": device.passes.capture_s},
     }
     if "loop" in args.what:
         result["loop"] = loop_table(device)
@@ -256,6 +317,8 @@ def main() -> None:
         "prefill": lambda: prefill_table(bench, args.levels, args.tokens),
         "parts": lambda: shown("a prefill pass of 4096 tokens, taken apart", parts_table(bench)),
         "groups": lambda: groups_table(bench),
+        "small": lambda: small_table(bench, SMALL),
+        "products": lambda: products_table(bench, (16, *args.levels, 64)),
         "together": lambda: together_table(bench, args.levels, cases[-2:]),
         "chunk": lambda: chunk_table(bench, cases[-2:]),
     }

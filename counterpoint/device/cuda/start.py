@@ -34,6 +34,7 @@ from counterpoint.device.cuda.kernels.attention import FP8_CAPABILITY
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
+from counterpoint.device.cuda.passes import Passes, sizes_for
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Matrix, Products, build_tiles
 from counterpoint.device.cuda.sampling import Tail
@@ -64,6 +65,7 @@ class CudaDevice:
     kv: KVPool
     tables: DeviceTables
     graphs: DecodeGraphs
+    passes: Passes
     places: Places
     driver: CudaDriver
     partitions: Partitions
@@ -88,7 +90,7 @@ class CudaDevice:
         self.graphs.capture(captured_places(config, self.places), (Tail.GREEDY,))
 
     def executor(self, lanes: Sequence[Lane], inbox: Reports) -> CudaExecutor:
-        return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.places, lanes, self.driver, inbox)
+        return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.passes, self.places, lanes, self.driver, inbox)
 
 
 def open_cuda(config: Config, source: Source, progress: Progress = print, vocab: int | None = None) -> CudaDevice:
@@ -131,11 +133,14 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     tables = DeviceTables(slots, context, size, known, spec.eos_token_ids, pages, driver, filter_floor(device))
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
+    passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens))
+    passes.capture(places.of(Role.PREFILL)[:1])
     torch.cuda.synchronize(device)
     progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
+    progress(f"{passes.count} graphs of passes with prompt tokens captured in {passes.capture_s:.1f} s")
     progress(f"KV cache of {pages} pages ({memory.gib(pages * each)}): {budget}")
     return CudaDevice(
-        decoder, kv, tables, graphs, places, driver, partitions, pages, partitions.total_sms,
+        decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
 
@@ -268,14 +273,17 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
     torch.cuda.empty_cache()
     taken = total - torch.cuda.mem_get_info(device)[0] - weights
     passes = len(places.of(Role.PREFILL)) + 1
+    tokens = min(scheduler.max_pass_tokens, spec.max_context_tokens)
+    sizes = sizes_for(tokens)
     steps = len(places.of(Role.DECODE)) * len(buckets_for(scheduler.max_running))
     wanted = config.model.max_context_tokens or spec.max_context_tokens
     return memory.Budget(
         total=total,
         taken=taken,
         weights=weights,
-        activations=passes * activations,
-        graphs=steps * memory.GRAPH_BYTES + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
+        activations=int(passes * activations * (1 + sizes[-1] / tokens)),
+        graphs=(steps + passes * len(sizes)) * memory.GRAPH_BYTES
+        + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
         tables=(scheduler.max_running + 1) * (wanted * 5 + spec.vocab * ADJUSTMENT_BYTES),
     )
 

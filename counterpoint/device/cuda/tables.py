@@ -67,7 +67,7 @@ class DeviceTables:
         device = driver.device
         self.driver = driver
         self.page_tokens = page_tokens
-        self.spare_slot = slots
+        self.spare_slot, self.spare_page = slots, spare_page
         self.tokens = torch.zeros(slots + 1, max_context_tokens + 1, dtype=torch.int32, device=device)
         width = -(-max_context_tokens // page_tokens)
         self.pages = torch.full((slots + 1, width), spare_page, dtype=torch.int32, device=device)
