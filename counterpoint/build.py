@@ -74,12 +74,14 @@ def find_model(config: Config) -> Source:
 @dataclass(frozen=True, slots=True)
 class Pricing:
     """What is known of the prices of a device's steps. `key`: what they hold for; `prior`: what they are where none was measured;
-    `levels`: decode units of the splits there are; `buckets`: sizes to which decode batches are filled up."""
+    `levels`: decode units of the splits there are; `buckets`: sizes to which decode batches are filled up, `pass_buckets`: and
+    passes with prompt tokens."""
 
     key: Key
     prior: Roofline
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
+    pass_buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
         lanes,
         tuple(notes),
         grammars=cuda.tables.settings.grammars,
-        pricing=Pricing(key, prior, levels, cuda.graphs.buckets),
+        pricing=Pricing(key, prior, levels, cuda.graphs.buckets, cuda.passes.sizes),
         again=lambda config, inbox: cuda_engine(config, source, inbox, cuda),
     )
 

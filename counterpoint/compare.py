@@ -249,7 +249,10 @@ def command(
     json: Annotated[Path | None, Parameter(help="file of results; what it has already is not run again", group=COMPARISON)] = None,
     gpu: Annotated[str, flag("what is simulated, as in `counterpoint simulate`", COMPARISON)] = "h200",
     calibration: Annotated[str, flag("what simulated steps take, as in `counterpoint simulate`", COMPARISON)] = "auto",
-    host_overhead: Annotated[float, flag("seconds from launching a simulated step to its earliest start", COMPARISON)] = 0.0003,
+    host_overhead: Annotated[
+        float | None,
+        flag("seconds from launching a simulated step to its start, as in `counterpoint simulate`", COMPARISON),
+    ] = None,
     config: Config,
 ) -> int:
     """Play the same loads on the engine here and in the simulator, and set the figures side by side.

@@ -27,7 +27,7 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog, run
 from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablated import ABLATIONS
-from counterpoint.device.sim import SimExecutor, VirtualInbox
+from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
@@ -46,18 +46,19 @@ from counterpoint.types import Arrive, Delta, Output, Record, Sampling, Slo, Sta
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
 SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
 MODEL = "llama-3.1-8b"
+HOST_S = 0.0003
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it. `depth`: steps
-    in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take: as
-    `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it. `without`: the part that
-    auto lacks (core/policy/ablated.py)."""
+    """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
+    calibration says of the host and its launches, else HOST_S). `depth`: steps in flight per lane. `belief_error`: how far the
+    policy's prices are off from what steps take, as a share. What steps take: as `physics` says, else as fitted to `calibration`,
+    else as the roofline of model and device has it. `without`: the part that auto lacks (core/policy/ablated.py)."""
 
     model: ModelSpec
     device: DeviceSpec
-    host_s: float = 0.0003
+    host_s: float | None = None
     depth: int = 2
     belief_error: float = 0.0
     physics: Estimator | None = None
@@ -72,6 +73,11 @@ class Machine:
             return self.calibration.splits
         levels = self.device.partitions()
         return levels[:: -(-len(levels) // SPLITS)]
+
+    def host(self, physics: Estimator) -> Host:
+        if self.host_s is None and isinstance(physics, Fitted) and physics.launching.known:
+            return physics.launching
+        return Latency(HOST_S if self.host_s is None else self.host_s)
 
     def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
         """Physics, for the device, and belief, for the policy."""
@@ -167,7 +173,7 @@ def simulate(
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
-    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host_s, active=active)
+    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host(physics), active=active)
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
@@ -281,7 +287,9 @@ class What:
     kv_cache_dtype: Annotated[str | None, flag("of the KV cache: auto, fp8", MACHINE)] = None
     kv_pages: Annotated[int | None, flag("pages of the KV cache; unset: what the memory holds beside the weights", MACHINE)] = None
     max_context_tokens: Annotated[int | None, flag("prompt and answer together; unset: what the model allows", MACHINE)] = None
-    host_overhead: Annotated[float, flag("seconds from launching a step to its earliest start", MACHINE)] = 0.0003
+    host_overhead: Annotated[
+        float | None, flag("seconds from launching a step to its earliest start; unset: as calibrated, else 0.0003", MACHINE)
+    ] = None
     depth: Annotated[int, flag("steps in flight per lane: 2 hides the host's overhead", MACHINE)] = 2
     calibration: Annotated[
         str,
@@ -300,7 +308,7 @@ class What:
         return config.replace(model=self.model or named, **said)
 
     def machine(self, config: Config) -> Machine:
-        if self.depth < 1 or self.host_overhead < 0:
+        if self.depth < 1 or (self.host_overhead or 0.0) < 0:
             raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
         spec = load_spec(find_model(config), config.model.max_context_tokens)
         if self.without is not None and self.without not in ABLATIONS:

@@ -29,13 +29,13 @@ from rich.table import Table as Sheet
 from counterpoint import __version__, build
 from counterpoint.bench.load import flag
 from counterpoint.config import Config
-from counterpoint.device.probe import PROMPTS, Probe, Prompt
+from counterpoint.device.probe import PROMPTS, Probe, Prompt, Took
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
 from counterpoint.perf import shelf
 from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Key, Point, Table, decode_work, file_name, fused_work, prefill_work
+from counterpoint.perf.table import Point, Table, decode_work, file_name, filled, fused_work, prefill_work
 from counterpoint.ports import Estimator
 from counterpoint.types import Work
 
@@ -47,14 +47,19 @@ UNEVEN = 0.6  # of the contexts of a batch: the standard deviation of their loga
 REUSED = (Prompt(1024, 4096), Prompt(256, 4096), Prompt(2048, 12288), Prompt(512, 16384))
 SEVERAL = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
 CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (7936, 0), (512, 8192), (384, 0), (768, 0),
-          (1536, 0), (64, 0))  # fmt: skip
+          (1536, 0), (64, 0), (960, 0), (1984, 0), (480, 1024), (16, 512))  # fmt: skip
 BESIDE = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
 PAIRS = (
-    *itertools.product((Prompt(2048), Prompt(8192), Prompt(512), Prompt(2048, 8192)), ((64, 1024), (128, 4096), (8, 2048))),
+    *itertools.product((Prompt(2048), Prompt(512), Prompt(2048, 8192)), ((64, 1024), (128, 4096), (8, 2048))),
+    (Prompt(256), (128, 1024)),
+    (Prompt(8192), (64, 1024)),
+    (Prompt(1024), (240, 512)),
+    (Prompt(128), (4, 512)),
+    (Prompt(8192), (128, 4096)),
     (Prompt(1024), (32, 1024)),
     (Prompt(4096), (16, 4096)),
     (Prompt(256), (8, 1024)),
-    (Prompt(128), (4, 512)),
+    (Prompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 60, 40
@@ -115,8 +120,15 @@ class Room(NamedTuple):
         return longest <= self.context and whole <= self.tokens and len(job.contexts) <= self.batch and rows <= self.rows
 
 
-def plan(units: int, levels: Sequence[int], room: Room) -> list[Job]:
-    """All that is to be fitted, the most telling first."""
+def rows_for(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Rows of the passes to measure: where passes are filled up to buckets, these."""
+    every = (*ROWS, *buckets[::2], *buckets[1::2])
+    return tuple(dict.fromkeys(min(filled(rows, buckets), most) for rows in every))
+
+
+def plan(units: int, levels: Sequence[int], room: Room, buckets: tuple[int, ...] = ()) -> list[Job]:
+    """All that is to be fitted, the most telling first. `buckets`: to which passes with prompt tokens are filled up."""
+    rows = rows_for(buckets, room.rows)
     prefill_units = [units, *(units - level for level in levels)]
     decode_units = [units, *levels]
 
@@ -133,11 +145,11 @@ def plan(units: int, levels: Sequence[int], room: Room) -> list[Job]:
         for prompt, (batch, context) in some:
             yield from (Job((prompt,), uneven(min(batch, room.batch), context), level) for level in levels)
 
-    jobs = [*alone(ROWS[:FEW], BATCHES[:FEW], CHUNKS[:FEW]), *pairs(PAIRS[:FEW]), *alone(ROWS[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
+    jobs = [*alone(rows[:FEW], BATCHES[:FEW], CHUNKS[:FEW]), *pairs(PAIRS[:FEW]), *alone(rows[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
     jobs += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
     jobs += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
     for batch, context in BESIDE:
-        jobs += [Job((Prompt(n, r),), uneven(min(batch, room.batch), context), units, fused=True) for n, r in CHUNKS[:FEW]]
+        jobs += [Job((Prompt(n, r),), uneven(min(batch, room.batch), context), units, fused=True) for n, r in CHUNKS[: 2 * FEW]]
     jobs += pairs(PAIRS[FEW:])
     return [job for job in dict.fromkeys(jobs) if room.holds(job)]
 
@@ -205,7 +217,7 @@ class Calibration:
         prices = self._prices()
         whats = self._whats(job)
         if len(whats) == 1:
-            return 4 * prices.seconds(*whats[0])
+            return 3.5 * prices.seconds(*whats[0])
         return 4.0 * max(prices.seconds(*whats[1]), 2.5 * prices.seconds(*whats[0]))
 
     def measure(self, job: Job) -> None:
@@ -213,7 +225,7 @@ class Calibration:
         if job.contexts:
             probe.decoding(job.contexts)
         if prefill is None and decode is not None:
-            took = [probe.decode_s(decode, job.units)]
+            took: Sequence[Took] = [probe.decode_s(decode, job.units)]
         elif prefill is not None and job.fused:
             took = [probe.fused_s(prefill, job.prompts)]
         elif prefill is not None and decode is None:
@@ -222,9 +234,9 @@ class Calibration:
             assert prefill is not None and decode is not None
             prices, rest = self._prices(), probe.units - job.units
             guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
-            took = list(probe.together_s(decode, job.units, prefill, job.prompts, guess))
-        for (work, units, beside), seconds in zip(self._whats(job), took, strict=True):
-            self.table.points.append(Point(work, units, seconds, beside, job.held_out))
+            took = probe.together_s(decode, job.units, prefill, job.prompts, guess)
+        for (work, units, beside), each in zip(self._whats(job), took, strict=True):
+            self.table.points.append(Point(work, units, each.seconds, beside, job.held_out, each.host_s, each.steps, each.start_s))
         self.keep(self.table)
 
     def _prices(self) -> Estimator:
@@ -290,6 +302,9 @@ def report(table: Table, prior: Roofline) -> dict[str, Any]:
                 "work": msgspec.to_builtins(p.work),
                 "beside": msgspec.to_builtins(p.beside),
                 "ms": 1e3 * p.seconds,
+                "host_ms": 1e3 * p.host_s,
+                "steps": p.steps,
+                "start_ms": 1e3 * p.start_s,
                 "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.beside),
                 "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.beside),
             }
@@ -313,14 +328,17 @@ CALIBRATION = Group("Calibration", sort_key=0)
 JSON = Parameter(help="write the held-out points and errors to this file", group=CALIBRATION, allow_leading_hyphen=True)
 
 
-def open_table(path: Path, key: Key, buckets: tuple[int, ...], fresh: bool) -> Table:
-    """What is at `path` already, if it was measured with the same device, model and kernels."""
-    about = {"date": date.today().isoformat(), "counterpoint": __version__}
+def open_table(path: Path, pricing: build.Pricing, seed: int, fresh: bool) -> Table:
+    """What is at `path` already, if it was measured with the same device, model and kernels, and its held-out steps drawn by the
+    same seed."""
+    about = {"date": date.today().isoformat(), "counterpoint": __version__, "seed": str(seed)}
+    new = Table(key=pricing.key, about=about, buckets=pricing.buckets, pass_buckets=pricing.pass_buckets)
     if path.is_file() and not fresh:
-        table = shelf.load(path)
-        if table.key == key and table.buckets == buckets:
-            return table
-    return Table(key=key, about=about, buckets=buckets)
+        old = shelf.load(path)
+        same = (old.key, old.buckets, old.pass_buckets) == (new.key, new.buckets, new.pass_buckets)
+        if same and old.about.get("seed") == about["seed"]:
+            return old
+    return new
 
 
 @settings("model", "device")
@@ -330,6 +348,7 @@ def command(
     out: Annotated[Path | None, flag("where the table is kept; unset: in the cache folder, where it is found", CALIBRATION)] = None,
     json: Annotated[Path | None, JSON] = None,
     fresh: Annotated[bool, flag("forget what was measured before", CALIBRATION)] = False,
+    seed: Annotated[int, flag("of the steps that judge the fit and are not fitted", CALIBRATION)] = 1,
     config: Config,
 ) -> int:
     """Measure what steps take here, so that `--policy auto` knows; run it again to go on after an interruption.
@@ -355,14 +374,14 @@ def command(
         if not pricing.levels:
             raise ValueError(f"{pricing.key.device} can't be split here, so there is nothing to decide that needs prices")
         path = out or build.calibrations() / file_name(pricing.key)
-        table = open_table(path, pricing.key, pricing.buckets, fresh)
+        table = open_table(path, pricing, seed, fresh)
         calibration = start(system, inbox, table, pricing.prior, path)
         limits = system.limits
         room = Room(
             limits.max_context_tokens, limits.pages * limits.page_tokens, limits.max_running - PROMPTS, limits.max_pass_tokens
         )
-        judges = held_out(limits.units, pricing.levels, room, longest(calibration, room, budget))
-        jobs = plan(limits.units, pricing.levels, room)
+        judges = held_out(limits.units, pricing.levels, room, longest(calibration, room, budget), seed)
+        jobs = plan(limits.units, pricing.levels, room, pricing.pass_buckets)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=notes, refresh_per_second=2) as bar:
             task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)

@@ -17,7 +17,7 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import make_policy
-from counterpoint.device.sim import SimExecutor, VirtualInbox
+from counterpoint.device.sim import Latency, SimExecutor, VirtualInbox
 from counterpoint.perf.roofline import Roofline
 from counterpoint.spec.device import H200
 from counterpoint.spec.presets import PRESETS
@@ -59,9 +59,8 @@ def decisions(decoding: int, prompts: int = 150) -> dict[str, list[float]]:
         sampling = Sampling(max_tokens=2 * ANSWER if early else ANSWER // 10, ignore_eos=True)
         prompt = (7,) * (CONTEXT if early else PROMPT)
         inbox.post(at_s, Arrive(id=str(number), prompt=prompt, sampling=sampling, slo=Slo(ttft_s=1.0, tpot_s=0.05)))
-    run(
-        Engine(limits, policy), inbox, SimExecutor(Roofline(MODEL, H200), inbox, MODEL.layers, 0.0003), lambda outputs, engine: None
-    )
+    executor = SimExecutor(Roofline(MODEL, H200), inbox, MODEL.layers, Latency(0.0003))
+    run(Engine(limits, policy), inbox, executor, lambda outputs, engine: None)
     return spent
 
 

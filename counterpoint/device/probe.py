@@ -1,8 +1,9 @@
 """Probe: steps made by hand, sent to an executor and timed.
 
 Owns: slots, pages and tokens of the made requests, and the way from a kind of step to a time. Promises: times are the device's own
-(StepDone), medians of several; everything goes through the executor that serves, with the next step queued behind the running one
-wherever the lanes are so deep, so launching is part of what is measured; contexts do not grow while they are measured.
+(StepDone), the middle of several; everything goes through the executor that serves, with the next step queued behind the running
+one wherever the lanes are so deep, so that a step takes from the end of the one before to its own end, as it is served; what the
+host does meanwhile is told apart; contexts do not grow while they are measured.
 Must not: know what a time is for.
 
 The executor has two lanes, as multiplexing wants them: 0 decodes and runs fused passes, 1 prefills. Slots from PROMPTS on decode.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +24,15 @@ import msgspec
 
 from counterpoint.model.kv import KVPool
 from counterpoint.ports import Executor, Inbox
-from counterpoint.types import Close, Open, Sampling, Segment, Step, StepDone, Work
+from counterpoint.types import Close, Command, Open, Sampling, Segment, Step, StepDone, Work
 
 PROMPTS = 8  # slots of prompts that are prefilled
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
-LEAST_S = 0.12  # what is measured runs for about so long in all,
-LEAST_STEPS, MOST_STEPS = 4, 24  # within these
+LEAST_S = 0.09  # what is measured runs for about so long in all,
+LEAST_STEPS, MOST_STEPS = 4, 18  # within these, if they are decodes,
+LEAST_PASSES, MOST_PASSES_ALONE = 2, 12  # and these, if not
+LONG_S = 0.25  # passes that take so long are steady: one is enough
+SHORT_S = 0.04  # and of shorter ones, the start on an idle device is measured as well
 PASSES = 3  # prefill passes beside decodes, at least
 MOST_PASSES = 8  # times as many, while there are too few decode steps
 DECODES = 8  # and decode steps beside prefills
@@ -52,9 +57,27 @@ class Prompt(NamedTuple):
     reused: int = 0
 
 
+class Took(NamedTuple):
+    """Of a step among others of its kind. `seconds`: from the end of the one before to its own; `host_s`: for how long of these the
+    host was busy launching it; `steps`: into how many it was cut; `start_s`: how much longer it takes on an idle device (0: not
+    known)."""
+
+    seconds: float
+    host_s: float = 0.0
+    steps: int = 1
+    start_s: float = 0.0
+
+
+def middle(values: Sequence[float]) -> float:
+    """Mean of the middle two thirds: what is typical, where single ones are disturbed."""
+    ordered = sorted(values)
+    cut = len(ordered) // 6 if len(ordered) > 5 else (len(ordered) - 1) // 2
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
 @dataclass
 class Probe:
-    """`pages`: of the pool; `units`, `layers`, `vocab`, `depth`: the device's, the model's and the lanes'."""
+    """`pages`: of the pool; `units`, `layers`, `vocab`, `depth`: the device's, the model's and the lanes'. `clock`: the host's."""
 
     executor: Executor
     inbox: Inbox
@@ -67,6 +90,8 @@ class Probe:
     contexts: list[int] = field(default_factory=list)  # of the decoding slots
     prompts: set[int] = field(default_factory=set)  # open slots of prompts
     serial: int = 0
+    clock: Callable[[], float] = time.monotonic
+    host_s: float = 0.0  # spent in the executor since it was last put to 0
 
     def __post_init__(self) -> None:
         chance = random.Random(0)
@@ -112,9 +137,9 @@ class Probe:
             pages = tuple(self.order[at : at + count])
             at += count
             if slot in self.prompts:
-                self.executor.submit(Close(slot))
+                self._submit(Close(slot))
             self.prompts.add(slot)
-            self.executor.submit(Open(slot, self._text(reused + tokens), reused + tokens, pages, GREEDY))
+            self._submit(Open(slot, self._text(reused + tokens), reused + tokens, pages, GREEDY))
             segments.append(Segment(slot, reused, tokens, True))
         return segments
 
@@ -144,6 +169,11 @@ class Probe:
         part = msgspec.structs.replace(work, first_layer=edges[0], last_layer=edges[1])
         return Step(self.serial, lane, self.serial if batch is None else batch, *edges, units, tuple(segments), part)
 
+    def _submit(self, command: Command) -> None:
+        began_s = self.clock()
+        self.executor.submit(command)
+        self.host_s += self.clock() - began_s
+
     def _done(self) -> list[StepDone]:
         got = self.inbox.get()
         dones = [event for event in got[1] if isinstance(event, StepDone)] if got else []
@@ -154,70 +184,89 @@ class Probe:
 
     # ------------------------------------------------------------ what is measured
 
-    def decode_s(self, work: Work, units: int) -> float:
-        """A decode step of the batch, from one end to the next."""
+    def decode_s(self, work: Work, units: int) -> Took:
+        """A decode step of the batch."""
+        return self._in_a_row(lambda: self.decode_step(work, units), LEAST_STEPS, MOST_STEPS)
+
+    def prefill_s(self, work: Work, prompts: Sequence[Prompt], units: int) -> Took:
+        """A whole pass, alone on its units."""
+        return self._in_a_row(lambda: self.prefill_steps(work, prompts, units, self.layers)[0], LEAST_PASSES, MOST_PASSES_ALONE)
+
+    def fused_s(self, work: Work, prompts: Sequence[Prompt]) -> Took:
+        return self._in_a_row(lambda: self.fused_step(work, prompts), LEAST_PASSES, MOST_PASSES_ALONE)
+
+    def _in_a_row(self, make: Callable[[], Step], least: int, most: int) -> Took:
+        """Steps one behind the other, so many queued as the lane is deep, and then one on its own. The first is not counted: what
+        it finds missing is made for it."""
         ends: list[float] = []
-        enough = LEAST_STEPS
-        sent = 0
-        while sent < self.depth:
-            self.executor.submit(self.decode_step(work, units))
-            sent += 1
-        while len(ends) < enough + 2:
+        launches_s: list[float] = []
+        enough = most
+
+        def send() -> None:
+            self.host_s = 0.0
+            self._submit(make())
+            launches_s.append(self.host_s)
+
+        for _ in range(self.depth):
+            send()
+        while len(ends) <= enough:
             for done in self._done():
                 ends.append(done.ended_s)
-                if len(ends) == 3:
-                    enough = min(MOST_STEPS, max(LEAST_STEPS, int(LEAST_S / max(1e-4, ends[2] - ends[1]))))
-                if sent < enough + 2:
-                    self.executor.submit(self.decode_step(work, units))
-                    sent += 1
-        return statistics.median(b - a for a, b in itertools.pairwise(ends[1:]))
-
-    def prefill_s(self, work: Work, prompts: Sequence[Prompt], units: int) -> float:
-        """A whole pass, alone on its units."""
-        return self._repeated(lambda: self.prefill_steps(work, prompts, units, self.layers)[0])
-
-    def fused_s(self, work: Work, prompts: Sequence[Prompt]) -> float:
-        return self._repeated(lambda: self.fused_step(work, prompts))
-
-    def _repeated(self, make: Callable[[], Step]) -> float:
-        """Median time of steps that run one at a time; the first is not counted."""
-        took: list[float] = []
-        while len(took) < 2 or (len(took) < MOST_STEPS // 2 and sum(took[1:]) < LEAST_S) or (len(took) < 3 and took[-1] < 0.4):
-            self.executor.submit(make())
+                if len(ends) == 1:
+                    enough = self._enough(done.ended_s - done.started_s, least, most)
+                if len(launches_s) <= enough:
+                    send()
+        while len(ends) < len(launches_s):
+            ends += [done.ended_s for done in self._done()]
+        seconds = middle([b - a for a, b in itertools.pairwise(ends[: enough + 1])])
+        start_s = 0.0
+        if seconds < SHORT_S:
+            self._submit(make())
             (done,) = self._done()
-            took.append(done.ended_s - done.started_s)
-        return statistics.median(took[1:])
+            start_s = max(0.0, done.ended_s - done.started_s - seconds)
+        return Took(seconds, middle(launches_s[1:]), 1, start_s)
+
+    def _enough(self, one_s: float, least: int, most: int) -> int:
+        """How many to count, if the first took `one_s`."""
+        if one_s > LONG_S:
+            return 1
+        return min(most, max(least, int(LEAST_S / max(1e-4, one_s))))
 
     def together_s(
         self, decode: Work, level: int, prefill: Work, prompts: Sequence[Prompt], alone: tuple[float, float]
-    ) -> tuple[float, float]:
-        """Seconds of a decode step on `level` units and of a prefill pass on the rest, both again and again side by side; `alone`:
+    ) -> tuple[Took, Took]:
+        """A decode step on `level` units and of a prefill pass on the rest, both again and again side by side; `alone`:
         what they take alone there, at a guess. Prefill goes in layer groups that take about as long as a decode step, as it is
         served."""
         rest = self.units - level
         decode_s, prefill_s = alone
         group = max(1, min(self.layers, -(-int(1e6 * decode_s) * self.layers // max(1, int(1e6 * prefill_s)))))
-        passes = 1 + max(PASSES, min(24, -(-int(1e6 * DECODES * decode_s) // max(1, int(1e6 * prefill_s)))))
+        least = PASSES if prefill_s < LONG_S else PASSES - 1
+        passes = 1 + max(least, min(24, -(-int(1e6 * DECODES * decode_s) // max(1, int(1e6 * prefill_s)))))
         queue: deque[Step] = deque()
         made = 0
         ends: dict[int, list[float]] = {DECODE: [], PREFILL: []}
+        launches_s: dict[int, list[float]] = {DECODE: [], PREFILL: []}
         pass_ends: list[float] = []
         began_s: dict[int, float] = {}
         running = 0
 
         def feed(lane: int) -> None:
             nonlocal made, running
+            self.host_s = 0.0
             more = made < passes or (len(ends[DECODE]) < LEAST_STEPS and made < MOST_PASSES * passes)  # the guess may be far off
+            step = None
             if lane == PREFILL:
                 if not queue and more:
                     made += 1
                     queue.extend(self.prefill_steps(prefill, prompts, rest, group))
-                if queue:
-                    self.executor.submit(queue.popleft())
-                    running += 1
+                step = queue.popleft() if queue else None
             elif more or len(pass_ends) < made:
-                self.executor.submit(self.decode_step(decode, level))
+                step = self.decode_step(decode, level)
+            if step is not None:
+                self._submit(step)
                 running += 1
+                launches_s[lane].append(self.host_s)
 
         per_pass = -(-self.layers // group)
         for _ in range(self.depth):
@@ -235,5 +284,7 @@ class Probe:
         steady = [at for at in ends[DECODE] if pass_ends[0] <= at <= pass_ends[-1]]
         if len(steady) < 2:
             steady = [began_s[DECODE], *ends[DECODE]]
-        period_s = (steady[-1] - steady[0]) / (len(steady) - 1)
-        return period_s, statistics.median(b - a for a, b in itertools.pairwise(pass_ends))
+        period_s, pass_s = (middle([b - a for a, b in itertools.pairwise(times)]) for times in (steady, pass_ends))
+        parts = launches_s[PREFILL]
+        each_s = [sum(parts[at : at + per_pass]) for at in range(0, len(parts), per_pass)]
+        return Took(period_s, middle(launches_s[DECODE][1:])), Took(pass_s, middle(each_s[1:]), per_pass)

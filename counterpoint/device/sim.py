@@ -1,7 +1,8 @@
 """The simulated device: a clock that jumps, and lanes whose steps take as long as an estimator says.
 
-Owns: virtual time, and how far each running step has come. Promises: deterministic; steps of a lane run in order; a step's speed
-changes the moment its neighbour starts or ends. Must not: decide, check what it is told (device/watch.py does), or import torch.
+Owns: virtual time, how far each running step has come, and until when the host is busy. Promises: deterministic; steps of a lane
+run in order; a step's speed changes the moment its neighbour starts or ends; what happens while the host is busy waits for it.
+Must not: decide, check what it is told (device/watch.py does), or import torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from counterpoint.ports import Estimator
 from counterpoint.types import Close, Command, Event, Open, Step, StepDone, Work
@@ -25,11 +27,39 @@ def fake_token(seed: int, position: int) -> int:
     return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
 
 
-class VirtualInbox:
-    """ports.Inbox over a virtual clock. Arrivals are posted beforehand; the device sets alarms for what it will report."""
+class Host(Protocol):
+    """What steps ask of the one thread that launches them, in seconds."""
 
-    def __init__(self) -> None:
+    def seconds(self, work: Work) -> float:
+        """For how long launching a step keeps it busy."""
+        ...
+
+    def start_s(self, work: Work) -> float:
+        """From the launch to the moment at which an idle device starts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A host whose launches keep it from nothing, and whose steps can start `latency_s` later."""
+
+    latency_s: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        return 0.0
+
+    def start_s(self, work: Work) -> float:
+        return self.latency_s
+
+
+class VirtualInbox:
+    """ports.Inbox over a virtual clock. Arrivals are posted beforehand; the device sets alarms for what it will report. Each turn
+    of the loop keeps the host busy for `turn_s`."""
+
+    def __init__(self, turn_s: float = 0.0) -> None:
         self.now = 0.0
+        self.turn_s = turn_s
+        self.free_s = 0.0  # when the host has done what it was told so far
         self._queue: list[tuple[float, int, Event | Alarm]] = []
         self._serial = 0
 
@@ -41,16 +71,25 @@ class VirtualInbox:
         """Call `alarm` at `at_s`; what it returns comes as an event of that time, None as none."""
         self._push(at_s, alarm)
 
+    def spend(self, seconds: float) -> None:
+        """The host is busy for so long, with this after what it does already."""
+        self.free_s = max(self.free_s, self.now) + seconds
+
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Go to the next time at which there is an event; that time and its events, or None when nothing is left."""
+        """Go to the next time at which there is an event and the host is free; that time and all that came until then, or None when
+        nothing is left."""
         events: list[Event] = []
-        queue = self._queue
-        while queue and (not events or queue[0][0] == self.now):
+        queue, free_s = self._queue, self.free_s
+        while queue and (not events or queue[0][0] <= self.now or queue[0][0] <= free_s):
             self.now, _, item = heapq.heappop(queue)
             event = item() if callable(item) else item
             if event is not None:
                 events.append(event)
-        return (self.now, events) if events else None
+        if not events:
+            return None
+        self.now = max(self.now, free_s)
+        self.free_s = self.now + self.turn_s
+        return self.now, events
 
     def _push(self, at_s: float, item: Event | Alarm) -> None:
         if at_s < self.now:
@@ -83,7 +122,7 @@ class SimLane:
 class SimExecutor:
     """ports.Executor of one simulated device. `physics` says what a step takes, alone and beside another.
 
-    `host_s` is the time from the submission of a step to the moment at which the device could start it: hidden while an earlier
+    `host` says for how long the launch of a step keeps the host busy, and when the device could start it: hidden while an earlier
     step still runs, felt when the lane has run dry. `token` makes the sampled ids from (seed of the request, position). `active`:
     how many of its units a step keeps at work; None: not told.
     """
@@ -93,14 +132,14 @@ class SimExecutor:
         physics: Estimator,
         inbox: VirtualInbox,
         layers: int,
-        host_s: float = 0.0,
+        host: Host = Latency(),
         token: NextToken = fake_token,
         active: ActiveUnits | None = None,
     ) -> None:
         self.physics = physics
         self.inbox = inbox
         self.layers = layers
-        self.host_s = host_s
+        self.host = host
         self.token = token
         self.active = active
         self._seeds: dict[int, int] = {}  # of the open slots
@@ -111,7 +150,10 @@ class SimExecutor:
             lane = self._lanes.get(command.lane)
             if lane is None:
                 lane = self._lanes[command.lane] = SimLane()
-            lane.queue.append((self.inbox.now + self.host_s, command))
+            lane.queue.append((max(self.inbox.free_s, self.inbox.now) + self.host.start_s(command.work), command))
+            launch_s = self.host.seconds(command.work)
+            if launch_s:
+                self.inbox.spend(launch_s)
             if lane.running is None and len(lane.queue) == 1:
                 self._start(lane)
         elif isinstance(command, Open):

@@ -10,11 +10,15 @@ but a line. Factors are found by least squares of relative errors, with a pull t
 clean measurement outweighs; a number of units that was never measured has its neighbours' factors.
 
     prefill    products(rows) · c(rows) + attention(n²) · a + attention(n·r) · b + head
-    decode     (products(rows) + head) · c(rows) + attention(context) · a           rows: the batch, filled up to its bucket
+    decode     (products(rows) + head) · c(rows) + attention(context) · a
     fused      the prefill of all its rows · p + attention(context) · a + head + d
 
+Rows are filled up to their bucket where the device does so. No step takes less than its launch (perf/host.py), and one that waited
+for the host tells nothing of the device.
+
 Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens and decode context to half an octave;
-split): the roofline's, corrected by the nearest measured pairs.
+split): the roofline's, corrected by the nearest measured pairs. A neighbour that waits for the host slows a step only while it
+runs.
 """
 
 from __future__ import annotations
@@ -27,14 +31,14 @@ from functools import lru_cache
 
 import msgspec
 
+from counterpoint.perf.host import Launching
+from counterpoint.perf.regression import LEAST, least_squares
 from counterpoint.perf.roofline import KERNELS_PER_LAYER, Roofline, on_grid
-from counterpoint.perf.table import Point, Table
+from counterpoint.perf.table import Point, Table, filled
 from counterpoint.types import Work
 
-NOISE = 0.02  # relative error of a measurement
 PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
-LEAST = 0.02  # of a factor
 # How far a measured pair tells of others, by leaving each out in turn (one H200): octaves of prefill tokens and of decode context,
 # units of the split.
 PROMPTS, CONTEXTS, UNITS = 1.0, 6.0, 16.0
@@ -93,14 +97,16 @@ class Fitted:
     def __init__(self, table: Table, prior: Roofline) -> None:
         self.table = table
         self.prior = prior
-        solo = [p for p in table.points if p.beside is None and not p.held_out]
+        self.launching = Launching(table)
+        telling = [p for p in table.points if not p.held_out and not self.launching.waited(p)]
+        solo = [p for p in telling if p.beside is None]
         self.decodes = self._fit_kind([p for p in solo if not p.work.prefill_tokens], self._decode_terms)
         self.prefills = self._fit_kind([p for p in solo if not p.work.decode_batch], self._prefill_terms)
         self.mixed = self._fit_mixed([p for p in solo if p.work.prefill_tokens and p.work.decode_batch])
         self.alone: Callable[[Work, int], float] = lru_cache(1 << 12)(self._alone)
         self._pairs: dict[bool, list[tuple[float, float, float, float]]] = {True: [], False: []}  # by whether it is the prefill
-        for point in table.points:
-            if point.beside is not None and not point.held_out:
+        for point in telling:
+            if point.beside is not None:
                 self._add_pair(point, *point.beside)
         self._corrections: dict[tuple[bool, int, int, int], float] = {}
 
@@ -111,12 +117,18 @@ class Fitted:
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
         """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
-        alone_s = self.alone(work, units)
+        alone_s, floor_s = self.alone(work, units), self.launching.floor_s(work)
         if beside is None or not alone_s:
-            return alone_s
-        prior = self.prior
-        slower = prior.slowdown(prior.alone(work, units), units, prior.alone(*beside), beside[1])
-        return alone_s * max(1.0, slower * self._correction(work, units, *beside))
+            return max(alone_s, floor_s)
+        prior, (other, other_units) = self.prior, beside
+        slower = prior.slowdown(prior.alone(work, units), units, prior.alone(other, other_units), other_units)
+        slower *= self._correction(work, units, other, other_units)
+        return max(floor_s, alone_s * (1 + max(0.0, slower - 1) * self._busy(other, other_units)))
+
+    def _busy(self, work: Work, units: int) -> float:
+        """The share of time for which a step that runs over and over keeps the device busy: under 1 if it waits for the host."""
+        floor_s = self.launching.floor_s(work)
+        return min(1.0, self.alone(work, units) / floor_s) if floor_s else 1.0
 
     # ------------------------------------------------------------ one step, alone
 
@@ -172,7 +184,7 @@ class Fitted:
 
     def _prefill_terms(self, work: Work, units: int) -> Terms:
         prior, layers = self.prior, work.last_layer - work.first_layer
-        rows = work.prefill_tokens + work.decode_batch
+        rows = filled(work.prefill_tokens + work.decode_batch, self.table.pass_buckets)
         products_s = prior.layer_cost(on_grid(rows), units).seconds
         own_s = layers * prior.prefill_attention(work, units, reused=False).seconds
         reused_s = layers * prior.prefill_attention(work, units).seconds - own_s if work.prefill_reused else 0.0
@@ -180,7 +192,7 @@ class Fitted:
 
     def _decode_terms(self, work: Work, units: int) -> Terms:
         prior, layers = self.prior, work.last_layer - work.first_layer
-        rows = self._filled(work.decode_batch)
+        rows = filled(work.decode_batch, self.table.buckets)
         products_s = layers * prior.layer_cost(on_grid(rows), units).seconds
         if work.last_layer == work.layers:
             products_s += prior.head_cost(rows, units).seconds
@@ -196,17 +208,11 @@ class Fitted:
         known = self.decodes
         level = units if units in known else min(known, key=lambda level: abs(level - units), default=0)
         read_s = layers * self.prior.decode_attention(work, units).seconds * (known[level].others[0] if known else 1.0)
-        rows = work.prefill_tokens + work.decode_batch
-        return Terms(rows, 1, 0.0, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest_s)
+        return Terms(0, 1, 0.0, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest_s)
 
     def _head_s(self, work: Work, units: int) -> float:
         ends = work.last_layer == work.layers and work.samples
         return self.prior.head_cost(work.samples, units).seconds if ends else 0.0
-
-    def _filled(self, batch: int) -> int:
-        buckets = self.table.buckets
-        at = bisect.bisect_left(buckets, batch)
-        return buckets[at] if at < len(buckets) else batch
 
     # ------------------------------------------------------------ fitting
 
@@ -287,39 +293,3 @@ def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     weight = len(ordered) / (len(ordered) + 0.5)
     return math.exp(weight * middle + (1 - weight) * math.log(otherwise))
-
-
-def least_squares(table: Sequence[tuple[list[float], float]], guesses: Sequence[tuple[float, float]]) -> list[float]:
-    """Factors x that make row·x near each row's seconds, relatively, and stay near their (guess, spread); none under LEAST.
-
-    The minimum of Σ ((row·x - s) / (NOISE s))² + Σ ((x - guess) / spread)²: linear regression with a normal prior (Bishop, Pattern
-    Recognition and Machine Learning, section 3.3)."""
-    size = len(guesses)
-    matrix = [[0.0] * size for _ in range(size)]
-    right = [0.0] * size
-    for line, seconds in table:
-        scaled = [value / (NOISE * seconds) for value in line]
-        for i, a in enumerate(scaled):
-            if a:
-                right[i] += a / NOISE
-                for j, b in enumerate(scaled):
-                    matrix[i][j] += a * b
-    for i, (guess, spread) in enumerate(guesses):
-        matrix[i][i] += 1 / spread**2
-        right[i] += guess / spread**2
-    return [max(LEAST, value) for value in solve(matrix, right)]
-
-
-def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x with matrix·x = right, of a symmetric positive definite matrix (elimination needs no pivots there)."""
-    size = len(right)
-    rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
-    for i in range(size):
-        for j in range(i + 1, size):
-            times = rows[j][i] / rows[i][i]
-            if times:
-                rows[j] = [b - times * a for a, b in zip(rows[i], rows[j], strict=True)]
-    x = [0.0] * size
-    for i in reversed(range(size)):
-        x[i] = (rows[i][size] - sum(rows[i][j] * x[j] for j in range(i + 1, size))) / rows[i][i]
-    return x

@@ -7,6 +7,7 @@ Must not: measure, fit, or choose where a table is kept.
 
 from __future__ import annotations
 
+import bisect
 import math
 
 import msgspec
@@ -32,27 +33,40 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A step of `work` on `units` took `seconds`, alone or while `beside` = (work, units) ran again and again."""
+    """A step of `work` on `units` took `seconds`, with others of its kind before and behind it, alone or while `beside` = (work,
+    units) ran again and again. For `host_s` of these the host was busy launching it (0: not known), in so many `steps`. On an idle
+    device it takes `start_s` longer."""
 
     work: Work
     units: int
     seconds: float
     beside: tuple[Work, int] | None = None
     held_out: bool = False
+    host_s: float = 0.0
+    steps: int = 1
+    start_s: float = 0.0
 
 
 class Table(msgspec.Struct, kw_only=True):
-    """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not). `about`: date, versions, command."""
+    """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not); `pass_buckets`: and those of passes
+    with prompt tokens, by their rows; larger ones are not filled up. `about`: date, versions, command."""
 
     key: Key
     about: dict[str, str] = {}
     buckets: tuple[int, ...] = ()
+    pass_buckets: tuple[int, ...] = ()
     points: list[Point] = []
 
     @property
     def splits(self) -> tuple[int, ...]:
         """Decode units on which a decode was measured beside a prefill, ascending."""
         return tuple(sorted({p.units for p in self.points if p.beside is not None and not p.work.prefill_tokens}))
+
+
+def filled(rows: int, buckets: tuple[int, ...]) -> int:
+    """The bucket of so many rows; beyond the last one, `rows`."""
+    at = bisect.bisect_left(buckets, rows)
+    return buckets[at] if at < len(buckets) else rows
 
 
 def shape_of(model: ModelSpec) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from counterpoint.bench import calibrate as c
 from counterpoint.device.probe import PROMPTS, Probe, Prompt, StepError
-from counterpoint.device.sim import SimExecutor, VirtualInbox
+from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
 from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Key, Table, decode_work, shape_of
+from counterpoint.perf.table import Key, Table, decode_work, filled, prefill_work, shape_of
 from counterpoint.ports import Estimator
 from counterpoint.spec.device import H200, Curve
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Command, Lane, Open, Role, Step, StepDone
+from counterpoint.types import Command, Lane, Open, Role, Step, StepDone, Work
 
 LLAMA = PRESETS["llama-3.1-8b"]
 PRIOR = Roofline(LLAMA, H200)
@@ -43,16 +45,53 @@ class Bench:
     kept: list[int]
 
 
-def bench(physics: Estimator = REAL, table: Table | None = None) -> Bench:
+@dataclass(frozen=True)
+class Slow:
+    """A host that launches decodes as one graph, passes of up to 512 rows in pieces, and larger ones operation by operation."""
+
+    def seconds(self, work: Work) -> float:
+        if not work.prefill_tokens:
+            return 3e-4 + 1e-6 * work.decode_batch
+        layers_s = 2e-3 if work.prefill_tokens + work.decode_batch <= 512 else 12e-3
+        layers_s *= (work.last_layer - work.first_layer) / work.layers
+        return 6e-4 + layers_s + (0 if work.first_layer else 1e-4 * work.prefill_requests)
+
+    def start_s(self, work: Work) -> float:
+        return self.seconds(work) / 2
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A device that fills small passes up to a bucket, and that waits for what launches them."""
+
+    inner: Estimator
+    buckets: tuple[int, ...]
+    host: Host = field(default_factory=Latency)
+
+    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+        beside = beside and (self.padded(beside[0]), beside[1])
+        return max(self.host.seconds(work), self.inner.seconds(self.padded(work), units, beside))
+
+    def padded(self, work: Work) -> Work:
+        if not work.prefill_tokens:
+            return work
+        rows = filled(work.prefill_tokens + work.decode_batch, self.buckets)
+        return msgspec.structs.replace(work, prefill_tokens=rows - work.decode_batch)
+
+
+def bench(physics: Estimator = REAL, table: Table | None = None, host: Host = Latency()) -> Bench:
     inbox = VirtualInbox()
-    probe = Probe(SimExecutor(physics, inbox, LLAMA.layers), inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
+    executor = SimExecutor(physics, inbox, LLAMA.layers, host)
+    probe = Probe(executor, inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
+    probe.clock = lambda: max(inbox.now, inbox.free_s)
     table, kept = table or Table(key=KEY), []
     return Bench(inbox, probe, table, c.Calibration(probe, table, PRIOR, lambda table: kept.append(len(table.points))), kept)
 
 
 def run(b: Bench, levels: tuple[int, ...] = LEVELS, budget_s: float = 1e9) -> int:
     judges = c.held_out(H200.units, levels, ROOM, 8192)
-    return c.calibrate(b.calibration, c.plan(H200.units, levels, ROOM), judges, budget_s, lambda done, of: None)
+    jobs = c.plan(H200.units, levels, ROOM, b.table.pass_buckets)
+    return c.calibrate(b.calibration, jobs, judges, budget_s, lambda done, of: None)
 
 
 def test_a_calibrated_device_is_predicted():
@@ -67,6 +106,74 @@ def test_a_calibrated_device_is_predicted():
     assert bare["all, alone"]["p50"] > 0.1
     assert b.kept == sorted(set(b.kept))  # written after every job
     assert b.inbox.now < 300  # of the device's time
+
+
+def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
+    buckets, host = (64, 128, 256, 512), Slow()
+    b = bench(Filled(REAL, buckets, host), Table(key=KEY, pass_buckets=buckets), host)
+    run(b)
+    fitted, judges = Fitted(b.table, PRIOR), [p for p in b.table.points if p.held_out]
+    found = c.errors(fitted, judges)
+    assert found["all, alone"]["p50"] < 0.05
+    assert found["all, alone"]["p95"] < 0.10
+    assert found["all, beside the other"]["p95"] < 0.15
+    for tokens, edges in itertools.product((100, 500, 4000), ((0, 32), (0, 8), (8, 16))):
+        step = msgspec.structs.replace(prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1])
+        assert fitted.launching.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
+    assert fitted.launching.seconds(decode_work([100] * 200, 32)) == pytest.approx(5e-4, rel=0.1)
+    unaware = c.errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
+    assert unaware["all, alone"]["p95"] > found["all, alone"]["p95"]
+
+
+def test_a_step_that_waits_for_the_host_takes_as_long_as_its_launch():
+    host = Slow()
+    b = bench(Filled(REAL, (), host), host=host)
+    b.calibration.measure(c.Job((Prompt(600),), (), 132))
+    (point,) = b.table.points
+    assert REAL.seconds(point.work, 132) > host.seconds(point.work) > 0.012
+    assert point.host_s == pytest.approx(host.seconds(point.work))
+    assert point.seconds == pytest.approx(REAL.seconds(point.work, 132))
+    small = bench(Filled(Latent(0.001), (), host), host=host)
+    small.calibration.measure(c.Job((Prompt(600),), (), 132))
+    assert small.table.points[0].seconds == pytest.approx(host.seconds(point.work), rel=0.01)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Every step takes as long."""
+
+    alone_s: float
+
+    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+        return self.alone_s
+
+
+def test_small_passes_are_measured_at_their_buckets():
+    buckets = (48, 128, 640)
+    alone = [
+        job
+        for job in c.plan(132, LEVELS, ROOM, buckets)
+        if len(job.prompts) == 1 and not job.contexts and not sum(p.reused for p in job.prompts)
+    ]
+    small = {job.prompts[0].tokens for job in alone if job.prompts[0].tokens <= 640}
+    assert small == set(buckets)
+    assert max(job.prompts[0].tokens for job in alone) == 8192
+
+
+def test_the_report_tells_every_held_out_step():
+    b = bench(host=Slow())
+    jobs, judges = c.plan(H200.units, (32,), ROOM), c.held_out(H200.units, (32,), ROOM, 2048)
+    c.calibrate(b.calibration, jobs[:12], judges[:9], 1e9, lambda done, of: None)
+    told = msgspec.json.decode(msgspec.json.encode(c.report(b.table, PRIOR)))
+    held = [p for p in b.table.points if p.held_out]
+    assert told["points"] == {"fitted": len(b.table.points) - len(held), "held_out": len(held)}
+    assert len(told["rows"]) == len(held)
+    fitted = Fitted(b.table, PRIOR)
+    for row, point in zip(told["rows"], held, strict=True):
+        assert row["ms"] == 1e3 * point.seconds and row["host_ms"] == 1e3 * point.host_s > 0
+        assert row["fitted_ms"] == pytest.approx(1e3 * fitted.seconds(point.work, point.units, point.beside))
+        assert {"kind", "units", "work", "beside", "roofline_ms", "steps", "start_ms"} <= row.keys()
+    assert told["held_out"]["fitted"].keys() == told["held_out"]["roofline"].keys() >= {"all, alone", "all, beside the other"}
 
 
 def test_steps_are_timed_as_they_are():
@@ -135,9 +242,10 @@ def test_a_guess_that_is_far_off_does_no_harm():
     assert prefill is not None and decode is not None
     b.probe.decoding((1000,) * 32)
     right = (REAL.seconds(decode, 32), REAL.seconds(prefill, 100))
-    wanted = b.probe.together_s(decode, 32, prefill, [Prompt(512)], right)
+    wanted = [took.seconds for took in b.probe.together_s(decode, 32, prefill, [Prompt(512)], right)]
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
-        assert b.probe.together_s(decode, 32, prefill, [Prompt(512)], guess) == pytest.approx(wanted, rel=0.05)
+        found = [took.seconds for took in b.probe.together_s(decode, 32, prefill, [Prompt(512)], guess)]
+        assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_a_failed_step_ends_it():

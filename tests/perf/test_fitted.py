@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.perf import shelf
-from counterpoint.perf.fitted import Fitted, least_squares, solve
+from counterpoint.perf.fitted import Fitted
+from counterpoint.perf.regression import least_squares, solve
 from counterpoint.perf.roofline import Roofline
 from counterpoint.perf.table import Key, Point, Table, decode, decode_work, encode, file_name, fused_work, prefill_work, shape_of
 from counterpoint.ports import Estimator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sim_builders import ByTokens, Constant, opened, step
 
-from counterpoint.device.sim import SimExecutor, VirtualInbox, fake_token
-from counterpoint.types import Abort, Close, Segment, StepDone
+from counterpoint.device.sim import Latency, SimExecutor, VirtualInbox, fake_token
+from counterpoint.types import Abort, Close, Segment, StepDone, Work
 
 
 def drain(inbox: VirtualInbox) -> list[tuple[float, list]]:
@@ -50,7 +50,7 @@ def test_the_past_is_closed():
 
 def device(physics, host_s: float = 0.0) -> tuple[VirtualInbox, SimExecutor]:
     inbox = VirtualInbox()
-    executor = SimExecutor(physics, inbox, layers=4, host_s=host_s)
+    executor = SimExecutor(physics, inbox, layers=4, host=Latency(host_s))
     for slot in range(4):
         executor.submit(opened(slot, seed=slot))
     return inbox, executor
@@ -95,6 +95,41 @@ def test_the_host_is_hidden_behind_a_running_step_and_felt_on_a_dry_lane():
     executor.submit(step(2, Segment(1, 0, 2, False)))
     inbox.call(7.0, lambda: executor.submit(step(3, Segment(2, 0, 1, False))))
     assert spans(drain(inbox)) == {1: (0.5, 3.5), 2: (3.5, 5.5), 3: (7.5, 8.5)}
+
+
+class Launches:
+    """Steps that take a second to launch, and can start half a second after that began."""
+
+    def seconds(self, work: Work) -> float:
+        return 1.0
+
+    def start_s(self, work: Work) -> float:
+        return 0.5
+
+
+def test_what_happens_while_the_host_launches_waits_for_it():
+    """Two launches keep the host until 2 s: the first step (of 1 s) has ended at 1.5 s, and the loop hears of it at 2 s, together
+    with what was posted meanwhile. What is launched next follows."""
+    inbox, executor = device(ByTokens())
+    executor.host = Launches()
+    executor.submit(step(1, Segment(0, 0, 1, False)))
+    executor.submit(step(2, Segment(1, 0, 3, False)))
+    inbox.post(1.8, Abort("a"))
+    now, events = inbox.get() or (0.0, [])
+    assert now == 2.0
+    done, abort = events
+    assert isinstance(done, StepDone) and abort == Abort("a")
+    assert (done.started_s, done.ended_s) == (0.5, 1.5)
+    executor.submit(step(3, Segment(2, 0, 1, False), lane=1))
+    assert spans(drain(inbox))[3][0] == 2.5
+
+
+def test_a_turn_keeps_the_host_busy():
+    inbox = VirtualInbox(turn_s=0.2)
+    inbox.post(1.0, Abort("a"))
+    inbox.post(1.1, Abort("b"))
+    inbox.post(1.5, Abort("c"))
+    assert [(now, len(events)) for now, events in drain(inbox)] == [(1.0, 1), (1.2, 1), (1.5, 1)]
 
 
 def test_three_lanes_slow_each_other():
