@@ -34,6 +34,7 @@ from counterpoint.bench import reshape
 from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.report import summarise
+from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import number, share
 from counterpoint.bench.workload import Query, TokenRange, describe
 from counterpoint.config import Config, ConfigError
@@ -135,10 +136,11 @@ class OnEngine:
             raise ConfigError("this device takes one engine only")
         inbox = WallInbox()
         system = self._system = self._system.again(config, inbox)
+        stopwatch = Stopwatch(system.executor, inbox)
         came = replay_engine(
             system.engine,
             inbox,
-            system.executor,
+            stopwatch,
             cell.queries,
             warmup=reshape.rehearsal(cell.queries, WARMUP),
             tokens=TokenRange.within(system.spec.vocab),
@@ -148,6 +150,7 @@ class OnEngine:
         return judged(cell, came.records, came.after, came.before, came.errors) | {
             "notes": notes,
             "pages_leaked": came.pages_leaked,
+            "host": stopwatch.told(),
         }
 
     def close(self) -> None:

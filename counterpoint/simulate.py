@@ -52,13 +52,15 @@ HOST_S = 0.0003
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
-    calibration says of the host and its launches, else HOST_S). `depth`: steps in flight per lane. `belief_error`: how far the
+    calibration says of the host and its launches, else HOST_S); `turn_s`: of the host, for what a turn of the loop takes beside
+    launching. `depth`: steps in flight per lane. `belief_error`: how far the
     policy's prices are off from what steps take, as a share. What steps take: as `physics` says, else as fitted to `calibration`,
     else as the roofline of model and device has it. `without`: the part that auto lacks (core/policy/ablated.py)."""
 
     model: ModelSpec
     device: DeviceSpec
     host_s: float | None = None
+    turn_s: float = 0.0
     depth: int = 2
     belief_error: float = 0.0
     physics: Estimator | None = None
@@ -167,7 +169,7 @@ def simulate(
     simulation. Raises ConfigError or ValueError if the machine can't be as it is asked."""
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
-    inbox = VirtualInbox()
+    inbox = VirtualInbox(machine.turn_s)
     tokens = TokenRange.within(machine.model.vocab)
     for query in reshape.without_texts(queries):
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
@@ -177,7 +179,7 @@ def simulate(
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
-    collected = Collected(on_record)
+    collected = Collected({query.id: query.arrival_s for query in queries}, on_record)
     deliver = collected.deliver
     timeline = None
     if files.timeline:
@@ -195,9 +197,11 @@ def simulate(
 
 
 class Collected:
-    """What the engine delivers, as far as a simulation wants it."""
+    """What the engine delivers, as far as a simulation wants it. A request arrives when it is sent (`sent_s`, by its id), even if
+    the host hears of it later."""
 
-    def __init__(self, on_record: Callable[[Record], None] | None = None) -> None:
+    def __init__(self, sent_s: dict[str, float], on_record: Callable[[Record], None] | None = None) -> None:
+        self.sent_s = sent_s
         self.on_record = on_record
         self.records: dict[str, Record] = {}
         self.errors: dict[str, str] = {}
@@ -205,9 +209,10 @@ class Collected:
     def deliver(self, outputs: list[Output], _: Engine) -> None:
         for output in outputs:
             if isinstance(output, Record):
-                self.records[output.id] = output
+                record = msgspec.structs.replace(output, arrival_s=self.sent_s[output.id])
+                self.records[record.id] = record
                 if self.on_record:
-                    self.on_record(output)
+                    self.on_record(record)
             elif isinstance(output, Delta) and output.error:
                 self.errors[output.id] = output.error
 
@@ -321,7 +326,15 @@ class What:
             table = shelf.load(Path(self.calibration))
             if (table.key.units, table.key.model) != (device.units, shape_of(spec)):
                 raise ValueError(f"--calibration {self.calibration}: measured on {table.key.device} with {table.key.model}")
-        return Machine(spec, device, self.host_overhead, self.depth, self.belief_error, calibration=table, without=self.without)
+        return Machine(
+            spec,
+            device,
+            self.host_overhead,
+            depth=self.depth,
+            belief_error=self.belief_error,
+            calibration=table,
+            without=self.without,
+        )
 
 
 @Parameter(name="*")

@@ -22,12 +22,14 @@ class Word(enum.Enum):
 
 class WallInbox:
     """`put`, `nudge` and `stop` from any thread, `get` from one. `turns` counts the calls of `get`: one that does not change though
-    the inbox was nudged means that whoever calls `get` is stuck in its turn."""
+    the inbox was nudged means that whoever calls `get` is stuck in its turn. `busy_s`: seconds between a `get` and the next."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event | Word] = queue.SimpleQueue()
         self._stopped = False
         self.turns = 0
+        self.busy_s = 0.0
+        self._left_s: float | None = None
 
     def clock(self) -> float:
         """Seconds since an arbitrary moment, the same for all threads of the machine; never goes back."""
@@ -47,6 +49,8 @@ class WallInbox:
     def get(self) -> tuple[float, Sequence[Event]] | None:
         """Block until there are events or a nudge; the time now and all events that wait, or None after `stop`."""
         self.turns += 1
+        if self._left_s is not None:
+            self.busy_s += self.clock() - self._left_s
         events: list[Event] = []
         nudged = False
         while not self._stopped:
@@ -60,4 +64,5 @@ class WallInbox:
                 nudged = True
             else:
                 events.append(item)
-        return (self.clock(), events) if events or nudged else None
+        self._left_s = self.clock()
+        return (self._left_s, events) if events or nudged else None

@@ -22,7 +22,7 @@ from counterpoint.device.sim import SimExecutor
 from counterpoint.simulate import Files, Machine, command, kv_pages, make_engine, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Finish, Step
+from counterpoint.types import Finish, Step, Work
 
 LLAMA = PRESETS["llama-3.1-8b"]
 H200 = Machine(LLAMA, device_spec("h200"))
@@ -256,3 +256,24 @@ def test_no_torch():
     code = f"import sys, {modules}, counterpoint.device.timeline; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_request_waits_from_when_it_is_sent_also_if_the_host_is_busy():
+    """The second comes while the first one's launch keeps the host: the engine hears of it when that is over."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Busy(Machine):
+        def host(self, physics):
+            return Launches()
+
+    class Launches:
+        def seconds(self, work: Work) -> float:
+            return 1.0
+
+        def start_s(self, work: Work) -> float:
+            return 0.0
+
+    machine = Busy(LLAMA, H200.device, depth=1, physics=Constant(0.5))
+    came = simulate(machine, [Query(0, 0.0, 16, 2), Query(1, 0.2, 16, 2)], Config().replace(policy="serial"))
+    assert [record.arrival_s for record in came.records] == [0.0, 0.2]
+    assert came.records[1].token_s[0] > 1.0

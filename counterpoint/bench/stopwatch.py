@@ -1,0 +1,44 @@
+"""A stopwatch for the engine's thread: what its turns cost, and how much of that is launching.
+
+Owns: the counting. Promises: commands go through unchanged. Must not: be around an executor whose serving is not being measured.
+"""
+
+from __future__ import annotations
+
+from counterpoint.device.wall import WallInbox
+from counterpoint.ports import Executor
+from counterpoint.types import Command, Step
+
+
+class Stopwatch:
+    """An Executor around `inner`, which is fed by a loop over `inbox`."""
+
+    def __init__(self, inner: Executor, inbox: WallInbox) -> None:
+        self.inner = inner
+        self.inbox = inbox
+        self._launches: dict[str, tuple[int, float]] = {}
+        self._others_s = 0.0
+
+    def submit(self, command: Command) -> None:
+        began_s = self.inbox.clock()
+        self.inner.submit(command)
+        took_s = self.inbox.clock() - began_s
+        if isinstance(command, Step):
+            steps, seconds = self._launches.get(command.work.kind, (0, 0.0))
+            self._launches[command.work.kind] = (steps + 1, seconds + took_s)
+        else:
+            self._others_s += took_s
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def told(self) -> dict[str, object]:
+        """Seconds of the loop's turns: in all, in launching steps by their kind, and what is left (events, decisions, answers)."""
+        inbox, launches = self.inbox, sorted(self._launches.items())
+        launching_s = self._others_s + sum(seconds for _, (_, seconds) in launches)
+        return {
+            "turns": inbox.turns,
+            "busy_s": inbox.busy_s,
+            "launch": {kind: {"steps": steps, "seconds": seconds} for kind, (steps, seconds) in launches},
+            "turn_ms": 1e3 * (inbox.busy_s - launching_s) / max(1, inbox.turns),
+        }
