@@ -41,7 +41,7 @@ from counterpoint.ports import Estimator, Executor, Inbox
 from counterpoint.spec.device import DeviceSpec, device_spec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.spec.source import load_spec
-from counterpoint.types import Arrive, Delta, Output, Record, Sampling, Slo, Stats
+from counterpoint.types import Arrive, Output, Record, Sampling, Slo, Stats
 
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
 SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
@@ -213,7 +213,7 @@ class Collected:
                 self.records[record.id] = record
                 if self.on_record:
                     self.on_record(record)
-            elif isinstance(output, Delta) and output.error:
+            elif output.error:
                 self.errors[output.id] = output.error
 
 

@@ -24,7 +24,7 @@ from counterpoint.core.parts import Parts
 from counterpoint.core.passes import make_pass, some_layers
 from counterpoint.core.prefixes import Prefixes
 from counterpoint.core.recent import Recent
-from counterpoint.core.request import Phase, Request
+from counterpoint.core.request import DONE, PREFILL, Phase, Request
 from counterpoint.core.state import LaneState, Pass, State
 from counterpoint.core.tally import Tally
 from counterpoint.ports import Policy
@@ -141,6 +141,7 @@ class Engine:
         if arrive.id in self.living:
             return
         request = Request(arrive, now, self._serial, output=list(arrive.resumed), kept=arrive.part is not Part.WHOLE)
+        request.last_tokens = self.limits.last_tokens(arrive.sampling)
         self._serial += 1
         if arrive.resumed or arrive.part is Part.DECODE:
             request.prompt_told = len(arrive.prompt) - 1  # by whoever computed the prompt first
@@ -177,29 +178,33 @@ class Engine:
             self.parts.computed_layers(whole, step.last_layer)
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
-        sampled, size = 0, self.limits.page_tokens
-        for index, (segment, request) in enumerate(zip(whole.segments, whole.requests, strict=True)):
+        for segment, request, told in zip(whole.segments, whole.requests, done.prompt_logprobs, strict=False):
+            if told and request.phase is not DONE:
+                self._tell_prompt(request, segment, told)
+        size, logprobs = self.limits.page_tokens, done.logprobs
+        tokens, row = done.tokens or (None,) * len(whole.segments), -1
+        for segment, request in zip(whole.segments, whole.requests, strict=True):
             request.passes -= 1
-            row = sampled
-            sampled += segment.sample
-            if request.phase is Phase.DONE:
+            token = None
+            if segment.sample:
+                row += 1
+                token = tokens[row]
+            if request.phase is DONE:
                 self._leave(request)
                 continue
-            request.computed = segment.start + segment.tokens
+            request.computed = computed = segment.start + segment.tokens
             if request.kept:
                 self.parts.computed(request)
-            if request.computed >= (request.published + 1) * size and not (segment.sample and done.tokens[row] < 0):
+            if computed >= (request.published + 1) * size and (token is None or token >= 0):
                 self.prefixes.publish(request)  # what gave no finite logits is no one's prefix
-            if done.prompt_logprobs:
-                self._tell_prompt(request, segment, done.prompt_logprobs[index])
-            if segment.sample:
-                self._token(request, now, done.tokens[row], done.logprobs[row] if done.logprobs else None)
-            if request.yielding and not request.passes and request.phase is not Phase.DONE:
+            if token is not None:
+                self._token(request, now, token, logprobs[row] if logprobs else None)
+            if request.yielding and not request.passes and request.phase is not DONE:
                 self._preempt(request)
 
-    def _tell_prompt(self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...] | None) -> None:
+    def _tell_prompt(self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Pass on the log-probabilities of the prompt tokens behind `segment.start`, those told before a preemption left out."""
-        fresh = (logprobs or ())[request.prompt_told - segment.start :]
+        fresh = logprobs[request.prompt_told - segment.start :]
         if fresh:
             request.prompt_told += len(fresh)
             self._outputs.append(Delta(request.id, prompt_logprobs=fresh))
@@ -208,22 +213,21 @@ class Engine:
         if token < 0:
             self._finish(request, now, Finish.ERROR, UNSAMPLED[token])
             return
-        arrive = request.arrive
-        sampling = arrive.sampling
-        first = len(request.output) == len(arrive.resumed)
-        request.output.append(token)
-        request.token_s.append(now)
-        if request.phase is Phase.PREFILL:
+        arrive, output = request.arrive, request.output
+        finish, stopped_by, cached = None, None, 0
+        if request.phase is PREFILL:
             self.state.move(request, Phase.HELD if request.kept else Phase.DECODE)
+            if len(output) == len(arrive.resumed):
+                cached = request.cached_tokens
+        output.append(token)
+        request.token_s.append(now)
         self.tally.generated_tokens += 1
-        finish, stopped_by = None, None
-        heeds_eos = sampling.grammar or not sampling.ignore_eos  # a grammar's end is sampled only where nothing else may be
-        if token in sampling.stop_token_ids or (heeds_eos and token in self.limits.eos_token_ids):
+        if token in request.last_tokens:
             finish, stopped_by = Finish.STOP, token
-        elif len(request.output) >= sampling.max_tokens:
+        elif len(output) >= arrive.sampling.max_tokens:
             finish = Finish.LENGTH
         told = () if logprobs is None else (logprobs,)
-        self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, request.cached_tokens if first else 0))
+        self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, cached))
         if finish is not None:
             self._end(request, now, finish)
 

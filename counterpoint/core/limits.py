@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from counterpoint.types import Arrive
+from counterpoint.types import Arrive, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,11 @@ class Limits:
     max_preemptions: int = 3
     max_bypass_s: float = 5.0
     prefix_cache: bool = True
+
+    def last_tokens(self, sampling: Sampling) -> frozenset[int]:
+        """Tokens that end an answer. A grammar's end is sampled only where nothing else may be, so it is always heeded."""
+        heeds_eos = sampling.grammar or not sampling.ignore_eos
+        return frozenset((*sampling.stop_token_ids, *(self.eos_token_ids if heeds_eos else ())))
 
     def refusal(self, arrive: Arrive) -> str:
         """Why `arrive` can never be served here; empty if it can."""

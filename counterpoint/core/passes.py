@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from counterpoint.core.limits import Limits
-from counterpoint.core.request import Phase, Request
+from counterpoint.core.request import DECODE, Request
 from counterpoint.core.state import Pass
 from counterpoint.ports import Fill
 from counterpoint.types import Segment, Work
@@ -27,17 +27,18 @@ def make_pass(
     for request, tokens in fill.picks:
         if request.yielding or request.slot < 0:  # preempted to make room for one before it
             continue
-        start, end = request.scheduled, request.scheduled + tokens
-        pages = request.pages
+        start, pages = request.scheduled, request.pages
+        end = start + tokens
         if end > len(pages) * size and not cover(request, end):
             continue
-        sample = end >= request.target
-        fresh = tuple(pages[request.pages_sent :]) if request.pages_sent < len(pages) else ()
+        sample, fresh = end >= request.target, ()
+        if request.pages_sent < len(pages):
+            fresh = tuple(pages[request.pages_sent :])
+            request.pages_sent = len(pages)
         segments.append(Segment(request.slot, start, tokens, sample, fresh))
         requests.append(request)
-        request.pages_sent = len(pages)
         samples += sample
-        if request.phase is Phase.DECODE:
+        if request.phase is DECODE:
             batch += 1
             context += end
         else:

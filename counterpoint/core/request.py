@@ -20,6 +20,9 @@ class Phase(enum.Enum):
     DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
 
 
+PREFILL, DECODE, DONE = Phase.PREFILL, Phase.DECODE, Phase.DONE  # for loops: an Enum is slow to look into
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
@@ -29,6 +32,7 @@ class Request:
     serial: int  # order of arrival: breaks ties
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
+    last_tokens: frozenset[int] = frozenset()  # those that end its answer
     token_s: list[float] = field(default_factory=list)
     target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
     scheduled: int = 0
@@ -48,6 +52,11 @@ class Request:
     preemptions: int = 0
     yielding: bool = False  # to be preempted when its passes are complete
     kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
+    runs_ahead: int = field(init=False)  # tokens of its answer up to which the next may be scheduled before the last has come back
+
+    def __post_init__(self) -> None:
+        sampling = self.arrive.sampling
+        self.runs_ahead = 0 if sampling.lockstep else sampling.max_tokens - 1
 
     @property
     def id(self) -> str:
@@ -55,7 +64,7 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.arrive.prompt, *self.output)
+        return (*self.arrive.prompt, *self.output) if self.output else self.arrive.prompt
 
     def slice(self, start: int, end: int) -> tuple[int, ...]:
         """tokens[start:end] without building the rest."""
@@ -77,17 +86,6 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Order of service: higher priority first, then arrival."""
         return (-self.arrive.priority, self.serial)
-
-    def can_decode(self, lane: int) -> bool:
-        """The next token may be scheduled on `lane` now: nothing is in flight, or one step of the same lane is, the next token does
-        not wait for that one's, and the answer is not sure to end with it."""
-        if self.yielding or self.phase is not Phase.DECODE:
-            return False
-        ahead = self.scheduled - self.computed
-        if ahead == 0:
-            return True
-        sampling = self.arrive.sampling
-        return ahead == 1 and self.lane == lane and not sampling.lockstep and len(self.output) + ahead < sampling.max_tokens
 
     def record(self, now: float, finish: Finish) -> Record:
         return Record(

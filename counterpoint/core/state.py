@@ -9,7 +9,7 @@ import bisect
 from collections import deque
 from dataclasses import dataclass, field
 
-from counterpoint.core.request import Phase, Request
+from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
 
 ANSWERS = 256  # remembered
@@ -51,7 +51,7 @@ class Pass:
 
     @property
     def alive(self) -> bool:
-        return any(request.phase is not Phase.DONE for request in self.requests)
+        return any(request.phase is not DONE for request in self.requests)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class State:
     def move(self, request: Request, phase: Phase) -> None:
         """The one way in which a request's phase changes (the engine's)."""
         request.phase = phase
-        if phase is Phase.PREFILL:
+        if phase is PREFILL:
             self.prefilling[request.id] = request
         else:
             self.prefilling.pop(request.id, None)
@@ -98,8 +98,16 @@ class State:
         ]
 
     def decodes(self, lane: Lane) -> list[Request]:
-        """Requests whose next token may be scheduled on `lane`, in order of admission."""
-        return [r for r in self.running.values() if r.can_decode(lane.id)]
+        """Requests whose next token may be scheduled on `lane`, in order of admission: nothing of them is in flight, or one step of
+        the same lane is, the next token does not wait for that one's, and the answer is not sure to end with it."""
+        id = lane.id
+        return [
+            r
+            for r in self.running.values()
+            if r.phase is DECODE
+            and (r.scheduled == r.computed or (r.scheduled == r.computed + 1 and r.lane == id and len(r.output) < r.runs_ahead))
+            and not r.yielding
+        ]
 
     @property
     def has_prefill(self) -> bool:
@@ -107,7 +115,7 @@ class State:
 
     @property
     def has_decode(self) -> bool:
-        return any(r.phase is Phase.DECODE for r in self.running.values())
+        return any(r.phase is DECODE for r in self.running.values())
 
     def free_units(self, lane: Lane) -> int:
         """Units that no other lane's step in flight takes (all of them where lanes may overlap)."""
