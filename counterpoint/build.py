@@ -7,6 +7,8 @@ Must not: decide, schedule or compute.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -41,15 +43,18 @@ if TYPE_CHECKING:
     from counterpoint.device.grammar import Grammars
     from counterpoint.device.wall import WallInbox
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[str], None]
 Allocate = Callable[[int, int, int], Memory]  # pages, bytes of a page in one region, regions
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine of a pool is built. `engines`: so many share this machine's memory. `allocate`: makes the KV pool's
-    memory, where other processes must reach it; None: the pool has memory of its own."""
+    """Where an engine of a pool is built. `engines`: so many share the memory of this machine, or of this GPU. `allocate`: makes
+    the KV pool's memory, where other processes must reach it; None: the pool has memory of its own."""
 
+    device: str = "cpu"
     engines: int = 1
     allocate: Allocate | None = None
 
@@ -137,10 +142,8 @@ def system(config: Config, inbox: WallInbox, progress: Progress = print, place: 
     """Load the configured model on the configured device and put an engine over it. `progress` is told each stage in words.
     `place`: if it is one of a pool. Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
     source = find_model(config)
-    if chosen_device(config) == "cuda":
-        if place is not None:
-            raise ConfigError("workers of a pool need device cpu: their KV can't be reached in a GPU's memory yet")
-        return cuda_system(config, source, inbox, progress)
+    if (chosen_device(config) if place is None else place.device) == "cuda":
+        return cuda_system(config, source, inbox, progress, place)
     return cpu_system(config, source, inbox, progress, place or Place())
 
 
@@ -222,13 +225,26 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
 
 
-def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress) -> System:
-    # Each stream its own queue to the device: two that share one wait for each other. Read when the device is first used.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place | None = None) -> System:
+    set_queues()
     from counterpoint.device.cuda.start import open_cuda
 
     vocab = known_vocab(source, load_spec(source, config.model.max_context_tokens))
-    return cuda_engine(config, source, inbox, open_cuda(config, source, progress, vocab))
+    cuda = open_cuda(config, source, progress, vocab, engines=place.engines if place is not None else 1)
+    built = cuda_engine(config, source, inbox, cuda)
+    if place is None:
+        return built
+    from counterpoint.device.link.kvpool import layout_of, memory_of
+
+    seed = config.model.weights_seed if config.model.load_format == "dummy" else None
+    names = weights_id(source, seed), str(cuda.decoder.kv_dtype)
+    digest = make_digest(cuda.spec, *names, config.device.page_tokens, layout_of(cuda.kv))
+    return dataclasses.replace(built, memory=memory_of(cuda.kv), digest=digest)
+
+
+def set_queues() -> None:
+    """Each stream its own queue to the GPU: two that share one wait for each other. Read when the GPU is first used."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice) -> System:
@@ -284,24 +300,68 @@ def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline) -> tu
 # ---------------------------------------------------------------- workers of a pool
 
 
-def movers(config: Config, wake: Wake) -> dict[str, Link]:
-    """What can carry KV to and from a worker here, by kind. Raises ConfigError if the wanted transport is not there."""
+def take_gpu(config: Config, rank: int | None, workers: int) -> tuple[str, int]:
+    """(device, how many workers share it) of worker `rank` among `workers` of this machine: GPUs in turn, each process seeing its
+    own alone. Before the GPU is used in any way. `rank` None: it has been given its GPU by others. Raises ConfigError."""
+    set_queues()
+    if rank is None or config.device.device == "cpu":
+        return chosen_device(config), 1
+    from counterpoint.device.choose import gpus
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in seen.split(",") if name] if seen is not None else [str(n) for n in range(gpus())]
+    if len(names) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
+    return chosen_device(config), sharers(rank, workers, max(1, len(names)))
+
+
+def sharers(rank: int, workers: int, gpus: int) -> int:
+    """How many of `workers` have the GPU of worker `rank`."""
+    return len(range(rank % gpus, workers, gpus))
+
+
+def movers(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Link]:
+    """What can carry KV to and from a worker on `device`, by kind. Raises ConfigError if the wanted transport is not there."""
     wanted, found = config.cluster.transport, dict[str, Link]()
-    makers: dict[str, Callable[[], Link]] = {
-        "shm": lambda: ShmLink(wake),
-        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host or "127.0.0.1"),
-        "nixl": lambda: NixlLink(wake),
-    }
-    for kind in makers if wanted == "auto" else (wanted,):
+    makers = gpu_movers(config, wake) if device == "cuda" else host_movers(config, wake)
+    unasked = ("cuda-ipc",) if device == "cuda" else tuple(makers)
+    if wanted not in ("auto", *makers):
+        raise ConfigError(f"transport is {wanted}, which does not carry KV of device {device}: set {', '.join(makers)} or auto")
+    for kind in unasked if wanted == "auto" else (wanted,):
         try:
             found[kind] = makers[kind]()
         except LinkError as error:
             if wanted != "auto":
                 raise ConfigError(f"transport is {wanted}: {error}") from None
+            log.warning("transport %s is not there: %s", kind, error)
     return found
 
 
-def identity(name: str, links: dict[str, Link], built: System, token: str) -> Identity:
+def host_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Link]]:
+    return {
+        "shm": lambda: ShmLink(wake),
+        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host or "127.0.0.1"),
+        "nixl": lambda: NixlLink(wake),
+    }
+
+
+def gpu_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Link]]:
+    from counterpoint.device.cuda.ipc import CudaGpu
+    from counterpoint.device.link.cuda_ipc import CudaIpcLink
+    from counterpoint.device.link.staged import StagedLink
+
+    def through_shm() -> Link:
+        inner = ShmLink(wake)
+        return StagedLink(inner, CudaGpu(staged=True), inner.allocate)
+
+    return {
+        "cuda-ipc": lambda: CudaIpcLink(wake, CudaGpu()),
+        "shm": through_shm,
+        "tcp": lambda: StagedLink(host_movers(config, wake)["tcp"](), CudaGpu(staged=True)),
+    }
+
+
+def identity(name: str, links: dict[str, Link], built: System, token: str, device: str = "cpu") -> Identity:
     """What worker `name` says of itself to others. Registers its pool with its movers; one that can't take it is left out.
     Raises ConfigError if none can."""
     if built.memory is None or built.digest is None:
@@ -313,14 +373,29 @@ def identity(name: str, links: dict[str, Link], built: System, token: str) -> Id
         except LinkError as error:
             problems.append(f"{kind}: {error}")
     if not blobs:
-        raise ConfigError(f"no transport can carry this worker's KV: {'; '.join(problems)}")
-    reach = Reach(secrets.token_hex(8), host_name(), "cpu", tuple(blobs))
-    return Identity(name, built.digest, reach, built.memory, {kind: links[kind] for kind in blobs}, blobs, token)
+        fix = "; --transport shm or tcp sends it through host memory, slowly" if device == "cuda" else ""
+        raise ConfigError(f"no transport can carry this worker's KV: {'; '.join(problems)}{fix}")
+    staged = device == "cuda" and "cuda-ipc" not in blobs
+    if staged:
+        log.warning("%s: KV goes through host memory (%s): slowly", name, ", ".join(blobs))
+    reach = Reach(secrets.token_hex(8), host_name(), device, tuple(blobs))
+    mine = {kind: links[kind] for kind in blobs}
+    return Identity(name, built.digest, reach, built.memory, mine, blobs, token, allow_staged=staged)
 
 
-def estimator(config: Config, source: Source, units: int) -> Estimator:
-    """Prices of steps on a worker of `units` cores, for the router."""
-    return Roofline(load_spec(source, config.model.max_context_tokens), cpu_device(units), "float16", "float32")
+def estimator(config: Config, source: Source, units: int, gpu: str = "") -> Estimator:
+    """Prices of steps on a worker of `units` cores, or SMs of the GPU that is called so, for the router."""
+    spec = load_spec(source, config.model.max_context_tokens)
+    if not gpu:
+        return Roofline(spec, cpu_device(units), "float16", "float32")
+    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+    return Roofline(spec, shelf.of_device(gpu, tuple(PRESETS.values())) or unknown_gpu(units), *element_types(config, dtype))
+
+
+def link_bytes_per_s(config: Config, gpu: str) -> float:
+    """What a link between two workers carries, for predicting: as set, or by the transport there will be."""
+    by_ipc = gpu and config.cluster.transport in ("auto", "cuda-ipc")
+    return config.cluster.link_bytes_per_s or (1e11 if by_ipc else 1e9)
 
 
 def known_vocab(source: Source, spec: ModelSpec) -> int:

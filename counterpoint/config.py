@@ -151,13 +151,16 @@ class ClusterConfig:
     prefill: int = setting(0, "workers of this machine that prefill, for others to decode")
     decode: int = setting(0, "workers of this machine that decode what others have prefilled")
     replicas: int = setting(0, "workers of this machine that do both")
-    transport: Literal["auto", "shm", "tcp", "nixl"] = setting(
-        "auto", "how KV goes from worker to worker; auto: the best both ends have"
+    transport: Literal["auto", "shm", "tcp", "nixl", "cuda-ipc"] = setting(
+        "auto",
+        "how KV goes from worker to worker; auto: the best both ends have; on GPUs, shm and tcp are slow: through host memory",
     )
     kv_grain: Literal["auto", "layer", "chunk", "prompt"] = setting(
         "auto", "how much KV is sent at a time, while the rest is computed; auto: layers where that hides enough"
     )
-    link_bytes_per_s: float = setting(1e9, "what the links between workers carry, for predicting transfers")
+    link_bytes_per_s: float | None = setting(
+        None, "what the links between workers carry, for predicting transfers; unset: 1e9, by CUDA IPC 1e11"
+    )
     cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
     ray_address: str | None = setting(
         None,

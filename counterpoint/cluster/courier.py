@@ -50,8 +50,8 @@ class Outside(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this worker says of itself. `movers` by kind, each registered; `blobs` are what they gave. `allow_staged_tcp`: KV in
-    GPU memory may go through host memory over TCP."""
+    """What this worker says of itself. `movers` by kind, each registered; `blobs` are what they gave. `allow_staged`: KV in
+    GPU memory may go through host memory."""
 
     worker: str
     digest: Digest
@@ -60,7 +60,7 @@ class Identity:
     movers: dict[str, Link]
     blobs: dict[str, bytes]
     token: str = ""
-    allow_staged_tcp: bool = False
+    allow_staged: bool = False
 
 
 class Sent(NamedTuple):
@@ -356,7 +356,7 @@ class Courier:
             problem = refusal(self.identity.digest, peer.digest)
             if problem:
                 raise ControlError(problem)
-            kind, why = choose_link(self.identity.reach, Reach(*peer.reach), self.identity.allow_staged_tcp)
+            kind, why = choose_link(self.identity.reach, Reach(*peer.reach), self.identity.allow_staged)
         except (ControlError, NoLink) as error:
             line.say(Refusal(str(error)))
             raise ControlError(str(error)) from None

@@ -13,7 +13,8 @@ from counterpoint.cluster.nouns import Grain
 WORTH_HIDING = 0.05  # of the prefill's time: a shorter transfer is sent whole
 LEAST_GROUP_BYTES = 4 << 20  # of a layer group that is sent by itself,
 LEAST_GROUP_S = 0.001  # or its computing time
-PREFERENCE = ("local", "cuda_ipc", "shm", "nixl", "tcp")
+STAGED = "staged through host memory, slowly, as asked for"
+PREFERENCE = ("local", "cuda-ipc", "shm", "nixl", "tcp")
 
 
 class Reach(NamedTuple):
@@ -30,25 +31,26 @@ class NoLink(ValueError):
     """The two workers have no mover in common that may be used; the message says what to change."""
 
 
-def choose_link(ours: Reach, theirs: Reach, allow_staged_tcp: bool = False) -> tuple[str, str]:
-    """(kind, why), the first of PREFERENCE that both ends have and that fits where they are. Raises NoLink."""
+def choose_link(ours: Reach, theirs: Reach, allow_staged: bool = False) -> tuple[str, str]:
+    """(kind, why), the first of PREFERENCE that both ends have and that fits where they are. `allow_staged`: KV in GPU memory may
+    go through host memory. Raises NoLink."""
     both = [kind for kind in PREFERENCE if kind in ours.kinds and kind in theirs.kinds]
     on_gpu = "cuda" in (ours.device, theirs.device)
     for kind in both:
         if kind == "local" and ours.process == theirs.process:
             return kind, "the same process"
-        if kind == "cuda_ipc" and ours.host == theirs.host and ours.device == theirs.device == "cuda":
+        if kind == "cuda-ipc" and ours.host == theirs.host and ours.device == theirs.device == "cuda":
             return kind, "GPUs of one host"
-        if kind == "shm" and ours.host == theirs.host and not on_gpu:
-            return kind, "the same host"
+        if kind == "shm" and ours.host == theirs.host and (allow_staged or not on_gpu):
+            return kind, STAGED if on_gpu else "the same host"
         if kind == "nixl":
             return kind, "both have NIXL"
-        if kind == "tcp" and (allow_staged_tcp or not on_gpu):
-            return kind, "staged through host memory, as allowed" if on_gpu else "another host or no shared memory"
-    if "tcp" in both:
+        if kind == "tcp" and (allow_staged or not on_gpu):
+            return kind, STAGED if on_gpu else "another host or no shared memory"
+    if both and on_gpu:
         raise NoLink(
-            "only TCP joins these workers, and their KV is in GPU memory: it would be staged through host memory, slowly. "
-            "Install NIXL (pip install --no-deps nixl-cu13) or allow it with --allow-staged-tcp"
+            "CUDA IPC joins GPUs of one host only, and these workers have none in common: --transport tcp on all of them sends KV "
+            "through host memory instead, slowly"
         )
     raise NoLink(f"no mover in common: {', '.join(ours.kinds)} here, {', '.join(theirs.kinds)} there")
 

@@ -1,6 +1,6 @@
 """Which device there is.
 
-Owns: the look. Promises: no device is initialised. Must not: decide what to use (build does).
+Owns: the look. Promises: `gpus` initialises no device. Must not: decide what to use (build does).
 """
 
 from __future__ import annotations
@@ -11,3 +11,10 @@ def gpu_found() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def gpus() -> int:
+    """How many GPUs this process would see."""
+    import torch
+
+    return torch.cuda.device_count()

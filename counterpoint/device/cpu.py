@@ -122,7 +122,7 @@ class CpuExecutor:
             worker.thread.join()
         self._workers.clear()
         self._passes.clear()
-        self.kv.k = self.kv.v = ()
+        self.kv.release()
 
     # ------------------------------------------------------------ the submitting thread
 

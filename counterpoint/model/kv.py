@@ -1,7 +1,7 @@
 """KVPool: the keys and values of every token the device remembers, in pages.
 
-Owns: the two tensors of each layer. Promises: page p, offset o of a layer is row `p * page_tokens + o` of its flat view; the
-pool starts as zeros, so that a masked read of a page never written is harmless.
+Owns: the two tensors of each layer, in one allocation. Promises: page p, offset o of a layer is row `p * page_tokens + o` of its
+flat view; the pool starts as zeros, so that a masked read of a page never written is harmless.
 Must not: know which request owns a page (the core does).
 
 Shapes: R flat rows (pages * page_tokens), K KV heads, D head size.
@@ -20,9 +20,10 @@ from counterpoint.spec import ModelSpec
 
 class KVPool:
     """`k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads, head_dim], contiguous, or with `by_head` a view of memory in
-    which each head of a page is one piece. `bytes` is the size of all of them."""
+    which each head of a page is one piece. `bytes` is the size of all of them. `whole` [layers, K or V, pages, …] is the
+    allocation, None where `storage` was given."""
 
-    __slots__ = ("bytes", "k", "page_tokens", "pages", "v")
+    __slots__ = ("bytes", "k", "page_tokens", "pages", "v", "whole")
 
     def __init__(
         self,
@@ -40,17 +41,24 @@ class KVPool:
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}")
         inner = (spec.kv_heads, page_tokens) if by_head else (page_tokens, spec.kv_heads)
-        shape = (spec.layers, pages, *inner, spec.head_dim)
+        shape = (pages, *inner, spec.head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
+        self.whole: torch.Tensor | None = None
         if storage is None:
-            k, v = (zeros(shape, dtype, torch.device(device)).unbind(0) for _ in range(2))
+            self.whole = zeros((spec.layers, 2, *shape), dtype, torch.device(device))
+            k, v = self.whole[:, 0].unbind(0), self.whole[:, 1].unbind(0)
         else:
-            layers = [over(array, shape[1:], dtype) for array in storage]
+            layers = [over(array, shape, dtype) for array in storage]
             k, v = tuple(layers[0::2]), tuple(layers[1::2])
-        self.k = tuple(layer.transpose(1, 2) for layer in k) if by_head else k
-        self.v = tuple(layer.transpose(1, 2) for layer in v) if by_head else v
+        self.k: tuple[torch.Tensor, ...] = tuple(layer.transpose(1, 2) for layer in k) if by_head else k
+        self.v: tuple[torch.Tensor, ...] = tuple(layer.transpose(1, 2) for layer in v) if by_head else v
         self.bytes = pages * page_bytes(spec, page_tokens, dtype)
+
+    def release(self) -> None:
+        """Give the memory back, also if someone still holds this object."""
+        self.k = self.v = ()
+        self.whole = None
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -139,7 +139,8 @@ class Processes:
         process = self._processes[start.name] = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "counterpoint.serve.worker", stdin=asyncio.subprocess.PIPE
         )
-        start = msgspec.structs.replace(start, cores=self._cores[start.name], engines=len(self._cores))
+        rank = list(self._cores).index(start.name)
+        start = msgspec.structs.replace(start, cores=self._cores[start.name], engines=len(self._cores), rank=rank)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         return exit_words(await process.wait())

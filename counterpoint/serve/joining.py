@@ -68,7 +68,8 @@ FromFront = Orders | Farewell
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine runs. `address`: where other workers dial it. `kinds`: its movers of KV. `kv_bytes_per_token`: in all layers."""
+    """The engine runs. `address`: where other workers dial it. `kinds`: its movers of KV. `gpu`: its GPU's name, if it
+    has one. `kv_bytes_per_token`: in all layers."""
 
     hello: Hello
     address: Address
@@ -76,6 +77,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kinds: tuple[str, ...]
     units: int
     kv_bytes_per_token: int
+    gpu: str = ""
 
 
 class Census(msgspec.Struct, frozen=True, kw_only=True):

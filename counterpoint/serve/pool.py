@@ -36,7 +36,8 @@ from counterpoint.serve.wire import Hello, Outputs
 from counterpoint.spec.source import Source
 from counterpoint.types import Arrive, Delta, Finish, Record, Stats
 
-CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set
+CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set;
+GPU_CHUNK_TOKENS = 512
 log = logging.getLogger("counterpoint")
 
 
@@ -299,14 +300,15 @@ class Pool:
 
     def _make_routing(self, ready: Ready) -> Routing:
         cluster = self.config.cluster
-        prices = build.estimator(self.config, self.source, ready.units)
+        prices = build.estimator(self.config, self.source, ready.units, ready.gpu)
         grain = None if cluster.kv_grain == "auto" else nouns.Grain(cluster.kv_grain)
         rule = Rule(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
-        router = Router(prices, Wires(cluster.link_bytes_per_s, ready.kv_bytes_per_token), rule)
+        router = Router(prices, Wires(build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token), rule)
         return Routing(router, self.config.scheduler.prefix_cache)
 
     def _shape(self, ready: Ready) -> Shape:
-        size, chunk = ready.hello.page_tokens, self.config.scheduler.chunk_tokens or CHUNK_TOKENS
+        size = ready.hello.page_tokens
+        chunk = self.config.scheduler.chunk_tokens or (GPU_CHUNK_TOKENS if ready.gpu else CHUNK_TOKENS)
         return Shape(ready.units, ready.digest.layers, size, ready.hello.kv_tokens // size, chunk)
 
     def _note_record(self, record: Record) -> None:

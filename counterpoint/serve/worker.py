@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.build import Place, identity, movers
+from counterpoint.build import Place, identity, movers, take_gpu
 from counterpoint.cluster import nouns
 from counterpoint.cluster.control import Address, ControlError, check_exposure
 from counterpoint.cluster.courier import Courier, Sent
@@ -52,8 +52,9 @@ STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendSt
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told. `cores`: those it may use (empty: all). `engines`: so many share the machine's memory. `port`: where
-    other workers dial it (0: a free one). `stays`: it looks for its front again when it has lost it."""
+    """What a worker is told. `cores`: those it may use (empty: all). `engines`: so many share the machine's memory. `rank`: its
+    number among them, who take the machine's GPUs in turn (None: it has been given a GPU, if it needs one). `port`: where other
+    workers dial it (0: a free one). `stays`: it looks for its front again when it has lost it."""
 
     config: Config
     system: str
@@ -63,6 +64,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     cores: tuple[int, ...] = ()
     engines: int = 1
+    rank: int | None = None
     port: int = 0
     stays: bool = False
 
@@ -144,9 +146,11 @@ class Worker:
         self.leaving = False
         self._stats_due_s = 0.0
         self._courier: Courier | None = None
-        self.links = movers(start.config, self._wake)
+        self.device, sharers = take_gpu(start.config, start.rank, start.engines)
+        self.links = movers(start.config, self._wake, self.device)
         shm = self.links.get("shm")
-        place = Place(start.engines, shm.allocate if isinstance(shm, ShmLink) else None)
+        engines = sharers if self.device == "cuda" else start.engines
+        place = Place(self.device, engines, shm.allocate if isinstance(shm, ShmLink) else None)
         build = find(start.system)
         self.log = open_log(named(start.config.server.event_log, start.name))
         self.system = build(start.config, inbox, lambda stage: line.post(Progress(stage)), place)
@@ -155,7 +159,7 @@ class Worker:
 
     def _make_courier(self) -> Courier:
         start, system = self.start, self.system
-        me = identity(start.name, self.links, system, start.token)
+        me = identity(start.name, self.links, system, start.token, self.device)
         handoffs = Handoffs(Rules(), Geometry(system.spec.layers, system.limits.page_tokens))
         host = start.config.cluster.cluster_host or "127.0.0.1"
         courier = Courier(me, handoffs, self, host, start.port, self.fail)
@@ -181,6 +185,7 @@ class Worker:
             digest=self.courier.identity.digest,
             kinds=self.courier.identity.reach.kinds,
             units=system.limits.units,
+            gpu=system.pricing.key.device if self.device == "cuda" and system.pricing is not None else "",
             kv_bytes_per_token=self.courier.identity.memory.page_bytes * 2 * system.spec.layers // system.limits.page_tokens,
         )
         self.line.serve(ready, self.obey, self.give_up, lambda: self.courier.inspect(self.count))

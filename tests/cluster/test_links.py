@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 import pytest
+from fake_gpu import FakeGpu
 
-from counterpoint.device.link import frames, shm
+from counterpoint.device.link import cuda_ipc, frames, shm
+from counterpoint.device.link.cuda_ipc import CudaIpcLink
 from counterpoint.device.link.local import LocalLink
 from counterpoint.device.link.memory import Memory, granted, page_mask
 from counterpoint.device.link.nixl import NixlLink, load
 from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
 from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.link.sim import SimLink, SimNetwork
+from counterpoint.device.link.staged import StagedLink
 from counterpoint.device.link.tcp import Blob, TcpLink
 
 PAGES, PAGE_BYTES, REGIONS = 16, 512, 4
@@ -27,14 +30,18 @@ WRITER, READER = 1001, 1002  # the link's number at each end
 class End:
     """A mover, its pool, and its notices as they come."""
 
-    def __init__(self, make: Callable[[Callable[[], None]], Link]) -> None:
+    def __init__(self, make: Callable[[Callable[[], None]], Link], gpu: FakeGpu | None = None) -> None:
         self.bell = threading.Event()
         self.link = make(self.bell.set)
-        if isinstance(self.link, ShmLink):
-            self.memory = self.link.allocate(PAGES, PAGE_BYTES, REGIONS)
+        self.gpu = gpu
+        if gpu is not None:
+            memory = gpu.allocate(PAGES, PAGE_BYTES, REGIONS)
+            self.memory = Memory(tuple(np.asarray(region) for region in memory.regions), PAGE_BYTES)
+        elif isinstance(self.link, ShmLink):
+            memory = self.memory = self.link.allocate(PAGES, PAGE_BYTES, REGIONS)
         else:
-            self.memory = Memory(tuple(np.zeros(PAGES * PAGE_BYTES, np.uint8) for _ in range(REGIONS)), PAGE_BYTES)
-        self.blob = self.link.register(self.memory)
+            memory = self.memory = Memory(tuple(np.zeros(PAGES * PAGE_BYTES, np.uint8) for _ in range(REGIONS)), PAGE_BYTES)
+        self.blob = self.link.register(memory)
         self.notices: list[Notice] = []
 
     def fill(self, seed: int) -> None:
@@ -83,7 +90,14 @@ def nixl_words() -> str:
     return ""
 
 
-KINDS = ("local", "shm", "tcp", "sim", pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_words()), reason=nixl_words())))
+KINDS = (
+    "local",
+    "shm",
+    "tcp",
+    "sim",
+    "cuda-ipc",
+    pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_words()), reason=nixl_words())),
+)
 
 
 def make_ends(kind: str) -> tuple[End, End]:
@@ -95,6 +109,9 @@ def make_ends(kind: str) -> tuple[End, End]:
         return End(lambda _: TimedSim(network, "a", names)), End(lambda _: TimedSim(network, "b", names))
     if kind == "nixl":
         return End(NixlLink), End(NixlLink)
+    if kind == "cuda-ipc":
+        gpus = FakeGpu(), FakeGpu()
+        return End(lambda wake: CudaIpcLink(wake, gpus[0]), gpus[0]), End(lambda wake: CudaIpcLink(wake, gpus[1]), gpus[1])
     cls = {"shm": ShmLink, "tcp": TcpLink}[kind]
     return End(lambda wake: cls(wake, sums=True)), End(lambda wake: cls(wake, sums=True))
 
@@ -164,10 +181,10 @@ def test_a_revoked_generation_is_not_written(ends, kind):
     writer.link.write(WRITER, 1, writer.memory.spans(0, 2, (2,), (2,)), 5)
     assert "not granted" in writer.completed(5).error
     assert not any(any(part) for part in reader.bytes_of(2))
-    if not isinstance(reader.link, ShmLink):
+    if kind not in ("shm", "cuda-ipc"):
         reader.wait(lambda n: n == Quiet(1))
     else:
-        assert Quiet(1) not in reader.look(), "the reading end of a shared pool can't prove it"
+        assert Quiet(1) not in reader.look(), "the reading end of a mapped pool can't prove it"
 
 
 def test_disconnecting_the_writing_end_is_proven_at_once(ends):
@@ -179,7 +196,7 @@ def test_disconnecting_the_writing_end_is_proven_at_once(ends):
 def test_disconnecting_the_reading_end_is_proven_when_the_writer_has_left(ends, kind):
     writer, reader = ends
     reader.link.disconnect(READER)
-    if kind in ("shm", "nixl"):
+    if kind in ("shm", "cuda-ipc", "nixl"):
         assert Severed(READER) not in reader.look(), "the writer may be in the middle of a copy"
         writer.link.disconnect(WRITER)
     reader.wait(lambda n: n == Severed(READER))
@@ -213,7 +230,7 @@ def test_a_cancelled_write_completes(ends):
 
 def test_sums_agree_whatever_way_the_spans_were_cut(ends, kind):
     writer, reader = ends
-    if kind in ("local", "nixl"):
+    if kind in ("local", "cuda-ipc", "nixl"):
         pytest.skip("these links do not sum")
     reader.link.grant(READER, 1, (2, 3, 9))
     total = 0
@@ -411,6 +428,111 @@ def test_a_pool_with_another_key_is_not_written():
     for wrong in ({"key": bytes(16)}, {"fd": 0}, {"pid": 1 << 22}, {"page_bytes": 256}):
         with pytest.raises(LinkError):
             writer.link.connect(WRITER, READER, msgspec.msgpack.encode(msgspec.structs.replace(blob, **wrong)), True)
+    writer.link.close()
+    reader.link.close()
+
+
+# ---------------------------------------------------------------- GPU memory
+
+
+@pytest.fixture
+def mapped() -> Iterator[tuple[End, End]]:
+    writer, reader = make_ends("cuda-ipc")
+    writer.fill(1)
+    reader.link.connect(READER, WRITER, writer.blob, False)
+    writer.link.connect(WRITER, READER, reader.blob, True)
+    reader.link.grant(READER, 1, tuple(range(PAGES)))
+    yield writer, reader
+    for end in (writer, reader):
+        assert end.gpu is not None
+        end.gpu.running.set()
+        end.link.close()
+
+
+def hold_in_first_piece(writer: End) -> None:
+    """Write 5 is begun, and the GPU stands still in its first piece."""
+    assert writer.gpu is not None
+    writer.gpu.running.clear()
+    writer.link.write(WRITER, 1, writer.memory.spans(0, 2, range(PAGES), range(PAGES)), 5)
+    assert writer.gpu.begun.wait(10)
+
+
+def test_a_cancelled_copy_completes_when_nothing_of_it_moves(mapped):
+    """Cancelled or not, the write is not over before the piece that is under way."""
+    writer, _ = mapped
+    hold_in_first_piece(writer)
+    writer.link.cancel(5)
+    assert not writer.look(), "it said that nothing moves while a copy was under way"
+    writer.gpu.running.set()
+    assert writer.completed(5).error == "cancelled"
+    assert writer.gpu.copies == 1, "it went on after the piece that was under way"
+
+
+def test_a_link_is_severed_when_its_copy_is_over_and_its_mapping_gone(mapped):
+    writer, reader = mapped
+    hold_in_first_piece(writer)
+    writer.link.disconnect(WRITER)
+    reader.link.disconnect(READER)
+    writer.link.write(WRITER, 1, writer.memory.spans(0, 2, (0,), (0,)), 6)  # nobody hears of it any more
+    assert not writer.look() and not reader.look(), "severed while a copy was under way"
+    writer.gpu.running.set()
+    writer.wait(lambda n: n == Severed(WRITER))
+    reader.wait(lambda n: n == Severed(READER))
+    assert writer.gpu.shut_pools == 1 and writer.gpu.copies == 1
+    assert not [notice for notice in writer.notices if isinstance(notice, Completed)]
+
+
+def test_what_is_revoked_between_two_pieces_is_not_written(mapped):
+    writer, reader = mapped
+    hold_in_first_piece(writer)
+    reader.link.revoke(1)
+    writer.gpu.running.set()
+    assert "not granted" in writer.completed(5).error
+    assert not any(reader.bytes_of(PAGES - 1)[0])
+
+
+def test_a_pool_of_the_hosts_memory_is_no_gpus():
+    with pytest.raises(LinkError, match="not in a GPU"):
+        CudaIpcLink(lambda: None, FakeGpu()).register(Memory((np.zeros(64, np.uint8), np.zeros(64, np.uint8)), 8))
+
+
+def test_a_gpus_pool_that_is_gone_or_another_is_refused():
+    writer, reader = make_ends("cuda-ipc")
+    blob = msgspec.msgpack.decode(reader.blob, type=cuda_ipc.Blob)
+    for wrong in ({"page_bytes": 256}, {"regions": 2}, {"exported": msgspec.msgpack.encode((1 << 22, 3))}):
+        with pytest.raises(LinkError):
+            writer.link.connect(WRITER, READER, msgspec.msgpack.encode(msgspec.structs.replace(blob, **wrong)), True)
+    writer.link.close()
+    reader.link.close()
+
+
+@pytest.mark.parametrize("inner", ["tcp", "shm"])
+def test_staged_pages_are_there_when_their_generation_is_revoked(inner):
+    """As the reader does before it uses them (cluster/receiver.py)."""
+
+    def end() -> End:
+        gpu = FakeGpu()
+
+        def make(wake: Callable[[], None]) -> StagedLink:
+            if inner == "tcp":
+                return StagedLink(TcpLink(wake), gpu)
+            shared = ShmLink(wake)
+            return StagedLink(shared, gpu, shared.allocate)
+
+        return End(make, gpu)
+
+    writer, reader = end(), end()
+    writer.fill(1)
+    reader.link.connect(READER, WRITER, writer.blob, False)
+    writer.link.connect(WRITER, READER, reader.blob, True)
+    reader.link.grant(READER, 1, (2, 3, 9))
+    writer.link.write(WRITER, 1, writer.memory.spans(0, 2, (5, 6, 7), (2, 3, 9)), 11)
+    assert writer.completed(11).error == ""
+    reader.link.revoke(1)
+    assert [reader.bytes_of(page) for page in (2, 3, 9)] == [writer.bytes_of(page) for page in (5, 6, 7)]
+    assert not any(any(part) for page in range(PAGES) if page not in (2, 3, 9) for part in reader.bytes_of(page))
+    writer.link.write(WRITER, 1, writer.memory.spans(0, 1, (5,), (4,)), 12)
+    assert "not granted" in writer.completed(12).error
     writer.link.close()
     reader.link.close()
 

@@ -165,7 +165,7 @@ def test_prefixes_are_bounded_and_keep_beginnings(learned):
 
 
 def test_movers_are_chosen_by_where_the_pools_are():
-    every = ("tcp", "shm", "nixl", "cuda_ipc", "local")
+    every = ("tcp", "shm", "nixl", "cuda-ipc", "local")
     here = Reach("1", "host", "cpu", every)
     assert choose_link(here, here)[0] == "local"
     assert choose_link(here, Reach("2", "host", "cpu", ("tcp", "shm")))[0] == "shm"
@@ -173,16 +173,19 @@ def test_movers_are_chosen_by_where_the_pools_are():
     assert choose_link(here, Reach("2", "other", "cpu", every))[0] == "nixl"
     assert choose_link(here, Reach("2", "other", "cpu", ("tcp", "shm")))[0] == "tcp"
     gpu = Reach("3", "host", "cuda", every)
-    assert choose_link(gpu, gpu._replace(process="4"))[0] == "cuda_ipc"
+    assert choose_link(gpu, gpu._replace(process="4"))[0] == "cuda-ipc"
     assert choose_link(gpu, gpu._replace(process="4", host="other"))[0] == "nixl"
 
 
-def test_gpu_memory_over_tcp_is_asked_for():
+def test_gpu_memory_through_host_memory_is_asked_for():
     gpu = Reach("1", "host", "cuda", ("tcp", "shm"))
-    other = gpu._replace(process="2")
-    with pytest.raises(NoLink, match="--allow-staged-tcp"):
+    other, far = gpu._replace(process="2"), gpu._replace(process="2", host="other")
+    with pytest.raises(NoLink, match="--transport tcp"):
         choose_link(gpu, other)
-    assert choose_link(gpu, other, allow_staged_tcp=True)[0] == "tcp"
+    assert [choose_link(gpu, peer, allow_staged=True)[0] for peer in (other, far)] == ["shm", "tcp"]
+    ipc = Reach("1", "host", "cuda", ("cuda-ipc",))
+    with pytest.raises(NoLink, match="one host"):
+        choose_link(ipc, ipc._replace(process="2", host="other"))
     with pytest.raises(NoLink, match="no mover in common"):
         choose_link(gpu, other._replace(kinds=("nixl",)))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+from counterpoint.build import link_bytes_per_s, movers, sharers, take_gpu
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.crew import divided
 from counterpoint.serve.pool import make_elastic
@@ -58,6 +60,33 @@ def test_cores_are_dealt_out_among_workers():
     assert divided((0, 1, 2), 2) == [(0,), (1, 2)]
     assert divided((4, 6), 4) == [(4,), (6,), (4,), (6,)]
     assert divided((0, 1), 0) == []
+
+
+def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch):
+    assert [sharers(rank, 5, 2) for rank in range(5)] == [3, 2, 3, 2, 3]
+    assert [sharers(rank, 2, 4) for rank in range(2)] == [1, 1]
+    taken = []
+    for rank in (0, 1, 2, None):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+        take_gpu(Config(), rank, 3)
+        taken.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert taken == ["2", "5", "2", "2,5"], "one that was given its GPU chooses none"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert take_gpu(Config().replace(device="cpu"), 1, 3) == ("cpu", 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+def test_a_transport_fits_its_device():
+    with pytest.raises(ConfigError, match="cuda-ipc, which does not carry KV of device cpu"):
+        movers(Config().replace(transport="cuda-ipc"), lambda: None)
+    with pytest.raises(ConfigError, match="nixl, which does not carry KV of device cuda"):
+        movers(Config().replace(transport="nixl"), lambda: None, "cuda")
+
+
+def test_a_link_is_priced_by_its_transport():
+    set_by_hand = Config().replace(link_bytes_per_s=5e9)
+    assert [link_bytes_per_s(config, "NVIDIA H200") for config in (Config(), set_by_hand)] == [1e11, 5e9]
+    assert link_bytes_per_s(Config(), "") == link_bytes_per_s(Config().replace(transport="tcp"), "NVIDIA H200") == 1e9
 
 
 def test_counters_do_not_fall_when_a_worker_goes():

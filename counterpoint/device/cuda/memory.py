@@ -12,13 +12,14 @@ from counterpoint.config import ConfigError, DeviceConfig
 from counterpoint.spec import ModelSpec
 
 MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
+CONTEXT_BYTES = 1 << 30  # of a process on the GPU, where others come and go and it can't be measured
 GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share; and of the pieces of one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes. `total` and `taken` of the whole device, `taken` by other processes and by libraries of this one; `activations` of
-    all streams that may run passes; `graphs` and `tables` of this executor."""
+    """Bytes. `total` of the whole device, or this process's share of it; `taken` by other processes and by libraries of this one
+    (of a share: by this one alone); `activations` of all streams that may run passes; `graphs` and `tables` of this executor."""
 
     total: int
     taken: int

@@ -93,13 +93,16 @@ class CudaDevice:
         return CudaExecutor(self.decoder, self.kv, self.tables, self.graphs, self.passes, self.places, lanes, self.driver, inbox)
 
 
-def open_cuda(config: Config, source: Source, progress: Progress = print, vocab: int | None = None) -> CudaDevice:
+def open_cuda(config: Config, source: Source, progress: Progress = print, vocab: int | None = None, engines: int = 1) -> CudaDevice:
     """Load the model and make everything ready on the first GPU. `vocab`: ids from there on are never sampled (None: all the
-    model has are). Raises ConfigError naming the setting, ModelError for files."""
+    model has are). `engines`: so many processes divide the GPU's memory, in equal shares. Raises ConfigError naming the setting,
+    ModelError for files."""
     refuse(config)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
+    if engines > 1:
+        free = total = total // engines
     spec, dtype = load_spec(source, config.model.max_context_tokens), cuda_dtype(config.model.dtype)
     quantise, kv_dtype = config.device.quantization == "fp8", FP8 if config.device.kv_cache_dtype == "fp8" else dtype
     memory.refuse_weights(memory.weight_bytes(spec, dtype.itemsize, quantise), total, free)
@@ -122,7 +125,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
         planners = (planner, best_planner(spec, dtype, device))
         places = equip(config, decoder, partitions, planners, progress)
     driver = CudaDriver()
-    budget = divide(config, decoder, places, driver, total)
+    budget = divide(config, decoder, places, driver, total, shared=engines > 1)
     size, slots = config.device.page_tokens, config.scheduler.max_running
     each = page_bytes(spec, size, decoder.kv_dtype)
     wanted = config.model.max_context_tokens or spec.max_context_tokens
@@ -265,13 +268,17 @@ def captured_places(config: Config, places: Places) -> list[Place]:
     return places.of(Role.DECODE)
 
 
-def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int) -> memory.Budget:
-    """Measure what a pass takes, and add up. Every stream keeps what its passes took."""
+def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int, shared: bool = False) -> memory.Budget:
+    """Measure what a pass takes, and add up. Every stream keeps what its passes took. `shared`: others start and load on this GPU
+    meanwhile, so that what is free says nothing of this process."""
     device, spec, scheduler = driver.device, decoder.spec, config.scheduler
     weights = torch.cuda.memory_allocated(device)
     activations = activation_bytes(config, decoder, places, driver)
     torch.cuda.empty_cache()
-    taken = total - torch.cuda.mem_get_info(device)[0] - weights
+    if shared:
+        taken = torch.cuda.memory_reserved(device) - weights + memory.CONTEXT_BYTES
+    else:
+        taken = total - torch.cuda.mem_get_info(device)[0] - weights
     passes = len(places.of(Role.PREFILL)) + 1
     tokens = min(scheduler.max_pass_tokens, spec.max_context_tokens)
     sizes = sizes_for(tokens)

@@ -5,5 +5,6 @@ shm      the same host, CPU pools: the writer maps the other's pool (memfd) and 
 tcp      any host, no dependency: the receiver reads straight into its pool
 nixl     RDMA, NVLink, shared memory, TCP by NVIDIA's NIXL (extra `nixl`)
 sim      tests and simulations: a virtual clock, and every fault on demand
-cuda_ipc the same host, GPU pools (its place is here; it belongs to the CUDA device)
+cuda_ipc the same host, pools in GPU memory: the writer maps the other's pool and copies
+staged   pools in GPU memory over one of the others, through host memory
 """

@@ -1,4 +1,4 @@
-"""A CPU KVPool as the bytes that movers see.
+"""A KVPool as the bytes that movers see.
 
 Owns: nothing; the arrays are views of the pool's tensors. Promises: region 2l is the keys of layer l and 2l + 1 its values,
 whatever the order of a page's axes (both ends must have the same: cluster/digest.py compares `layout`).
@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from counterpoint.device.link.gpu import DeviceMemory
 from counterpoint.device.link.memory import Memory
 from counterpoint.model.kv import KVPool
 
 
 def memory_of(pool: KVPool) -> Memory:
-    """Raises ValueError if the pool is not in CPU memory, or its layers are not each in one piece."""
+    """Raises ValueError if the pool's layers are not each in one piece, or, on a GPU, are not one allocation together."""
+    if pool.k[0].device.type != "cpu":
+        if pool.whole is None:
+            raise ValueError(f"a pool on {pool.k[0].device} must be one allocation")
+        return DeviceMemory.of(pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages)
     regions = [_bytes(side[layer]) for layer in range(len(pool.k)) for side in (pool.k, pool.v)]
     return Memory(tuple(regions), regions[0].nbytes // pool.pages)
 

@@ -1,0 +1,158 @@
+"""CudaGpu: copies between KV pools, and pools of other processes, on one GPU (device/link/gpu.py is the seam).
+
+Owns: a stream of the lowest priority, and the memory that copies pass through. Promises: no copy waits for a step, nor a step for a
+copy, beyond what they share of the GPU; nothing is allocated after `prepare`, so no copy meets a graph that is being captured.
+Must not: know who may write what.
+
+A copy gathers rows into a piece of memory and scatters them from there: two kernels for any pages, whatever their order, where one
+copy command for each run of pages would cost the host more than the GPU (a prompt of 4,096 tokens is 16,384 runs at worst).
+
+Another process's pool comes by its CUDA IPC handle (CUDA driver API, cuIpcOpenMemHandle). Memory of torch's expandable segments has
+none: they must be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from counterpoint.device.link.gpu import ROW, DeviceMemory
+from counterpoint.device.link.port import LinkError
+
+PIECE_BYTES = 64 << 20
+HANDLE_BYTES = 64
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """`offset` of the pool in the allocation that `handle` names."""
+
+    handle: bytes
+    offset: int
+
+
+class Raw:
+    """Memory at an address, for torch to look at (the CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, rows: int, words: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (rows, words),
+            "typestr": "<i8",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class CudaGpu:
+    """`staged`: pages go through host memory (`read`, `write`). Raises LinkError if cuda-bindings is missing."""
+
+    def __init__(self, device: int = 0, staged: bool = False) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise LinkError("CUDA IPC needs the package cuda-bindings: pip install 'counterpoint[cuda]'") from None
+        self._driver: Any = driver
+        self.device = torch.device("cuda", device)
+        self.most_rows = 0
+        self._staged = staged
+        self._stream = torch.cuda.Stream(self.device, priority=0)
+        self._context: Any = None
+        self._opened: dict[int, int] = {}  # address of rows -> address of the allocation
+
+    def prepare(self, memory: DeviceMemory) -> None:
+        if self.most_rows:
+            return
+        words = memory.rows_RW.shape[1]
+        self.most_rows = max(1, PIECE_BYTES // memory.page_bytes)
+        self._piece_NW = torch.empty(self.most_rows, words, dtype=ROW, device=self.device)
+        self._rows_2N = torch.empty(2, self.most_rows, dtype=torch.int64, device=self.device)
+        self._host_2N = torch.empty(2, self.most_rows, dtype=torch.int64, pin_memory=True)
+        self._host_NW = torch.empty(self.most_rows if self._staged else 0, words, dtype=ROW, pin_memory=True)
+        one = np.zeros(1, np.int64)
+        self.wait(self.copy(memory.rows_RW, one, memory.rows_RW, one))  # the kernels are loaded now, not in someone's capture
+
+    # ------------------------------------------------------------ pools of other processes
+
+    def export(self, memory: DeviceMemory) -> bytes:
+        address = memory.rows_RW.data_ptr()
+        self._context = self._call(self._driver.cuCtxGetCurrent)
+        base = int(self._call(self._driver.cuMemGetAddressRange, address)[0])
+        handle = self._call(self._driver.cuIpcGetMemHandle, address)
+        return msgspec.msgpack.encode(Exported(bytes(handle.reserved), address - base))
+
+    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+        theirs = msgspec.msgpack.decode(exported, type=Exported)
+        if len(theirs.handle) != HANDLE_BYTES:
+            raise LinkError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(theirs.handle)}")
+        handle = self._driver.CUipcMemHandle()
+        handle.reserved = theirs.handle
+        flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+        self._call(self._driver.cuCtxSetCurrent, self._context)  # any thread may open
+        base = int(self._call(self._driver.cuIpcOpenMemHandle, handle, flags))
+        address = base + theirs.offset
+        rows_RW = torch.as_tensor(Raw(address, rows, words))
+        if rows_RW.data_ptr() != address:  # a copy of it, which nobody would ever see
+            raise LinkError("torch does not take another process's memory as its own")
+        self._opened[address] = base
+        return rows_RW
+
+    def shut(self, rows_RW: Tensor) -> None:
+        base = self._opened[rows_RW.data_ptr()]
+        self._call(self._driver.cuCtxSetCurrent, self._context)
+        self._call(self._driver.cuIpcCloseMemHandle, base)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The values of a driver call. Raises LinkError."""
+        result = function(*arguments)
+        if int(result[0]):
+            raise LinkError(f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's memory, or it is gone")
+        return result[1] if len(result) == 2 else result[1:]
+
+    # ------------------------------------------------------------ copies
+
+    @torch.inference_mode()
+    def copy(self, source_RW: Tensor, sources: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]) -> Any:
+        count = len(sources)
+        self._host_2N[0, :count] = torch.from_numpy(np.ascontiguousarray(sources))
+        self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
+        with torch.cuda.stream(self._stream):
+            started = self._mark()
+            self._rows_2N.copy_(self._host_2N, non_blocking=True)
+            piece_NW = self._piece_NW[:count]
+            torch.index_select(source_RW, 0, self._rows_2N[0, :count], out=piece_NW)
+            target_RW.index_copy_(0, self._rows_2N[1, :count], piece_NW)
+            return started, self._mark()
+
+    def wait(self, ticket: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
+        ticket[1].synchronize()
+
+    def read(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
+        host_NW = self._host_NW[: len(sources)]
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            self._host_2N[0, : len(sources)] = torch.from_numpy(np.ascontiguousarray(sources))
+            self._rows_2N.copy_(self._host_2N, non_blocking=True)
+            torch.index_select(source_RW, 0, self._rows_2N[0, : len(sources)], out=self._piece_NW[: len(sources)])
+            host_NW.copy_(self._piece_NW[: len(sources)], non_blocking=True)
+            self._mark().synchronize()
+        return host_NW.numpy()
+
+    def write(self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]) -> None:
+        count = len(targets)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            self._host_NW[:count] = torch.from_numpy(content_NW)
+            self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
+            self._rows_2N.copy_(self._host_2N, non_blocking=True)
+            self._piece_NW[:count].copy_(self._host_NW[:count], non_blocking=True)
+            target_RW.index_copy_(0, self._rows_2N[1, :count], self._piece_NW[:count])
+            self._mark().synchronize()
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._stream)
+        return event
