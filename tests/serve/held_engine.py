@@ -1,0 +1,62 @@
+"""An engine that can be held at named points, so that a signal meets a worker of a real pool there.
+
+A point is a file in the folder that COUNTERPOINT_TEST_HOLDS names. Whoever holds its lock holds every engine that comes there.
+`python held_engine.py MODEL '{"prefill": 1, …}'` serves the model over such engines, with flat settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from counterpoint import build
+from counterpoint.config import Config, ConfigError
+from counterpoint.core.engine import Engine
+from counterpoint.core.request import Phase
+from counterpoint.types import Arrive, Event, Part, StepDone
+
+FOLDER = "COUNTERPOINT_TEST_HOLDS"
+POINTS = ("reserving", "prefilling", "decoding")
+
+
+class HeldEngine(Engine):
+    """`reserving`: before an answer's pages are reserved; `prefilling`: when some of a prompt has been computed and not all;
+    `decoding`: when an adopted answer has come further."""
+
+    def handle(self, now: float, event: Event) -> None:
+        point = self.point(event)
+        if point:
+            with (Path(os.environ[FOLDER]) / point).open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        super().handle(now, event)
+
+    def point(self, event: Event) -> str:
+        if isinstance(event, Arrive):
+            return "reserving" if event.part is Part.DECODE else ""
+        if not isinstance(event, StepDone):
+            return ""
+        parts = [request for request in self.living.values() if request.arrive.part is not Part.WHOLE]
+        if any(request.phase is Phase.PREFILL and request.computed for request in parts):
+            return "prefilling"
+        return "decoding" if any(request.phase is Phase.DECODE for request in parts) else ""
+
+
+def system(*args: Any) -> build.System:
+    built = build.system(*args)
+    return dataclasses.replace(built, engine=HeldEngine(built.limits, built.engine.policy))
+
+
+if __name__ == "__main__":
+    from counterpoint.serve.server import run
+
+    config = Config().replace(model=sys.argv[1], **json.loads(sys.argv[2]))
+    try:
+        sys.exit(run(config, build.find_model(config), "held_engine:system"))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
