@@ -213,7 +213,8 @@ class Probe:
             for done in self._done():
                 ends.append(done.ended_s)
                 if len(ends) == 1:
-                    enough = self._enough(done.ended_s - done.started_s, least, most)
+                    making_s = launches_s[0] - min(launches_s)
+                    enough = self._enough(done.ended_s - done.started_s - making_s, least, most)
                 if len(launches_s) <= enough:
                     send()
         while len(ends) < len(launches_s):

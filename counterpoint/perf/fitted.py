@@ -16,9 +16,8 @@ clean measurement outweighs; a number of units that was never measured has its n
 Rows are filled up to their bucket where the device does so. No step takes less than its launch (perf/host.py), and one that waited
 for the host tells nothing of the device.
 
-Beside another step, both phases have a *contention factor* per coarse cell (prefill tokens and decode context to half an octave;
-split): the roofline's, corrected by the nearest measured pairs. A neighbour that waits for the host slows a step only while it
-runs.
+Beside another step, both phases have a *contention factor*: the roofline's, corrected by measured pairs (perf/contention.py). A
+neighbour that waits for the host slows a step only while it runs.
 """
 
 from __future__ import annotations
@@ -31,18 +30,15 @@ from functools import lru_cache
 
 import msgspec
 
+from counterpoint.perf.contention import OCTAVES, Contention, Demand, Pair
 from counterpoint.perf.host import Launching
 from counterpoint.perf.regression import LEAST, least_squares
-from counterpoint.perf.roofline import KERNELS_PER_LAYER, Roofline, on_grid
+from counterpoint.perf.roofline import KERNELS_PER_LAYER, Cost, Roofline, on_grid
 from counterpoint.perf.table import Point, Table, filled
 from counterpoint.types import Work
 
 PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
 FREE = 20.0  # and one of which nothing is known beforehand
-# How far a measured pair tells of others, by leaving each out in turn (one H200): octaves of prefill tokens and of decode context,
-# units of the split.
-PROMPTS, CONTEXTS, UNITS = 1.0, 6.0, 16.0
-DOUBT = 0.02  # weight of the bare roofline beside the pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,18 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
         return self.times * self.products_s + sum(self.others)
 
 
+class Alone(msgspec.Struct, frozen=True, gc=False):
+    """A step on its own. `seconds` of the device; at least `floor_s` if it is to be launched over and over, and then the device is
+    busy for the share `busy`. `cost`: by the roofline; `pull` and `burn` as in contention.Demand."""
+
+    seconds: float
+    floor_s: float
+    busy: float
+    cost: Cost
+    pull: float
+    burn: float
+
+
 class Fitted:
     """ports.Estimator. `prior`: the roofline of the table's device and model."""
 
@@ -103,12 +111,10 @@ class Fitted:
         self.decodes = self._fit_kind([p for p in solo if not p.work.prefill_tokens], self._decode_terms)
         self.prefills = self._fit_kind([p for p in solo if not p.work.decode_batch], self._prefill_terms)
         self.mixed = self._fit_mixed([p for p in solo if p.work.prefill_tokens and p.work.decode_batch])
-        self.alone: Callable[[Work, int], float] = lru_cache(1 << 12)(self._alone)
-        self._pairs: dict[bool, list[tuple[float, float, float, float]]] = {True: [], False: []}  # by whether it is the prefill
-        for point in telling:
-            if point.beside is not None:
-                self._add_pair(point, *point.beside)
-        self._corrections: dict[tuple[bool, int, int, int], float] = {}
+        self.alone: Callable[[Work, int], Alone] = lru_cache(1 << 12)(self._alone)
+        pairs = [p for p in telling if p.beside is not None]
+        self._prefills_beside = Contention([self._pair(p) for p in pairs if p.work.prefill_tokens])
+        self._decodes_beside = Contention([self._pair(p) for p in pairs if not p.work.prefill_tokens])
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -117,22 +123,29 @@ class Fitted:
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
         """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
-        alone_s, floor_s = self.alone(work, units), self.launching.floor_s(work)
-        if beside is None or not alone_s:
-            return max(alone_s, floor_s)
-        prior, (other, other_units) = self.prior, beside
-        slower = prior.slowdown(prior.alone(work, units), units, prior.alone(other, other_units), other_units)
-        slower *= self._correction(work, units, other, other_units)
-        return max(floor_s, alone_s * (1 + max(0.0, slower - 1) * self._busy(other, other_units)))
-
-    def _busy(self, work: Work, units: int) -> float:
-        """The share of time for which a step that runs over and over keeps the device busy: under 1 if it waits for the host."""
-        floor_s = self.launching.floor_s(work)
-        return min(1.0, self.alone(work, units) / floor_s) if floor_s else 1.0
+        alone = self.alone(work, units)
+        if beside is None or not alone.seconds:
+            return max(alone.seconds, alone.floor_s)
+        other, other_units = beside
+        neighbour = self.alone(other, other_units)
+        slower = self.prior.slowdown(alone.cost, units, neighbour.cost, other_units)
+        if work.prefill_tokens:
+            slower *= self._prefills_beside.factor(other_units, demand(alone, neighbour, work.prefill_tokens))
+        else:
+            slower *= self._decodes_beside.factor(units, demand(alone, neighbour, other.prefill_tokens))
+        return max(alone.floor_s, alone.seconds * (1 + max(0.0, slower - 1) * neighbour.busy))
 
     # ------------------------------------------------------------ one step, alone
 
-    def _alone(self, work: Work, units: int) -> float:
+    def _alone(self, work: Work, units: int) -> Alone:
+        seconds, floor_s, cost = self._device_s(work, units), self.launching.floor_s(work), self.prior.alone(work, units)
+        if not seconds:
+            return Alone(0.0, floor_s, 0.0, cost, 0.0, 0.0)
+        pull, burn = cost.bytes / (seconds * self.prior.read[-1]), cost.flops / (seconds * units * self.prior.unit_flops)
+        return Alone(seconds, floor_s, seconds / max(seconds, floor_s), cost, pull, burn)
+
+    def _device_s(self, work: Work, units: int) -> float:
+        """What the device takes for a step, however long the host does."""
         if not 1 <= units <= self.prior.device.units:
             raise ValueError(f"{units} units asked of {self.prior.device.name}, which has {self.prior.device.units}")
         if not work.prefill_tokens:
@@ -249,40 +262,17 @@ class Fitted:
 
     # ------------------------------------------------------------ contention
 
-    def _add_pair(self, point: Point, other: Work, other_units: int) -> None:
-        """Note where a measured pair stands, and by how much the roofline's factor is off there."""
-        prior = self.prior
-        slower = prior.slowdown(prior.alone(point.work, point.units), point.units, prior.alone(other, other_units), other_units)
-        measured = point.seconds / self.alone(point.work, point.units)
-        whose, place = standing(point.work, point.units, other, other_units)
-        self._pairs[whose].append((*place, math.log(measured / slower)))
-
-    def _correction(self, work: Work, units: int, other: Work, other_units: int) -> float:
-        whose, (tokens, context, split) = standing(work, units, other, other_units)
-        cell = (whose, round(2 * tokens), round(2 * context), int(split))
-        found = self._corrections.get(cell)
-        if found is None:
-            found = self._corrections[cell] = self._near(whose, cell[1] / 2, cell[2] / 2, split)
-        return found
-
-    def _near(self, whose: bool, tokens: float, context: float, split: float) -> float:
-        """The correction at a place: the mean of the measured pairs, the near ones first."""
-        total, weights = 0.0, DOUBT
-        for t, c, s, correction in self._pairs[whose]:
-            far = ((t - tokens) / PROMPTS) ** 2 + ((c - context) / CONTEXTS) ** 2 + ((s - split) / UNITS) ** 2
-            weight = 1 / (0.05 + far) ** 2
-            total += weight * correction
-            weights += weight
-        return math.exp(total / weights)
+    def _pair(self, point: Point) -> Pair:
+        assert point.beside is not None
+        work, (other, other_units) = point.work, point.beside
+        alone, neighbour = self.alone(work, point.units), self.alone(other, other_units)
+        slower = self.prior.slowdown(alone.cost, point.units, neighbour.cost, other_units)
+        asked = demand(alone, neighbour, work.prefill_tokens + other.prefill_tokens)
+        return Pair(other_units if work.prefill_tokens else point.units, asked, math.log(point.seconds / alone.seconds / slower))
 
 
-def standing(work: Work, units: int, other: Work, other_units: int) -> tuple[bool, tuple[float, float, float]]:
-    """Of two steps side by side: whether `work` is the prefill, and the pair's place: octaves of prefill tokens and of decode
-    context, units of the decode."""
-    prefills = work.prefill_tokens > 0
-    prefill, decode = (work, other) if prefills else (other, work)
-    split = other_units if prefills else units
-    return prefills, (math.log2(1 + prefill.prefill_tokens), math.log2(1 + decode.decode_context), float(split))
+def demand(alone: Alone, neighbour: Alone, prefill_tokens: int) -> Demand:
+    return Demand(alone.pull, neighbour.pull, alone.burn, neighbour.burn, math.log2(1 + prefill_tokens) / OCTAVES)
 
 
 def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:
