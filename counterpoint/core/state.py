@@ -82,9 +82,11 @@ class State:
         self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
         self.prefilling: dict[str, Request] = {}  # those in Phase.PREFILL, in the same order
         self.answers = Answers()
+        self._decoding = 0  # requests in Phase.DECODE
 
     def move(self, request: Request, phase: Phase) -> None:
         """The one way in which a request's phase changes (the engine's)."""
+        self._decoding += (phase is DECODE) - (request.phase is DECODE)
         request.phase = phase
         if phase is PREFILL:
             self.prefilling[request.id] = request
@@ -115,7 +117,7 @@ class State:
 
     @property
     def has_decode(self) -> bool:
-        return any(r.phase is DECODE for r in self.running.values())
+        return self._decoding > 0
 
     def free_units(self, lane: Lane) -> int:
         """Units that no other lane's step in flight takes (all of them where lanes may overlap)."""

@@ -37,11 +37,14 @@ KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
-    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding)."""
+    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding).
+    Of a whole step also what it takes from others: `pull`, a share of the device's bandwidth; `burn`, of its own units' peak."""
 
     seconds: float
     bytes: float
     flops: float
+    pull: float = 0.0
+    burn: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
@@ -100,20 +103,17 @@ class Roofline:
         cost = self.alone(work, units)
         if beside is None:
             return cost.seconds
-        return cost.seconds * self.slowdown(cost, units, self.alone(*beside), beside[1])
+        other, other_units = beside
+        return cost.seconds * self.slowdown(cost, units, self.alone(other, other_units), other_units)
 
     def slowdown(self, cost: Cost, units: int, other: Cost, other_units: int) -> float:
         """How many times longer a step takes beside another (spec.device.ContentionSpec has the formula). Steps that want more
         units than there are take turns on them."""
         if not cost.seconds or not other.seconds:
             return 1.0
-        contention, memory = self.device.contention, self.read[-1]
-        pull, other_pull = cost.bytes / cost.seconds / memory, other.bytes / other.seconds / memory
-        burn = min(1.0, cost.flops / cost.seconds / (units * self.unit_flops))
-        other_burn = min(1.0, other.flops / other.seconds / (other_units * self.unit_flops))
-        slower = 1 + contention.bandwidth * other_pull + contention.compute * other_burn * (1 - burn)
-        turns = (units + other_units) / self.device.units
-        return max(slower, pull + other_pull) * max(1.0, turns)
+        contention, turns = self.device.contention, (units + other_units) / self.device.units
+        slower = 1 + contention.bandwidth * other.pull + contention.compute * other.burn * (1 - cost.burn)
+        return max(slower, cost.pull + other.pull) * max(1.0, turns)
 
     # ------------------------------------------------------------ one step, alone
 
@@ -134,7 +134,10 @@ class Roofline:
         if work.last_layer == work.layers and work.samples:
             head = self.head_cost(work.samples, units)
             seconds, moved, flops = seconds + head.seconds, moved + head.bytes, flops + head.flops
-        return Cost(seconds, moved, flops)
+        if not seconds:
+            return Cost(0.0, 0.0, 0.0)
+        burn = min(1.0, flops / seconds / (units * self.unit_flops))
+        return Cost(seconds, moved, flops, moved / seconds / self.read[-1], burn)
 
     def _layer_products_cost(self, rows: int, units: int) -> Cost:
         """The products of one layer and what lies between them, without attention."""
