@@ -168,14 +168,14 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, input
 
 @pytest.mark.parametrize("units", [16, 132])
 def test_every_measured_product_is_right(units: int):
-    from counterpoint.device.cuda.products import PROBES, Products
+    from counterpoint.device.cuda.products import MANY, PROBES, Products
 
     kernels = layer_kernels(torch.bfloat16, 512, 64, True)
     products = Products(units, kernels, torch.device("cuda", 0), chained=True)
     weights = [[drawn(1536, 1024, dtype=torch.bfloat16) * 0.05 for _ in range(3)]]
-    products.measure(weights, torch.cuda.Stream(), 128)
-    assert len(products.names) == len(PROBES)
-    for rows in (1, 2, 3, 4, 7, 64, 100, 128, 200):
+    products.measure(weights, torch.cuda.Stream(), PROBES + MANY)
+    assert len(products.names) == len(PROBES) + len(MANY)
+    for rows in (1, 2, 3, 4, 7, 64, 100, 128, 200, 256, 700, 1024, 1500):
         x = drawn(rows, 1024, dtype=torch.bfloat16)
         truth = x.float().cpu() @ weights[0][0].float().cpu().T
         assert error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]

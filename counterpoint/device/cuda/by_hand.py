@@ -56,6 +56,7 @@ class Bench:
         torch.manual_seed(0)
         for pool in (*self.device.kv.k, *self.device.kv.v):
             fill(pool)
+        torch.cuda.synchronize()
         self.order = torch.randperm(self.device.pages).tolist()
 
     def use(self, device: CudaDevice) -> None:

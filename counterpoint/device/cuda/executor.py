@@ -26,7 +26,7 @@ from torch import Tensor
 
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.graphs import DecodeGraphs
-from counterpoint.device.cuda.passes import Passes, PassState
+from counterpoint.device.cuda.passes import Pass, Passes
 from counterpoint.device.cuda.places import Place, Places
 from counterpoint.device.cuda.sampling import (
     Download,
@@ -41,7 +41,6 @@ from counterpoint.device.cuda.sampling import (
 from counterpoint.device.cuda.tables import DeviceTables, Sampled
 from counterpoint.device.grammar import Grammars
 from counterpoint.device.tables import PassRows, pass_rows
-from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.types import Close, Command, Drop, Event, Lane, Open, Step, StepDone
@@ -60,9 +59,7 @@ class Reports(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenPass:
     rows: PassRows
-    batch: Batch
-    sampled: Sampled
-    state: PassState
+    way: Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +119,7 @@ class CudaExecutor:
             case Drop():
                 dropped = self._open.pop(command.batch, None)
                 if dropped is not None:
-                    dropped.batch.attention.close()
+                    dropped.way.inputs.plan.close()
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -177,25 +174,24 @@ class CudaExecutor:
         if step.first_layer == 0:
             rows = pass_rows(step.segments)
             self.tables.send(step.segments)
-            batch, sampled = self.tables.batch(rows, place.planner, place.decode)
-            state = self.passes.start(batch)
+            way = self.passes.start(self.tables.inputs(rows, place.planner, place.decode))
         else:
             held = self._open.pop(step.batch, None)
             if held is None:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
-            rows, batch, sampled, state = held.rows, held.batch, held.sampled, held.state
-        every = asks_for_prompts(self.tables, rows)
-        only_B = None if every else batch.sample_rows_B
-        x_TD = self.passes.run(place, batch, state, step.first_layer, step.last_layer, only_B)
+            rows, way = held.rows, held.way
+        inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
+        only_B = None if every else inputs.sample_rows_B
+        x_TD = way.run(place, step.first_layer, step.last_layer, only_B)
         if x_TD is None:
-            self._open[step.batch] = OpenPass(rows, batch, sampled, state)
+            self._open[step.batch] = OpenPass(rows, way)
             return
-        flight.held, flight.over = batch, batch.attention.close
+        flight.held, flight.over = inputs, inputs.plan.close
         if every:
-            flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, batch, x_TD)
-            x_TD = x_TD[batch.sample_rows_B]
+            flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, x_TD)
+            x_TD = x_TD[inputs.sample_rows_B]
         if len(rows.slot_B):
-            self._sample(flight, decoder.head(x_TD), rows, sampled)
+            self._sample(flight, decoder.head(x_TD), rows, inputs.sampled)
 
     @torch.inference_mode()
     def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:

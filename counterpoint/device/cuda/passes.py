@@ -24,18 +24,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.places import Place
-from counterpoint.device.cuda.tables import DeviceTables
-from counterpoint.model.batch import Batch
+from counterpoint.device.cuda.tables import DeviceTables, PassInputs
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 
-Angles = tuple[Tensor, ...]  # as Ops.rope_angles of a GPU has them: a row for each token
 SIZES = (16, 32, 48, 64, 96, 128, *range(192, 1025, 64), *range(1152, 2049, 128))  # rows; larger passes keep the device busy anyway
 
 
@@ -44,64 +43,125 @@ def sizes_for(max_pass_tokens: int) -> tuple[int, ...]:
     return SIZES[: bisect.bisect_left(SIZES, max_pass_tokens) + 1]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class PassState:
-    """How far a pass has come. `x_TD` are its hidden states and, once a graph has begun a layer, `q_THA` that layer's queries; both
-    are stale while it has a `seat`."""
+class Pass(Protocol):
+    """A pass on its way through the layers."""
 
-    x_TD: Tensor
-    angles: Angles
-    q_THA: Tensor | None = None
+    inputs: PassInputs
+
+    def run(self, place: Place, first_layer: int, last_layer: int, only_B: Tensor | None) -> Tensor | None:
+        """Launch layers [first_layer, last_layer) on the place's stream (which is current). Behind the model's last layer, its
+        hidden states: of the rows `only_B`, or of all [T, D]."""
+        ...
+
+
+class EagerPass:
+    """Launched one operation after another."""
+
+    def __init__(self, decoder: Decoder, kv: KVPool, tables: DeviceTables, inputs: PassInputs) -> None:
+        self.inputs = inputs
+        self._decoder = decoder
+        self._kv = kv
+        self._batch = tables.batch(inputs)
+        self._angles = decoder.angles(self._batch)
+        self._x_TD = decoder.embed(self._batch)
+
+    def run(self, place: Place, first_layer: int, last_layer: int, only_B: Tensor | None) -> Tensor | None:
+        layers = (first_layer, last_layer, self._angles, only_B)
+        self._x_TD = self._decoder.run_layers(self._x_TD, self._batch, self._kv, *layers)
+        return self._x_TD if last_layer == self._decoder.spec.layers else None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CapturedPass:
+    """Launched as graphs. What it has computed is in its `seat`; without one, in `kept`."""
+
+    passes: Passes
+    inputs: PassInputs
+    size: int  # rows of its graphs
     seat: Seat | None = None
+    kept: tuple[Tensor, ...] = ()
+
+    def run(self, place: Place, first_layer: int, last_layer: int, only_B: Tensor | None) -> Tensor | None:
+        decoder, kv, rows = self.passes.decoder, self.passes.kv, self.inputs.place_2T.shape[1]
+        ends = last_layer == decoder.spec.layers
+        pieces, seat = self.passes.pieces(place, self.size)
+        seat.take(self)
+        x_TD, q_THA, attended_TE = seat.x_RD[:rows], seat.q_RHA[:rows], seat.attended_RE[:rows]
+        plan, attention = dataclasses.replace(self.inputs.plan, out_TE=attended_TE), decoder.ops.attention
+        if first_layer == 0:
+            seat.fill(self.inputs.place_2T)
+            pieces[0]()
+        for index in range(first_layer, last_layer - ends):
+            attention(q_THA, kv.k[index], kv.v[index], plan)
+            pieces[index + 1]()
+        if not ends:
+            return None
+        seat.leave()
+        if only_B is not None and not len(only_B):
+            return x_TD[:0]
+        attention(q_THA, kv.k[last_layer - 1], kv.v[last_layer - 1], plan)
+        if only_B is not None:
+            x_TD, attended_TE = x_TD[only_B], attended_TE[only_B]
+        x_TD, ffn_TD = decoder.behind_attention(x_TD, attended_TE, last_layer - 1)
+        return decoder.ops.add(x_TD, ffn_TD)
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """What the pieces of a place read and write, and whose it is just now (nobody's, once that pass is forgotten)."""
+    """What the pieces of a place read and write, and whose it is just now (nobody's, once that pass is forgotten). Rows of nobody
+    are at position 0 of the spare slot."""
 
+    spare_slot: int
+    place_2R: Tensor
+    kv_rows_R: Tensor
+    angles: tuple[Tensor, ...]  # as Ops.rope_angles has them on a GPU: a row for each token
     x_RD: Tensor
     q_RHA: Tensor
     attended_RE: Tensor
-    kv_rows_R: Tensor
-    angles: Angles
-    sitting: Callable[[], PassState | None] = lambda: None
+    sitting: Callable[[], CapturedPass | None] = lambda: None
 
-    def clear(self) -> None:
-        """Whoever sits here takes along what it needs."""
-        guest = self.sitting()
-        if guest is not None:
-            rows = guest.x_TD.shape[0]
-            guest.x_TD, guest.q_THA, guest.seat = self.x_RD[:rows].clone(), self.q_RHA[:rows].clone(), None
-        self.sitting = lambda: None
-
-    def take(self, state: PassState, kv_rows_T: Tensor, spare_row: int) -> None:
-        if state.seat is self:
+    def take(self, guest: CapturedPass) -> None:
+        if guest.seat is self:
             return
         self.clear()
-        if state.seat is not None:
-            state.seat.clear()
-        rows = kv_rows_T.shape[0]
-        self.x_RD[:rows] = state.x_TD
-        if state.q_THA is not None:
-            self.q_RHA[:rows] = state.q_THA
-        self.kv_rows_R[:rows] = kv_rows_T
-        self.kv_rows_R[rows:] = spare_row
-        for kept, made in zip(self.angles, state.angles, strict=True):
-            kept[:rows] = made
-        state.seat, self.sitting = self, weakref.ref(state)
+        if guest.seat is not None:
+            guest.seat.clear()
+        if guest.kept:
+            for buffer, kept in zip(self._lasting, guest.kept, strict=True):
+                buffer[: guest.size] = kept
+        guest.seat, guest.kept, self.sitting = self, (), weakref.ref(guest)
+
+    def fill(self, place_2T: Tensor) -> None:
+        """A new pass: its rows, and behind them those of nobody."""
+        rows = place_2T.shape[1]
+        self.place_2R[:, :rows] = place_2T
+        self.place_2R[0, rows:] = self.spare_slot
+        self.place_2R[1, rows:] = 0
+
+    def leave(self) -> None:
+        self.sitting = lambda: None
+
+    def clear(self) -> None:
+        """Whoever sits here takes along what it has computed."""
+        guest = self.sitting()
+        if guest is not None:
+            guest.kept, guest.seat = tuple(buffer[: guest.size].clone() for buffer in self._lasting), None
+        self.leave()
+
+    @property
+    def _lasting(self) -> tuple[Tensor, ...]:
+        return (self.kv_rows_R, *self.angles, self.x_RD, self.q_RHA)
 
 
 class Passes:
-    """`start`, then `run` once or in consecutive groups of layers."""
-
     def __init__(self, decoder: Decoder, kv: KVPool, tables: DeviceTables, driver: Driver, sizes: Sequence[int] = SIZES) -> None:
         """`sizes`: of the graphs, ascending; with none, every pass is launched operation by operation."""
         self.decoder = decoder
         self.kv = kv
+        self.tables = tables
         self.driver = driver
         self.sizes = tuple(sizes)
         self.capture_s = 0.0
-        self._spare_row = tables.spare_page * tables.page_tokens
         self._seats: dict[str, Seat] = {}
         self._pieces: dict[tuple[str, int], list[Callable[[], None]]] = {}
 
@@ -109,40 +169,11 @@ class Passes:
     def count(self) -> int:
         return sum(len(pieces) for pieces in self._pieces.values())
 
-    def start(self, batch: Batch) -> PassState:
-        return PassState(self.decoder.embed(batch), self.decoder.angles(batch))
-
-    def run(
-        self, place: Place, batch: Batch, state: PassState, first_layer: int, last_layer: int, only_B: Tensor | None
-    ) -> Tensor | None:
-        """Launch layers [first_layer, last_layer) on the place's stream (which is current). Behind the model's last layer, its
-        hidden states: of the rows `only_B`, or of all [T, D]."""
-        ends = last_layer == self.decoder.spec.layers
-        if not self.sizes or batch.tokens_T.shape[0] > self.sizes[-1]:
-            layers = (first_layer, last_layer, state.angles, only_B)
-            state.x_TD = self.decoder.run_layers(state.x_TD, batch, self.kv, *layers)
-            return state.x_TD if ends else None
-        rows = batch.tokens_T.shape[0]
-        pieces = self.pieces(place, self.sizes[bisect.bisect_left(self.sizes, rows)])
-        seat = self._seats[place.name]
-        seat.take(state, batch.kv_rows_T, self._spare_row)
-        q_THA, attended_TE = seat.q_RHA[:rows], seat.attended_RE[:rows]
-        plan, attention = dataclasses.replace(batch.attention, out_TE=attended_TE), self.decoder.ops.attention
-        if first_layer == 0:
-            pieces[0]()
-        for index in range(first_layer, last_layer - ends):
-            attention(q_THA, self.kv.k[index], self.kv.v[index], plan)
-            pieces[index + 1]()
-        if not ends:
-            return None
-        x_TD = seat.x_RD[:rows]
-        if only_B is not None and not len(only_B):
-            return x_TD[:0]
-        attention(q_THA, self.kv.k[last_layer - 1], self.kv.v[last_layer - 1], plan)
-        if only_B is not None:
-            x_TD, attended_TE = x_TD[only_B], attended_TE[only_B]
-        x_TD, ffn_TD = self.decoder.behind_attention(x_TD, attended_TE, last_layer - 1)
-        return self.decoder.ops.add(x_TD, ffn_TD)
+    def start(self, inputs: PassInputs) -> Pass:
+        rows = inputs.place_2T.shape[1]
+        if not self.sizes or rows > self.sizes[-1]:
+            return EagerPass(self.decoder, self.kv, self.tables, inputs)
+        return CapturedPass(self, inputs, self.sizes[bisect.bisect_left(self.sizes, rows)])
 
     # ------------------------------------------------------------ capturing
 
@@ -152,48 +183,60 @@ class Passes:
             for size in reversed(self.sizes):
                 self.pieces(place, size)
 
-    def pieces(self, place: Place, size: int) -> list[Callable[[], None]]:
+    def pieces(self, place: Place, size: int) -> tuple[list[Callable[[], None]], Seat]:
+        """The pieces of `size` rows, and what they read and write."""
         pieces = self._pieces.get((place.name, size))
         if pieces is None:
             began_s = time.perf_counter()
             with self.driver.on(place.stream), torch.inference_mode():
                 pieces = self._pieces[place.name, size] = self._capture(place, size)
             self.capture_s += time.perf_counter() - began_s
-        return pieces
+        return pieces, self._seats[place.name]
 
     def _capture(self, place: Place, size: int) -> list[Callable[[], None]]:
-        seat = self._seats.get(place.name)
-        if seat is None:
-            seat = self._seats[place.name] = self._seat()
-        seat.clear()  # a capture runs each piece once
-        seat.kv_rows_R.fill_(self._spare_row)
-        for buffer in (seat.x_RD, seat.attended_RE, seat.q_RHA):
-            buffer.zero_()
+        if place.name not in self._seats:
+            self._seats[place.name] = self._seat()
+        seat = self._seats[place.name]
+        seat.clear()
+        seat.fill(seat.place_2R[:, :0])  # a capture runs each piece once
+        seat.attended_RE.zero_()
         decoder = Decoder(self.decoder.spec, place.ops, self.decoder.weights)
-        return [self.driver.capture(place.stream, self._body(decoder, seat, size, n)) for n in range(decoder.spec.layers)]
+        return [self.driver.capture(place.stream, self._piece(decoder, seat, size, n)) for n in range(decoder.spec.layers)]
 
-    def _body(self, decoder: Decoder, seat: Seat, size: int, index: int) -> Callable[[], None]:
+    def _piece(self, decoder: Decoder, seat: Seat, size: int, index: int) -> Callable[[], None]:
         ops, eps, norm_D = decoder.ops, decoder.spec.norm_eps, decoder.weights.layers[index].attention_norm_D
-        x_RD, angles = seat.x_RD[:size], tuple(part[:size] for part in seat.angles)
+        x_RD, kv_rows_R, angles = seat.x_RD[:size], seat.kv_rows_R[:size], tuple(part[:size] for part in seat.angles)
 
-        def body() -> None:
-            if index:
-                ended_RD, ffn_RD = decoder.behind_attention(x_RD, seat.attended_RE[:size], index - 1)
-                ended_RD, normed_RD = ops.add_rms_norm(ended_RD, ffn_RD, norm_D, eps)
-                if ended_RD.data_ptr() != x_RD.data_ptr():
-                    x_RD.copy_(ended_RD)
-            else:
-                normed_RD = ops.rms_norm(x_RD, norm_D, eps)
-            q_RHA = decoder.before_attention(normed_RD, self.kv, index, angles, seat.kv_rows_R[:size])
-            seat.q_RHA[:size] = q_RHA
+        def begin() -> Tensor:
+            tokens_R, found_R = self.tables.look_up(seat.place_2R[:, :size])
+            kv_rows_R.copy_(found_R)
+            for kept, made in zip(angles, self._angles(seat.place_2R[1, :size]), strict=True):
+                kept.copy_(made)
+            x_RD.copy_(ops.embed(tokens_R, decoder.weights.embedding_VD))
+            return ops.rms_norm(x_RD, norm_D, eps)
 
-        return body
+        def go_on() -> Tensor:
+            ended_RD, ffn_RD = decoder.behind_attention(x_RD, seat.attended_RE[:size], index - 1)
+            ended_RD, normed_RD = ops.add_rms_norm(ended_RD, ffn_RD, norm_D, eps)
+            if ended_RD.data_ptr() != x_RD.data_ptr():
+                x_RD.copy_(ended_RD)
+            return normed_RD
+
+        def piece() -> None:
+            normed_RD = go_on() if index else begin()
+            seat.q_RHA[:size] = decoder.before_attention(normed_RD, self.kv, index, angles, kv_rows_R)
+
+        return piece
+
+    def _angles(self, position_R: Tensor) -> tuple[Tensor, ...]:
+        weights = self.decoder.weights
+        return self.decoder.ops.rope_angles(position_R, weights.inverse_frequencies, weights.rope_scale)
 
     def _seat(self) -> Seat:
         spec, device, most = self.decoder.spec, self.driver.device, self.sizes[-1]
-        position_R = torch.zeros(most, dtype=torch.int64, device=device)
-        x_RD = self.decoder.ops.embed(position_R, self.decoder.weights.embedding_VD)
-        weights = self.decoder.weights
-        angles = self.decoder.ops.rope_angles(position_R, weights.inverse_frequencies, weights.rope_scale)
+        place_2R = torch.zeros(2, most, dtype=torch.int64, device=device)
+        x_RD = self.decoder.ops.embed(place_2R[1], self.decoder.weights.embedding_VD)
         q_RHA = x_RD.new_zeros(most, spec.heads, spec.head_dim)
-        return Seat(x_RD, q_RHA, q_RHA.new_zeros(most, spec.heads * spec.head_dim), position_R, angles)
+        attended_RE = x_RD.new_zeros(most, spec.heads * spec.head_dim)
+        kv_rows_R = torch.zeros_like(place_2R[0])
+        return Seat(self.tables.spare_slot, place_2R, kv_rows_R, self._angles(place_2R[1]), x_RD, q_RHA, attended_RE)

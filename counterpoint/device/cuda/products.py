@@ -1,9 +1,10 @@
 """Products: which kernel multiplies by a weight, in each partition, by measurement.
 
 Owns: the choice between cuBLAS, the kernel for few rows (kernels/layer.py) and the one for few SMs (kernels/gemm.py); for quantised
-weights, between torch's scaled product (cuBLASLt or CUTLASS, by its own choice) and the one for few SMs. Promises: what is chosen
-was the fastest for that shape, that number of rows and those SMs, timed on this device; more rows than MOST_ROWS, biases and dtypes
-that only cuBLAS has are cuBLAS's.
+weights, between torch's scaled product (cuBLASLt or CUTLASS, by its own choice) and the one for few SMs; for the many rows of
+prefill in a partition, between cuBLAS as it is, which divides a product for all SMs of the device, and cuBLAS told of fewer.
+Promises: what is chosen was the fastest for that shape, that number of rows and those SMs, timed on this device; more rows than
+were measured, biases and dtypes that only cuBLAS has are cuBLAS's.
 Must not: be asked during a capture for a shape that was not measured (it then takes cuBLAS).
 
 Shapes: R rows, K inputs, N outputs.
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from counterpoint.device.cuda import blas
 from counterpoint.device.cuda.kernels.gemm import MAX_ROWS, SkinnyGemm, wgmma_header
 from counterpoint.device.cuda.kernels.layer import FEW_BYTES, FEW_ROWS, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError, architecture, load
@@ -33,12 +35,25 @@ Packed = tuple[Matrix, Tensor | None]
 Product = Callable[[Any, Any], Tensor]  # rows and weight, both plain or both quantised
 Quantise = Callable[[Tensor], Scaled]
 PROBES = (1, 2, 4, 16, 64, 128)  # rows; what lies between takes the choice of the next
+MANY = (256, 384, 512, 768, 1024)  # the same, of prefill in a partition
+ALL_PROBES = PROBES + MANY
 MOST_ROWS = PROBES[-1]
 REPEATS = 3
+WORTH = 0.97  # of cuBLAS's time: what another way of many rows must stay under
 
 
 def by_cublas(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_RK, weight_NK)
+
+
+def by_cublas_told(units: int) -> Product:
+    def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
+        blas.count_on(units)
+        out_RN = F.linear(x_RK, weight_NK)
+        blas.count_on(0)
+        return out_RN
+
+    return product
 
 
 def scaled(x_RK: Scaled, weight_NK: Scaled) -> Tensor:
@@ -62,6 +77,7 @@ class Products:
         self.choice: dict[tuple[torch.dtype, int, int, int], Product] = {}  # dtype of the weight, N, K, rows probed
         self.names: dict[tuple[torch.dtype, int, int, int], str] = {}
         self.quantise: Quantise = quantise_rows if layer is None else layer.quantise
+        self._told = (units, 96, 64)
         self._skinny: SkinnyGemm | None = None
         try:
             self._skinny = SkinnyGemm(units, device.index or 0, chained)
@@ -79,9 +95,9 @@ class Products:
         return self._chosen(weight, x.shape[0], by_cublas)(x, weight)
 
     def _chosen(self, weight: Matrix, rows: int, otherwise: Product) -> Product:
-        if rows > MOST_ROWS:
+        if rows > ALL_PROBES[-1]:
             return otherwise
-        probe = PROBES[bisect.bisect_left(PROBES, rows)]
+        probe = ALL_PROBES[bisect.bisect_left(ALL_PROBES, rows)]
         outputs, inputs = weight.shape
         chosen = self.choice.get((weight.dtype, outputs, inputs, probe), otherwise)
         return otherwise if chosen == self._few and rows != probe else chosen
@@ -94,6 +110,8 @@ class Products:
             return found
         found = {"cuBLAS": by_cublas}
         outputs, inputs = weight.shape
+        if rows > MOST_ROWS:
+            return found | {f"cuBLAS for {units} SMs": by_cublas_told(units) for units in self._told if units <= self.units}
         if weight.dtype not in (torch.bfloat16, torch.float16) or inputs % 8:
             return found
         if self.layer is not None and rows in FEW_ROWS and rows * inputs * 2 <= FEW_BYTES:
@@ -109,27 +127,37 @@ class Products:
         rows = range(1, min(most_rows, MAX_ROWS) + 1)
         return {(self._skinny.tile(same[0].shape[0], m).height, same[0].dtype == FP8) for same in weights for m in rows}
 
-    def measure(self, weights: Sequence[Sequence[Matrix]], stream: Any, most_rows: int) -> None:
-        """Choose for each shape and probe up to `most_rows`. `weights`: for each shape, several of it, so that none is found in a
-        cache. Synchronises."""
+    def measure(self, weights: Sequence[Sequence[Matrix]], stream: Any, probes: Sequence[int]) -> None:
+        """Choose for each shape and probe. `weights`: for each shape, several of it, so that none is found in a cache.
+        Synchronises."""
         for same in weights:
             outputs, inputs = same[0].shape
-            for rows in PROBES[: bisect.bisect_left(PROBES, most_rows) + 1]:
+            for rows in probes:
+                candidates = self.candidates(same[0], rows)
+                if rows > MOST_ROWS and len(candidates) == 1:
+                    continue
                 x_RK = torch.randn(rows, inputs, device=same[0].device)
                 x_RK = quantise_rows(x_RK) if isinstance(same[0], Scaled) else x_RK.to(same[0].dtype)
                 timed = {}
-                for name, product in self.candidates(same[0], rows).items():
+                for name, product in candidates.items():
                     try:
                         timed[name] = (captured_ms(product, x_RK, same, stream), product)
                     except (KernelError, ValueError) as error:
                         log.warning("product %s for %d rows, weight %s: %s", name, rows, tuple(same[0].shape), error)
                 best = min(timed, key=lambda name: timed[name][0])
+                if rows > MOST_ROWS and timed[best][0] > WORTH * timed["cuBLAS"][0]:
+                    best = "cuBLAS"
                 self.choice[same[0].dtype, outputs, inputs, rows] = timed[best][1]
                 self.names[same[0].dtype, outputs, inputs, rows] = best
 
     def _few(self, x_RK: Tensor, weight_NK: Tensor) -> Tensor:
         assert self.layer is not None
         return self.layer.few_rows(x_RK, weight_NK)
+
+
+def probes_up_to(most_rows: int) -> tuple[int, ...]:
+    """Those of PROBES that steps of up to so many rows need."""
+    return PROBES[: bisect.bisect_left(PROBES, most_rows) + 1]
 
 
 def captured_ms(product: Product, x_RK: Matrix, weights: Sequence[Matrix], stream: Any) -> float:

@@ -23,7 +23,6 @@ from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.tables import ADJUSTED, DeviceTables
 from counterpoint.device.settings import Settings, Stage, column
 from counterpoint.device.tables import PassRows
-from counterpoint.model.batch import Batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.sample import Choice, Draw, Filters, drawn, logprobs, sample
 from counterpoint.types import TokenLogprobs
@@ -168,7 +167,7 @@ def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
     return bool(tables.settings.stages(rows.slot_S) & Stage.PROMPT_LOGPROBS)
 
 
-def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, batch: Batch, x_TD: Tensor) -> list[Download]:
+def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor) -> list[Download]:
     """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
     goes. `x_TD` are the hidden states behind the last layer."""
     settings, driver = tables.settings, tables.driver
@@ -181,8 +180,8 @@ def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, bat
         slot, start, first = int(rows.slot_S[segment]), int(rows.start_S[segment]), int(first_S[segment])
         for at in range(start, last, BLOCK):
             end = min(at + BLOCK, last)
-            hidden = torch.arange(first + at - start, first + end - start, device=x_TD.device)
-            logits_RV, ids_R = decoder.logits(x_TD, batch, hidden), tables.tokens[slot, at + 1 : end + 1].long()
+            hidden_RD = x_TD[first + at - start : first + end - start]
+            logits_RV, ids_R = decoder.head(hidden_RD), tables.tokens[slot, at + 1 : end + 1].long()
             own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_RV, ids_R, top, settings.vocab))
             downloads.append(Download(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,)))
     return downloads

@@ -31,11 +31,10 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Multiplex, Serial
-from counterpoint.device.cuda import blas
 from counterpoint.device.cuda.by_hand import GREEDY, PREFILL_SLOT, Bench, Meter, Tap, show
 from counterpoint.device.cuda.floors import ceilings, decode_bytes, floor_s, parts_table
 from counterpoint.device.cuda.passes import Passes
-from counterpoint.device.cuda.products import by_cublas, captured_ms
+from counterpoint.device.cuda.products import by_cublas, by_cublas_told, captured_ms
 from counterpoint.device.cuda.start import CudaDevice, open_cuda, weights_by_shape
 from counterpoint.device.wall import WallInbox
 from counterpoint.spec.source import resolve
@@ -129,27 +128,25 @@ def small_table(bench: Bench, sizes: Sequence[int], passes: int = 6) -> dict[str
     return result
 
 
-def products_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int] = (512, 1024, 2048, 4096)) -> dict[str, Any]:
-    """Products of prefill passes on the rest of each split: as they are, and with cuBLAS or cuBLASLt told of the SMs."""
+def products_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int] = (256, 512, 1024, 2048)) -> dict[str, Any]:
+    """Products of all layers on the rest of each split: by cuBLAS as it is, told of those SMs, and as the place has chosen."""
     result: dict[str, Any] = {}
-    weights, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
+    kinds, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
     for units in (total, *(total - level for level in levels)):
         place = bench.device.places.choose(Role.PREFILL, units)
+        ways = {
+            "as it is": by_cublas,
+            "told": by_cublas_told(units),
+            "chosen": lambda x, w, place=place: place.ops.linear(x, (w, None)),
+        }
         for rows in sizes:
-            row = {}
-            for way in ("as it is", "told", "Lt", "Lt told"):
-                if "told" in way:
-                    blas.count_on(units)
-                    torch._C._set_sm_carveout_experimental(total - units if units < total else None)
-                torch.backends.cuda.preferred_blas_library("cublaslt" if "Lt" in way else "cublas")
+            row = result.setdefault(f"{rows} rows, {units} SMs", {})
+            for way, product in ways.items():
                 row[f"{way}: ms"] = 0.0
-                for same in weights:
-                    x = torch.randn(rows, same[0].shape[1], device=bench.device.driver.device, dtype=torch.bfloat16)
-                    row[f"{way}: ms"] += captured_ms(by_cublas, x, same, place.stream) / len(same) * bench.layers
-                blas.count_on(0)
-                torch._C._set_sm_carveout_experimental(None)
-            result[f"{rows} rows, {units} SMs"] = row
-    torch.backends.cuda.preferred_blas_library("cublas")
+                for same in kinds:
+                    x = torch.randn(rows, same[0].shape[1], device=bench.device.driver.device).to(same[0].dtype)
+                    row[f"{way}: ms"] += captured_ms(product, x, same[:4], place.stream) / 4 * bench.layers
+                    torch.cuda.empty_cache()
     show("products of all layers", result)
     return result
 

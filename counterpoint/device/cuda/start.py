@@ -36,7 +36,7 @@ from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.passes import Passes, sizes_for
 from counterpoint.device.cuda.places import Place, Places, make_places
-from counterpoint.device.cuda.products import Matrix, Products, build_tiles
+from counterpoint.device.cuda.products import MANY, Matrix, Products, build_tiles, probes_up_to
 from counterpoint.device.cuda.sampling import Tail
 from counterpoint.device.cuda.tables import DeviceTables
 from counterpoint.device.tables import pass_rows
@@ -137,10 +137,12 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
     passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens))
-    passes.capture(places.of(Role.PREFILL)[:1])
-    torch.cuda.synchronize(device)
     progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
-    progress(f"{passes.count} graphs of passes with prompt tokens captured in {passes.capture_s:.1f} s")
+    free = torch.cuda.mem_get_info(device)[0]
+    passes.capture(fused_places(config, places))
+    torch.cuda.synchronize(device)
+    took = f"in {passes.capture_s:.1f} s, {memory.gib(free - torch.cuda.mem_get_info(device)[0])}"
+    progress(f"{passes.count} graphs of passes with prompt tokens captured {took}")
     progress(f"KV cache of {pages} pages ({memory.gib(pages * each)}): {budget}")
     return CudaDevice(
         decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
@@ -172,12 +174,21 @@ def equip(
     began_s = time.perf_counter()
     build_tiles(set().union(*(all_products[place.units].heights(weights, most_rows) for place in used)), device)
     for place in used:
-        all_products[place.units].measure(weights, place.stream, most_rows)
-    torch.cuda.synchronize(device)
+        all_products[place.units].measure(weights, place.stream, probes_up_to(most_rows))
     counts = Counter(name for place in used for name in all_products[place.units].names.values())
-    chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-    progress(f"decode attention: {', '.join(sorted(names))}; products: {chosen}, in {time.perf_counter() - began_s:.1f} s")
+    sides = places.of(Role.PREFILL)[1:]
+    for place in sides:
+        all_products[place.units].measure([same[:4] for same in weights[:-1]], place.stream, MANY)
+    torch.cuda.synchronize(device)
+    progress(f"decode attention: {', '.join(sorted(names))}; products: {told(counts)}, in {time.perf_counter() - began_s:.1f} s")
+    if sides:
+        counts = Counter(name for place in sides for name in all_products[place.units].names.values())
+        progress(f"products of prefill in a partition: {told(counts)}")
     return places
+
+
+def told(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 def fixed_places(decoder: Decoder, partitions: Partitions, planner: Planner) -> Places:
@@ -268,6 +279,12 @@ def captured_places(config: Config, places: Places) -> list[Place]:
     return places.of(Role.DECODE)
 
 
+def fused_places(config: Config, places: Places) -> list[Place]:
+    """Where graphs of passes with prompt tokens are wanted from the first request on; `auto` decodes and fuses in one place."""
+    fused = places.of(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
+    return places.of(Role.PREFILL)[:1] + fused
+
+
 def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int, shared: bool = False) -> memory.Budget:
     """Measure what a pass takes, and add up. Every stream keeps what its passes took. `shared`: others start and load on this GPU
     meanwhile, so that what is free says nothing of this process."""
@@ -310,7 +327,7 @@ def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: C
     torch.cuda.reset_peak_memory_stats(driver.device)
     with driver.on(place.stream), torch.inference_mode():
         tables.send(segments)
-        batch, _ = tables.batch(pass_rows(segments), place.planner, place.decode)
+        batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode))
         x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
         decoder.logits(x_TD, batch)
     torch.cuda.synchronize(driver.device)

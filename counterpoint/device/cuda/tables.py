@@ -46,6 +46,16 @@ class Sampled:
     end_B: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassInputs:
+    """`place_2T`: slot and position of each row. `sample_rows_B`: the rows whose last hidden states are sampled from."""
+
+    place_2T: Tensor
+    sample_rows_B: Tensor
+    sampled: Sampled
+    plan: Plan
+
+
 class DeviceTables:
     """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers`: the
     columns FLOATS and INTEGERS of the slots' sampling settings; `adjustments`: what more there is of them.
@@ -78,6 +88,7 @@ class DeviceTables:
         self.adjustments = Adjustments(slots + 1, vocab, device)
         self._adjusted: set[int] = set()  # slots whose row there says something
         self.filter_floor = filter_floor
+        self._no_tables = self.pages[:0], torch.zeros(0, dtype=torch.int32, device=device)
         self._unsent: dict[int, Open] = {}
         self._pages_used = [0] * slots
 
@@ -135,24 +146,26 @@ class DeviceTables:
             inputs_3B[2, row] = segment.pages[0]
             used[segment.slot] += 1
 
-    def batch(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> tuple[Batch, Sampled]:
-        """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""
+    def inputs(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> PassInputs:
+        """What of a pass the host knows, on its way to the device."""
         slot_S, start_S, tokens_S = rows.slot_S.numpy(), rows.start_S.numpy(), rows.tokens_S.numpy()
-        total = int(tokens_S.sum())
-        longer = np.flatnonzero(tokens_S != 1)
-        decodes = int(longer[0]) if len(longer) else len(tokens_S)
         first_S = np.cumsum(tokens_S) - tokens_S
-        integers = self.driver.upload(np.stack([slot_S, start_S - first_S, tokens_S]))
-        slot, shift, count = integers
-        segment_T = torch.repeat_interleave(self._range(len(tokens_S)), count, output_size=total)
-        slot_T = slot[segment_T]
-        position_T = self._range(total) + shift[segment_T]
-        sampled = self.driver.upload(
-            np.stack([(first_S + tokens_S - 1)[rows.sampled_B.numpy()], rows.slot_B.numpy(), rows.end_B.numpy()])
-        )
-        plan = self._plan(slot_S, start_S + tokens_S, tokens_S, decodes, slot, planner, decode)
-        batch = Batch(self.tokens[slot_T, position_T], position_T, self._kv_rows(slot_T, position_T), sampled[0], plan)
-        return batch, Sampled(sampled[1], sampled[2])
+        position_T = np.arange(tokens_S.sum()) + np.repeat(start_S - first_S, tokens_S)
+        place_2T = self.driver.upload(np.stack([np.repeat(slot_S, tokens_S), position_T]))
+        last_S = first_S + tokens_S - 1
+        sampled = self.driver.upload(np.stack([last_S[rows.sampled_B.numpy()], rows.slot_B.numpy(), rows.end_B.numpy()]))
+        plan = self._plan(slot_S, start_S + tokens_S, tokens_S, planner, decode)
+        return PassInputs(place_2T, sampled[0], Sampled(sampled[1], sampled[2]), plan)
+
+    def look_up(self, place_2T: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows by slot and position: their tokens, and where in the pool their K and V belong. Capturable."""
+        slot_T, position_T = place_2T
+        return self.tokens[slot_T, position_T], self._kv_rows(slot_T, position_T)
+
+    def batch(self, inputs: PassInputs) -> Batch:
+        """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""
+        tokens_T, kv_rows_T = self.look_up(inputs.place_2T)
+        return Batch(tokens_T, inputs.place_2T[1], kv_rows_T, inputs.sample_rows_B, inputs.plan)
 
     def put_sampled(self, sampled: Sampled, ids_B: Tensor) -> None:
         """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still
@@ -178,14 +191,16 @@ class DeviceTables:
         slot_S: np.ndarray,
         end_S: np.ndarray,
         tokens_S: np.ndarray,
-        decodes: int,
-        slot: Tensor,
         planner: Planner,
         decode: DecodeKernel,
     ) -> Plan:
-        width = -(-int(end_S[:decodes].max(initial=0)) // self.page_tokens)
-        table_BP = self.pages[:, :width][slot[:decodes]]
-        length_B = self.driver.upload(end_S[:decodes].astype(np.int32))
+        longer = np.flatnonzero(tokens_S != 1)
+        decodes = int(longer[0]) if len(longer) else len(tokens_S)
+        table_BP, length_B = self._no_tables
+        if decodes:
+            width = -(-int(end_S[:decodes].max()) // self.page_tokens)
+            table_BP = self.pages[:, :width][self.driver.upload(slot_S[:decodes])]
+            length_B = self.driver.upload(end_S[:decodes].astype(np.int32))
         if decodes == len(slot_S):
             return Plan(table_BP, length_B, decode)
         context_S = end_S[decodes:]
