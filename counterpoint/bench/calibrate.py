@@ -5,7 +5,8 @@ what was measured is on disk after every point, and a second run goes on from th
 and are never fitted. Must not: fit (perf/fitted.py does), or run a step by itself (device/probe.py does).
 
 In this order, so that a run that ends early still knows something of everything: some steps of each kind alone on each number of
-units, prefill beside decode on each split, the rest of both, and last the points held out, for which a fifth of the time is kept.
+units, prefill beside decode on each split, the rest of both in turn, and last the points held out, for which a fifth of the time is
+kept.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as Sheet
 
 from counterpoint import __version__, build
+from counterpoint.bench.judge import report, show
 from counterpoint.bench.load import flag
 from counterpoint.config import Config
 from counterpoint.device.probe import PROMPTS, Probe, Prompt, Took
@@ -62,7 +63,7 @@ PAIRS = (
     (Prompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
-HELD_OUT_SOLO, HELD_OUT_PAIRS = 60, 40
+HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
 RESERVE = 0.2  # of the time, for the points held out
 MOST = 0.04  # of the time, for one point
 
@@ -126,6 +127,12 @@ def rows_for(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(filled(rows, buckets), most) for rows in every))
 
 
+def in_turn(some: Sequence[Job], others: Sequence[Job], block: int) -> list[Job]:
+    """Both in their order, in turn by blocks of so many, and so that they come to their ends together."""
+    placed = [((number // block + 0.5) * block / len(jobs), job) for jobs in (some, others) for number, job in enumerate(jobs)]
+    return [job for _, job in sorted(placed, key=lambda place: place[0])]
+
+
 def plan(units: int, levels: Sequence[int], room: Room, buckets: tuple[int, ...] = ()) -> list[Job]:
     """All that is to be fitted, the most telling first. `buckets`: to which passes with prompt tokens are filled up."""
     rows = rows_for(buckets, room.rows)
@@ -145,12 +152,17 @@ def plan(units: int, levels: Sequence[int], room: Room, buckets: tuple[int, ...]
         for prompt, (batch, context) in some:
             yield from (Job((prompt,), uneven(min(batch, room.batch), context), level) for level in levels)
 
-    jobs = [*alone(rows[:FEW], BATCHES[:FEW], CHUNKS[:FEW]), *pairs(PAIRS[:FEW]), *alone(rows[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
-    jobs += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
-    jobs += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
+    solo = [*alone(rows[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
     for batch, context in BESIDE:
-        jobs += [Job((Prompt(n, r),), uneven(min(batch, room.batch), context), units, fused=True) for n, r in CHUNKS[: 2 * FEW]]
-    jobs += pairs(PAIRS[FEW:])
+        beside = uneven(min(batch, room.batch), context)
+        solo += [Job((Prompt(n, r),), beside, units, fused=True) for n, r in CHUNKS[: 2 * FEW]]
+    solo += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
+    solo += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
+    jobs = [
+        *alone(rows[:FEW], BATCHES[:FEW], CHUNKS[:FEW]),
+        *pairs(PAIRS[:FEW]),
+        *in_turn(solo, [*pairs(PAIRS[FEW:])], len(levels)),
+    ]
     return [job for job in dict.fromkeys(jobs) if room.holds(job)]
 
 
@@ -262,64 +274,6 @@ def calibrate(
                     calibration.measure(job)
             tell(number, len(jobs) + len(judges))
     return left_out
-
-
-# ---------------------------------------------------------------- how good it is
-
-
-def kind_of(point: Point) -> str:
-    return f"{point.work.kind}{' beside the other' if point.beside else ''}"
-
-
-def errors(estimator: Estimator, points: Sequence[Point]) -> dict[str, dict[str, float]]:
-    """Relative errors by kind of step."""
-    found: dict[str, list[float]] = {}
-    for point in points:
-        off = abs(estimator.seconds(point.work, point.units, point.beside) / point.seconds - 1)
-        for kind in (kind_of(point), "all, beside the other" if point.beside else "all, alone"):
-            found.setdefault(kind, []).append(off)
-    return {kind: {"points": len(offs), **quantiles(offs)} for kind, offs in sorted(found.items())}
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
-
-
-def report(table: Table, prior: Roofline) -> dict[str, Any]:
-    """What is written as JSON: how far the fit and the bare roofline are off, by kind, where they were not fitted."""
-    fitted, judges = Fitted(table, prior), [p for p in table.points if p.held_out]
-    return {
-        "key": msgspec.to_builtins(table.key),
-        "about": table.about,
-        "points": {"fitted": len(table.points) - len(judges), "held_out": len(judges)},
-        "held_out": {"fitted": errors(fitted, judges), "roofline": errors(prior, judges)},
-        "rows": [
-            {
-                "kind": kind_of(p),
-                "units": p.units,
-                "work": msgspec.to_builtins(p.work),
-                "beside": msgspec.to_builtins(p.beside),
-                "ms": 1e3 * p.seconds,
-                "host_ms": 1e3 * p.host_s,
-                "steps": p.steps,
-                "start_ms": 1e3 * p.start_s,
-                "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.beside),
-                "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.beside),
-            }
-            for p in judges
-        ],
-    }
-
-
-def show(console: Console, result: dict[str, Any]) -> None:
-    sheet = Sheet("held-out steps", "points", "error p50", "p95", "max", "roofline p50", "p95", box=None)
-    bare = result["held_out"]["roofline"]
-    for kind, off in result["held_out"]["fitted"].items():
-        values = [f"{off[name]:.1%}" for name in ("p50", "p95", "max")]
-        sheet.add_row(kind, str(off["points"]), *values, f"{bare[kind]['p50']:.1%}", f"{bare[kind]['p95']:.1%}")
-    console.print(sheet)
 
 
 # ---------------------------------------------------------------- the command

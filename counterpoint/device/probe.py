@@ -31,7 +31,7 @@ GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 LEAST_S = 0.09  # what is measured runs for about so long in all,
 LEAST_STEPS, MOST_STEPS = 4, 18  # within these, if they are decodes,
 LEAST_PASSES, MOST_PASSES_ALONE = 2, 12  # and these, if not
-LONG_S = 0.25  # passes that take so long are steady: one is enough
+LONG_S = 0.15  # passes that take so long are steady: one is enough
 SHORT_S = 0.04  # and of shorter ones, the start on an idle device is measured as well
 PASSES = 3  # prefill passes beside decodes, at least
 MOST_PASSES = 8  # times as many, while there are too few decode steps

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from counterpoint.bench import calibrate as c
+from counterpoint.bench.judge import errors, report
 from counterpoint.device.probe import PROMPTS, Probe, Prompt, StepError
 from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
 from counterpoint.perf.fitted import Fitted
@@ -98,11 +99,11 @@ def test_a_calibrated_device_is_predicted():
     b = bench()
     assert run(b) == 0
     judges = [p for p in b.table.points if p.held_out]
-    found = c.errors(Fitted(b.table, PRIOR), judges)
+    found = errors(Fitted(b.table, PRIOR), judges)
     assert found["all, alone"]["p50"] < 0.05
     assert found["all, alone"]["p95"] < 0.10
     assert found["all, beside the other"]["p95"] < 0.15
-    bare = c.errors(PRIOR, judges)
+    bare = errors(PRIOR, judges)
     assert bare["all, alone"]["p50"] > 0.1
     assert b.kept == sorted(set(b.kept))  # written after every job
     assert b.inbox.now < 300  # of the device's time
@@ -113,7 +114,7 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     b = bench(Filled(REAL, buckets, host), Table(key=KEY, pass_buckets=buckets), host)
     run(b)
     fitted, judges = Fitted(b.table, PRIOR), [p for p in b.table.points if p.held_out]
-    found = c.errors(fitted, judges)
+    found = errors(fitted, judges)
     assert found["all, alone"]["p50"] < 0.05
     assert found["all, alone"]["p95"] < 0.10
     assert found["all, beside the other"]["p95"] < 0.15
@@ -121,7 +122,7 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
         step = msgspec.structs.replace(prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1])
         assert fitted.launching.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
     assert fitted.launching.seconds(decode_work([100] * 200, 32)) == pytest.approx(5e-4, rel=0.1)
-    unaware = c.errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
+    unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
     assert unaware["all, alone"]["p95"] > found["all, alone"]["p95"]
 
 
@@ -164,7 +165,7 @@ def test_the_report_tells_every_held_out_step():
     b = bench(host=Slow())
     jobs, judges = c.plan(H200.units, (32,), ROOM), c.held_out(H200.units, (32,), ROOM, 2048)
     c.calibrate(b.calibration, jobs[:12], judges[:9], 1e9, lambda done, of: None)
-    told = msgspec.json.decode(msgspec.json.encode(c.report(b.table, PRIOR)))
+    told = msgspec.json.decode(msgspec.json.encode(report(b.table, PRIOR)))
     held = [p for p in b.table.points if p.held_out]
     assert told["points"] == {"fitted": len(b.table.points) - len(held), "held_out": len(held)}
     assert len(told["rows"]) == len(held)
@@ -217,6 +218,15 @@ def test_the_plan_keeps_within_the_room():
         assert small.holds(job)
         assert len(job.contexts) <= 24
     assert any(job.prompts and job.contexts and not job.fused for job in c.plan(2, (1,), small))
+
+
+def test_a_run_that_ends_early_knows_something_of_everything():
+    """Of pairs and of steps alone, about the same share of the plan is done at any time."""
+    jobs = c.plan(132, LEVELS, ROOM, (64, 128, 256, 512))
+    both = [bool(job.prompts and job.contexts and not job.fused) for job in jobs]
+    for share in (0.25, 0.5, 0.75):
+        done = int(share * len(jobs))
+        assert sum(both[:done]) / sum(both) == pytest.approx(share, abs=0.15)
 
 
 def test_the_judges_are_others_than_the_plan():
