@@ -1,0 +1,106 @@
+"""`serve --prefill 1 --decode 1 --device cuda`: two processes on one GPU, whose answers must be those of one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_rig import HAS_GPU
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+from conftest import TINY
+from pool_process import Pool, answers, mixed_requests, others
+from serve_process import poll
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
+
+BODIES = mixed_requests(96)
+ON_GPU = {
+    "device": "cuda",
+    "dtype": "auto",
+    "page-tokens": 16,
+    "kv-pages": 300,
+    "max-context-tokens": 2048,
+    "batch-invariant": True,
+}
+ONE_ONE = {"prefill": 1, "decode": 1}
+POOLS: dict[str, dict[str, Any]] = {
+    "cuda-ipc": {},
+    "layers": {"policy": "serial", "layer-group": 1, "kv-grain": "layer", "transport": "cuda-ipc"},
+    "tcp": {"transport": "tcp"},
+    "shm": {"transport": "shm"},
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pool]]:
+    """One engine, and the pools, all started at once; afterwards nothing of them is left."""
+    files = set(os.listdir("/dev/shm"))
+    folder = tmp_path_factory.mktemp("pools")
+    model = folder / "config.json"
+    model.write_text(json.dumps(TINY | {"num_hidden_layers": 4, "max_position_embeddings": 8192}))
+    layers = {"timeline": str(folder / "lanes.json")}
+    servers = {"one": Pool(folder / "one", str(model), **ON_GPU)}
+    for name, flags in POOLS.items():
+        servers[name] = Pool(folder / name, str(model), **ON_GPU, **ONE_ONE, **flags, **(layers if name == "layers" else {}))
+    try:
+        for server in servers.values():
+            server.wait_ready()
+        yield servers
+        assert all(server.stop() == 0 for server in servers.values()), [server.said() for server in servers.values()]
+        assert layers_sent(folder / "lanes.prefill-0.json") > 1, "no prompt was sent in layer groups"
+        assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
+    finally:
+        for server in servers.values():
+            if server.process.poll() is None:
+                server.process.kill()
+
+
+def layers_sent(path: Path) -> int:
+    """Into how many different groups of layers the transfers of a timeline were cut."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return len({event["args"]["layers"] for event in events if event["ph"] == "b"})
+
+
+@pytest.fixture(scope="module")
+def truth(running: dict[str, Pool]) -> list[Any]:
+    return answers(running["one"], BODIES)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: list[Any], name: str):
+    pool = running[name]
+    wrong = others(answers(pool, BODIES), truth)
+    assert not wrong, [BODIES[number] for number in wrong[:3]]
+    poll(lambda: pool.at_rest, what="the pool does not come to rest")
+    assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 60
+    assert pool.metric("counterpoint_routes_total", reason="fork") > 5
+    kind = name if name in ("tcp", "shm") else "cuda-ipc"
+    assert pool.metric("counterpoint_handoff_links", transport=kind) == pool.metric("counterpoint_handoff_links") >= 2
+    assert ("through host memory" in pool.said()) == (kind != "cuda-ipc"), "a slow way must be told, and no other"
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_a_killed_worker_leaves_nothing_with_the_other(running: dict[str, Pool], truth: list[Any], victim: str):
+    pool = running["cuda-ipc"]
+    before = pool.worker(victim)
+    body = {"prompt": "a long answer to a long question " * 20, "max_tokens": 1200, "temperature": 0.0, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as readers:
+        streams = [readers.submit(pool.events, body | {"prompt": f"{n} {body['prompt']}"}) for n in range(3)]
+        poll(lambda: pool.metric("counterpoint_worker_requests_running", worker="decode-0") >= 3, what="nothing is decoded")
+        before.kill()
+        ends = [stream.result(60)[-1] for stream in streams]
+    if victim == "decode-0":
+        assert all(end != "[DONE]" and "decode-0 was lost" in end["error"]["message"] for end in ends), ends
+    else:
+        assert ends == ["[DONE]"] * 3, "an answer that is being decoded needs no prefill worker"
+    poll(lambda: pool.get("/health").json() == {"status": "ok"}, 90, "the worker does not come back")
+    poll(lambda: pool.at_rest, what="something is still held")
+    assert pool.worker(victim).pid != before.pid
+    assert not others(answers(pool, BODIES[:24]), truth[:24]), "the restarted worker answers otherwise"
