@@ -34,6 +34,7 @@ REAL = Roofline(
 )
 KEY = Key(device="NVIDIA H200", units=132, model=shape_of(LLAMA), dtype="bfloat16", kv_dtype="bfloat16", kernels="k")
 LEVELS = (16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 ROOM = c.Room(context=32768, tokens=900_000, batch=248, rows=8192)
 
 
@@ -63,10 +64,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Filled:
-    """A device that fills small passes up to a bucket, and that waits for what launches them."""
+    """A device that fills decode batches up to a bucket, and small passes too, and that waits for what launches them."""
 
     inner: Estimator
-    buckets: tuple[int, ...]
+    buckets: tuple[int, ...] = ()
     host: Host = field(default_factory=Latency)
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
@@ -75,7 +76,7 @@ class Filled:
 
     def padded(self, work: Work) -> Work:
         if not work.prefill_tokens:
-            return work
+            return msgspec.structs.replace(work, decode_batch=filled(work.decode_batch, BATCHES))
         rows = filled(work.prefill_tokens + work.decode_batch, self.buckets)
         return msgspec.structs.replace(work, prefill_tokens=rows - work.decode_batch)
 
@@ -96,7 +97,7 @@ def run(b: Bench, levels: tuple[int, ...] = LEVELS, budget_s: float = 1e9) -> in
 
 
 def test_a_calibrated_device_is_predicted():
-    b = bench()
+    b = bench(Filled(REAL), Table(key=KEY, buckets=BATCHES))
     assert run(b) == 0
     judges = [p for p in b.table.points if p.held_out]
     found = errors(Fitted(b.table, PRIOR), judges)
@@ -111,7 +112,7 @@ def test_a_calibrated_device_is_predicted():
 
 def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     buckets, host = (64, 128, 256, 512), Slow()
-    b = bench(Filled(REAL, buckets, host), Table(key=KEY, pass_buckets=buckets), host)
+    b = bench(Filled(REAL, buckets, host), Table(key=KEY, buckets=BATCHES, pass_buckets=buckets), host)
     run(b)
     fitted, judges = Fitted(b.table, PRIOR), [p for p in b.table.points if p.held_out]
     found = errors(fitted, judges)
