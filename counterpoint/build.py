@@ -31,6 +31,7 @@ from counterpoint.device.link.port import Link, LinkError, Wake
 from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.link.tcp import TcpLink
 from counterpoint.perf import shelf
+from counterpoint.perf.active import ActiveUnits
 from counterpoint.perf.roofline import Roofline
 from counterpoint.perf.table import Key, shape_of
 from counterpoint.ports import Estimator, Executor, Policy
@@ -266,7 +267,7 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
     policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
     lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
     return System(
-        Engine(limits, policy),
+        Engine(limits, policy, ActiveUnits(prior) if device is not None and units <= device.units else None),
         cuda.executor(policy.lanes, inbox),
         spec,
         source,

@@ -351,7 +351,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     0 units: that side had no step in flight. `lane_s`: what each lane did with its time, as (role, what, seconds): busy, launch
     (a step is in flight and the device has not begun it) and, with none in flight, why (core/tally.py: Idle).
     `step_s`: device time by (prefill, decode or mixed; units asked for; units it ran on). `active_unit_s`: units with work times
-    seconds, where the device tells. `overtakes`: prefills put aside between two layer groups for a shorter one.
+    seconds, as the device or a model of it tells. `overtakes`: prefills put aside between two layer groups for a shorter one.
     `playing`: the step that each busy lane runs; `recent`: the latest of the `steps` that have come back, oldest first."""
 
     waiting: int = 0

@@ -26,7 +26,7 @@ from counterpoint.core.prefixes import Prefixes
 from counterpoint.core.recent import Recent
 from counterpoint.core.request import DONE, PREFILL, Phase, Request
 from counterpoint.core.state import LaneState, Pass, State
-from counterpoint.core.tally import Tally
+from counterpoint.core.tally import ActiveUnits, Tally
 from counterpoint.ports import Policy
 from counterpoint.types import (
     UNSAMPLED,
@@ -55,7 +55,9 @@ ADMISSION_SCAN = 64  # waiting requests looked at in one pump
 
 
 class Engine:
-    def __init__(self, limits: Limits, policy: Policy) -> None:
+    """`active`: how many of its units a step keeps at work, where the device does not tell (core/tally.py)."""
+
+    def __init__(self, limits: Limits, policy: Policy, active: ActiveUnits | None = None) -> None:
         self.limits = limits
         self.policy = policy
         self.pages = Pages(limits.pages)
@@ -64,7 +66,7 @@ class Engine:
         self.waiting: list[Request] = []  # by rank
         self.prefixes = Prefixes(self.pages, limits)
         self.parts = Parts(self.state, self.prefixes)
-        self.tally = Tally(limits.units)
+        self.tally = Tally(limits.units, active)
         self.recent = Recent()
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._commands: list[Command] = []

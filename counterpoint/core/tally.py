@@ -1,16 +1,17 @@
 """Tally: what the engine counts.
 
 Owns: counters; the time each split was in force; what each lane did with its time. Promises: derived from events and the state
-alone, in a few operations an event. Must not: influence a decision.
+alone, in a few operations an event (units at work: by a model, where the device does not tell). Must not: influence a decision.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 from counterpoint.core.state import LaneState, State
-from counterpoint.types import Finish, PolicyReport, Role, Stats, Step, StepDone
+from counterpoint.types import Finish, PolicyReport, Role, Stats, Step, StepDone, Work
 
 
 class Idle(enum.StrEnum):
@@ -26,9 +27,15 @@ class Idle(enum.StrEnum):
 IN_FLIGHT = "in flight"
 
 
+ActiveUnits = Callable[[Work, int], float]
+
+
 class Tally:
-    def __init__(self, units: int) -> None:
+    """`active`: how many of its units a step keeps at work, for devices that do not tell; None: nobody knows."""
+
+    def __init__(self, units: int, active: ActiveUnits | None = None) -> None:
         self.units = units
+        self.active = active
         self.preemptions = 0
         self.overtakes = 0
         self.prompt_tokens = 0
@@ -83,7 +90,10 @@ class Tally:
         self._busy_s[step.lane] = self._busy_s.get(step.lane, 0.0) + took_s
         key = (step.work.kind, step.units, done.units)
         self._step_s[key] = self._step_s.get(key, 0.0) + took_s
-        self._active_unit_s += done.active_units * took_s
+        active = done.active_units
+        if not active and self.active is not None and not done.error:
+            active = self.active(step.work, done.units)
+        self._active_unit_s += active * took_s
 
     def note_split(self, state: State) -> None:
         """Count a re-split: both phases active, on other units than the last time."""

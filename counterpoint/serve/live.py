@@ -25,6 +25,7 @@ from counterpoint.serve.stream import ClientGone, unless_gone
 from counterpoint.types import LaneStep
 
 FRAME_S = 0.2
+SPLITS, GUARDS = 3, 3  # shown: those most in force, the highest
 QUIET_S = 1.0  # between frames that say nothing new
 MAX_VIEWERS = 32
 KEPT_FRAMES = 4  # for a viewer that is a little slow
@@ -110,9 +111,13 @@ class Live:
             "itl_s": self.pulse.itl.percentiles(now_s),
             "finished": sum(stats.finished.values()),
             "preemptions": stats.preemptions,
-            "resplits": stats.resplits,
+            "resplit_rate": round(self.pulse.resplit_rate(now_s), 2),
             "lanes": self.pulse.lanes(now_s),
-            "prediction_errors": {kind: round(median, 3) for kind, median, _, _ in stats.policy.errors},
+            "splits": self.pulse.splits(now_s)[:SPLITS],
+            "active_share": self.pulse.active_share(now_s),
+            "fallbacks": self.pulse.fallbacks(now_s),
+            "prediction_errors": {kind: (round(median, 3), round(high, 3)) for kind, median, high, _ in stats.policy.errors},
+            "guards": sorted(((cell, round(guard, 3)) for cell, _, guard in stats.policy.cells), key=lambda row: -row[1])[:GUARDS],
             "last_step": self.pulse.last_step,
             "steps": [brief(step) for step in steps[len(steps) - fresh :]],
             "playing": [brief(step) for step in stats.playing],

@@ -63,7 +63,12 @@ COUNTERS = (
     Figure("steps", "", "Steps that have come back from the device.", lambda s: s.steps),
     Figure("resplits", "", "Changes of the split between the lanes.", lambda s: s.resplits),
     Figure("overtakes", "", "Prefills put aside between two layer groups for a shorter one.", lambda s: s.overtakes),
-    Figure("active_unit_seconds", "", "Units with work x seconds, where the device tells.", lambda s: s.active_unit_s),
+    Figure(
+        "active_unit_seconds",
+        "",
+        "Units with work x seconds: by count of tiles (perf/active.py), not by a profiler; 0 where the device is not known.",
+        lambda s: s.active_unit_s,
+    ),
 )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from counterpoint.serve.wire import Outputs
@@ -58,7 +59,7 @@ class Window:
 
 
 class Counts(NamedTuple):
-    """The engine's counters at one time. `lane_s`: as in Stats."""
+    """The engine's counters at one time. `lane_s`, `split_s`, `active_unit_s`: as in Stats; `fallbacks`: as in PolicyReport."""
 
     at_s: float
     prompt: int
@@ -66,6 +67,11 @@ class Counts(NamedTuple):
     queries: int
     hits: int
     lane_s: tuple[tuple[str, str, float], ...] = ()
+    split_s: tuple[tuple[int, int, float], ...] = ()
+    active_unit_s: float = 0.0
+    units: int = 0
+    resplits: int = 0
+    fallbacks: Mapping[str, int] = MappingProxyType({})
 
 
 class Pulse:
@@ -114,6 +120,11 @@ class Pulse:
             stats.prefix_queries_tokens,
             stats.prefix_hits_tokens,
             stats.lane_s,
+            stats.split_s,
+            stats.active_unit_s,
+            stats.units_total,
+            stats.resplits,
+            stats.policy.fallbacks,
         )
         if now_s - self._counts[-1].at_s >= 1:
             self._counts.append(self._now)
@@ -150,3 +161,33 @@ class Pulse:
             ordered = sorted(parts.items(), key=lambda part: -part[1])
             shares[role] = {what: round(seconds / whole_s, 3) for what, seconds in ordered if seconds > 0}
         return shares
+
+    def splits(self, now_s: float) -> list[tuple[int, int, float]]:
+        """How the device was split in the last WINDOW_S while both phases ran: (prefill units, decode units, share of that
+        time), the longest first."""
+        both = [(prefill, decode, seconds) for prefill, decode, seconds in self._ran(now_s) if prefill and decode]
+        whole_s = sum(seconds for _, _, seconds in both)
+        return [(p, d, round(seconds / whole_s, 3)) for p, d, seconds in sorted(both, key=lambda row: -row[2])]
+
+    def active_share(self, now_s: float) -> float | None:
+        """Share of the device's units that had work, over that part of the last WINDOW_S in which anything ran; None: not known."""
+        ran_s = sum(seconds for _, _, seconds in self._ran(now_s))
+        active = self._now.active_unit_s - self._since(now_s - WINDOW_S).active_unit_s
+        return min(1.0, active / (ran_s * self._now.units)) if active > 0 and ran_s else None
+
+    def resplit_rate(self, now_s: float) -> float:
+        """Re-splits a second, over the last WINDOW_S."""
+        before = self._since(now_s - WINDOW_S)
+        return (self._now.resplits - before.resplits) / max(1.0, now_s - before.at_s)
+
+    def fallbacks(self, now_s: float) -> dict[str, int]:
+        """Why the device was not split in the last WINDOW_S while both phases had work: how often each, the commonest first."""
+        before = self._since(now_s - WINDOW_S).fallbacks
+        counts = Counter({reason: count - before.get(reason, 0) for reason, count in self._now.fallbacks.items()})
+        return {reason: count for reason, count in counts.most_common() if count > 0}
+
+    def _ran(self, now_s: float) -> list[tuple[int, int, float]]:
+        """Seconds of each split in the last WINDOW_S, as in Stats."""
+        before = {(prefill, decode): seconds for prefill, decode, seconds in self._since(now_s - WINDOW_S).split_s}
+        rows = [(p, d, seconds - before.get((p, d), 0.0)) for p, d, seconds in self._now.split_s]
+        return [row for row in rows if row[2] > 0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from driver import Harness
 
 from counterpoint.core.policy import Chunked, Multiplex
-from counterpoint.types import Stats
+from counterpoint.types import Stats, Work
 
 
 def lanes(stats: Stats) -> dict[tuple[str, str], float]:
@@ -62,3 +63,22 @@ def test_realised_units_are_told_beside_those_asked_for():
     h.arrive("a", range(8), max_tokens=2)
     h.drain()
     assert h.engine.stats().step_s == (("decode", 4, 4, 1.0), ("prefill", 4, 4, 1.0))
+
+
+def test_units_at_work_are_modelled_where_the_device_does_not_tell():
+    h = Harness(Chunked(48, 4))
+    asked: list[tuple[str, int]] = []
+
+    def active(work: Work, units: int) -> float:
+        asked.append((work.kind, units))
+        return units / 2
+
+    h.engine.tally.active = active
+    h.arrive("a", range(8), max_tokens=3)
+    h.drain()
+    assert asked == [("prefill", 4), ("decode", 4), ("decode", 4)]
+    assert h.engine.stats().active_unit_s == pytest.approx(3 * 2.0)
+    h.arrive("b", range(8), max_tokens=1)
+    h.event(msgspec.structs.replace(h.device.finish(0, h.now + 1.0, took_s=1.0), active_units=3.0), after_s=1.0)
+    assert h.engine.stats().active_unit_s == pytest.approx(9.0), "what the device tells goes first"
+    assert len(asked) == 3

@@ -17,7 +17,7 @@ from serve_process import Running, data_of, poll
 
 from counterpoint.serve import live, pulse
 from counterpoint.serve.wire import Outputs
-from counterpoint.types import Arrive, Delta, Finish, LaneStep, Sampling, Stats
+from counterpoint.types import Arrive, Delta, Finish, LaneStep, PolicyReport, Sampling, Stats
 
 Start = Callable[..., Running]
 Frame = dict[str, Any]
@@ -213,3 +213,20 @@ def test_each_step_is_taken_once():
     for end in (3, 3, 10, 100, 300):
         beat.heard(Outputs([], 1.0, Stats(steps=end, recent=tuple(steps[max(0, end - 128) : end]))))
     assert [step.batch for step in beat.steps] == [*range(100), *range(172, 300)], "what the ring has lost is lost"
+
+
+def test_splits_active_units_and_fallbacks_of_the_last_minute():
+    beat = pulse.Pulse()
+    begun_s = beat._counts[0].at_s
+    assert (beat.splits(begun_s), beat.active_share(begun_s), beat.fallbacks(begun_s)) == ([], None, {})
+    for n in range(1, 100):
+        old = min(n, 10.0)  # what was only so in the first seconds
+        split_s = ((0, 8, 0.5 * n), (2, 6, 0.1 * n), (4, 4, 0.3 * n), (6, 2, old))
+        policy = PolicyReport(fallbacks={"fused gains more": 2 * n, "no split meets tpot": int(old), "rare": n // 50})
+        stats = Stats(split_s=split_s, active_unit_s=6 * 0.9 * n, units_total=8, resplits=n // 2, policy=policy)
+        beat.heard(Outputs([], begun_s + n, stats))
+    now_s = begun_s + 99
+    assert beat.splits(now_s) == [(4, 4, 0.75), (2, 6, 0.25)], "of the time in which both ran"
+    assert beat.active_share(now_s) == pytest.approx(0.75)
+    assert beat.resplit_rate(now_s) == pytest.approx(0.5)
+    assert beat.fallbacks(now_s) == {"fused gains more": 120, "rare": 1}

@@ -87,6 +87,7 @@ function figure(id, text) {
   $(id).textContent = value;
   if (unit.length) $(id).append(Object.assign(document.createElement("small"), { textContent: unit.join(" ") }));
 }
+function listed(id, before, parts) { put(id, parts.length ? before + parts.join("; ") : ""); }
 function tell(state, text) {
   $("state").dataset.state = state;
   put("state", text || state);
@@ -135,13 +136,17 @@ function show(frame, used, total) {
   put("kv-words", kvWords);
   $("kv").setAttribute("aria-label", `KV cache: ${kvWords}`);
   put("hits", frame.hit_rate === null ? "–" : percent(frame.hit_rate));
-  put("resplits", number(frame.resplits));
+  put("resplits", few(frame.resplit_rate));
   put("preemptions", number(frame.preemptions));
   figure("policy", about.policy || "–");
   put("lanes", about.lanes);
   doing(frame.lanes);
-  const errors = Object.entries(frame.prediction_errors);
-  put("errors", errors.length ? `predictions off by ${errors.map(([kind, share]) => `${kind}\u00a0${percent(share)}`).join(", ")}` : "");
+  listed("errors", "predictions off by (p50, p95) ", Object.entries(frame.prediction_errors).map(([kind, [mid, high]]) => `${kind}\u00a0${percent(mid)}, ${percent(high)}`));
+  listed("guards", "guards up to ", frame.guards.filter(([, guard]) => guard > 1).map(([cell, guard]) => `${guard.toFixed(2)} ${cell}`));
+  listed("fallbacks", "not split: ", Object.entries(frame.fallbacks).map(([reason, count]) => `${reason} ${number(count)}`));
+  const splits = frame.splits.map(([prefill, decode, share]) => `${prefill}\u00a0+\u00a0${decode} ${percent(share)}`);
+  if (splits.length) splits[0] = `prefill + decode ${unit} ${splits[0]}`;
+  listed("splits", "", frame.active_share === null ? splits : [`${unit} at work ${percent(frame.active_share)}`, ...splits]);
   const now = { prefill: voice(frame, 5), decode: voice(frame, 6) };
   put("now-prefill", now.prefill);
   put("now-decode", now.decode);
