@@ -181,6 +181,33 @@ def test_with_the_keyboard_alone_and_for_screen_readers(server: Running, open_pa
     assert not tab.problems
 
 
+def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[..., Tab]):
+    tab = open_page(server)
+    tab.until(READY)
+    tab.until("view.frame")
+    knows = {
+        "splits": [[100, 32, 0.75], [84, 48, 0.25]],
+        "active_share": 0.62,
+        "resplit_rate": 1.5,
+        "fallbacks": {"fused gains more": 12, "no split meets tpot": 3},
+        "prediction_errors": {"decode": [0.03, 0.07]},
+        "guards": [["decode on 32", 1.2], ["prefill on 132", 1.0]],
+    }
+    told_of = ["splits", "resplits", "fallbacks", "errors", "guards"]
+    seen = tab.run(  # at once: the next frame is on its way
+        f"""(() => {{ show({{...view.frame, ...{json.dumps(knows)}}}, 1, 2);
+        return {told_of}.map((id) => document.getElementById(id).textContent.replaceAll("\\u00a0", " ")) }})()"""
+    )
+    assert dict(zip(told_of, seen, strict=True)) == {
+        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 75 %; 84 + 48 25 %",
+        "resplits": "1.5",
+        "fallbacks": "not split: fused gains more 12; no split meets tpot 3",
+        "errors": "predictions off by (p50, p95) decode 3.0 %, 7.0 %",
+        "guards": "guards up to 1.20 decode on 32",
+    }
+    assert not tab.problems
+
+
 def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
