@@ -35,10 +35,11 @@ Packed = tuple[Matrix, Tensor | None]
 Product = Callable[[Any, Any], Tensor]  # rows and weight, both plain or both quantised
 Quantise = Callable[[Tensor], Scaled]
 PROBES = (1, 2, 4, 16, 64, 128)  # rows; what lies between takes the choice of the next
-MANY = (256, 384, 512, 768, 1024)  # the same, of prefill in a partition
+MANY = (256, 384, 512, 768, 1024, 1536, 2048)  # the same, of prefill in a partition
 ALL_PROBES = PROBES + MANY
 MOST_ROWS = PROBES[-1]
 REPEATS = 3
+TOLD = (64, 96)  # SMs that cuBLAS is told of, beside those there are: it then takes other tiles, whose number may divide better
 WORTH = 0.97  # of cuBLAS's time: what another way of many rows must stay under
 
 
@@ -77,7 +78,7 @@ class Products:
         self.choice: dict[tuple[torch.dtype, int, int, int], Product] = {}  # dtype of the weight, N, K, rows probed
         self.names: dict[tuple[torch.dtype, int, int, int], str] = {}
         self.quantise: Quantise = quantise_rows if layer is None else layer.quantise
-        self._told = (units, 96, 64)
+        self._told = tuple(sorted({units, *TOLD}))
         self._skinny: SkinnyGemm | None = None
         try:
             self._skinny = SkinnyGemm(units, device.index or 0, chained)

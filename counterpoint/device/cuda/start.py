@@ -178,7 +178,7 @@ def equip(
     counts = Counter(name for place in used for name in all_products[place.units].names.values())
     sides = places.of(Role.PREFILL)[1:]
     for place in sides:
-        all_products[place.units].measure([same[:4] for same in weights[:-1]], place.stream, MANY)
+        all_products[place.units].measure([same[:2] for same in weights[:-1]], place.stream, MANY)
     torch.cuda.synchronize(device)
     progress(f"decode attention: {', '.join(sorted(names))}; products: {told(counts)}, in {time.perf_counter() - began_s:.1f} s")
     if sides:
@@ -299,14 +299,17 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
     passes = len(places.of(Role.PREFILL)) + 1
     tokens = min(scheduler.max_pass_tokens, spec.max_context_tokens)
     sizes = sizes_for(tokens)
+    seat = sizes[-1] * (spec.hidden + 2 * spec.heads * spec.head_dim) * decoder.ops.weight_dtype.itemsize
+    pieces = passes * len(sizes) * spec.layers
     steps = len(places.of(Role.DECODE)) * len(buckets_for(scheduler.max_running))
     wanted = config.model.max_context_tokens or spec.max_context_tokens
     return memory.Budget(
         total=total,
         taken=taken,
         weights=weights,
-        activations=int(passes * activations * (1 + sizes[-1] / tokens)),
-        graphs=(steps + passes * len(sizes)) * memory.GRAPH_BYTES
+        activations=passes * (int(activations * (1 + sizes[-1] / tokens)) + seat),
+        graphs=steps * memory.GRAPH_BYTES
+        + pieces * memory.PIECE_BYTES
         + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
         tables=(scheduler.max_running + 1) * (wanted * 5 + spec.vocab * ADJUSTMENT_BYTES),
     )
