@@ -111,6 +111,7 @@ class Fitted:
         self.decodes = self._fit_kind([p for p in solo if not p.work.prefill_tokens], self._decode_terms)
         self.prefills = self._fit_kind([p for p in solo if not p.work.decode_batch], self._prefill_terms)
         self.mixed = self._fit_mixed([p for p in solo if p.work.prefill_tokens and p.work.decode_batch])
+        self.solo_s: Callable[[Work, int], float] = lru_cache(1 << 12)(self._solo_s)
         self.alone: Callable[[Work, int], Alone] = lru_cache(1 << 12)(self._alone)
         pairs = [p for p in telling if p.beside is not None]
         self._prefills_beside = Contention([self._pair(p) for p in pairs if p.work.prefill_tokens])
@@ -123,10 +124,11 @@ class Fitted:
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
         """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
-        alone = self.alone(work, units)
-        if beside is None or not alone.seconds:
-            return max(alone.seconds, alone.floor_s)
-        other, other_units = beside
+        if beside is None:
+            return self.solo_s(work, units)
+        alone, (other, other_units) = self.alone(work, units), beside
+        if not alone.seconds:
+            return alone.floor_s
         neighbour = self.alone(other, other_units)
         slower = self.prior.slowdown(alone.cost, units, neighbour.cost, other_units)
         if work.prefill_tokens:
@@ -136,6 +138,9 @@ class Fitted:
         return max(alone.floor_s, alone.seconds * (1 + max(0.0, slower - 1) * neighbour.busy))
 
     # ------------------------------------------------------------ one step, alone
+
+    def _solo_s(self, work: Work, units: int) -> float:
+        return max(self._device_s(work, units), self.launching.floor_s(work))
 
     def _alone(self, work: Work, units: int) -> Alone:
         seconds, floor_s, cost = self._device_s(work, units), self.launching.floor_s(work), self.prior.alone(work, units)
