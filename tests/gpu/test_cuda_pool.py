@@ -25,8 +25,8 @@ ON_GPU = {
     "device": "cuda",
     "dtype": "auto",
     "page-tokens": 16,
-    "kv-pages": 300,
-    "max-context-tokens": 2048,
+    "kv-pages": 2000,
+    "max-context-tokens": 8192,
     "batch-invariant": True,
 }
 ONE_ONE = {"prefill": 1, "decode": 1}
@@ -39,22 +39,19 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pool]]:
+def running(folder: Path) -> Iterator[dict[str, Pool]]:
     """One engine, and the pools, all started at once; afterwards nothing of them is left."""
     files = set(os.listdir("/dev/shm"))
-    folder = tmp_path_factory.mktemp("pools")
     model = folder / "config.json"
     model.write_text(json.dumps(TINY | {"num_hidden_layers": 4, "max_position_embeddings": 8192}))
-    layers = {"timeline": str(folder / "lanes.json")}
     servers = {"one": Pool(folder / "one", str(model), **ON_GPU)}
     for name, flags in POOLS.items():
-        servers[name] = Pool(folder / name, str(model), **ON_GPU, **ONE_ONE, **flags, **(layers if name == "layers" else {}))
+        servers[name] = Pool(folder / name, str(model), **ON_GPU, **ONE_ONE, **flags, timeline=str(folder / f"{name}.json"))
     try:
         for server in servers.values():
             server.wait_ready()
         yield servers
         assert all(server.stop() == 0 for server in servers.values()), [server.said() for server in servers.values()]
-        assert layers_sent(folder / "lanes.prefill-0.json") > 1, "no prompt was sent in layer groups"
         assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
     finally:
         for server in servers.values():
@@ -62,22 +59,32 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pool
                 server.process.kill()
 
 
-def layers_sent(path: Path) -> int:
-    """Into how many different groups of layers the transfers of a timeline were cut."""
-    events = json.loads(path.read_text())["traceEvents"]
-    return len({event["args"]["layers"] for event in events if event["ph"] == "b"})
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pools")
 
 
 @pytest.fixture(scope="module")
 def truth(running: dict[str, Pool]) -> list[Any]:
-    return answers(running["one"], BODIES)
+    return untied(answers(running["one"], BODIES))
+
+
+def untied(found: list[Any]) -> list[Any]:
+    """Of alternatives to a token, how likely the best is: in 16 bits several are equally likely, and any of them may be named."""
+    for choices, _ in found:
+        for choice in choices:
+            if choice["logprobs"] is not None:
+                tops = choice["logprobs"]["top_logprobs"] or []
+                choice["logprobs"]["top_logprobs"] = [max(top.values()) if top else None for top in tops]
+    return found
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: list[Any], name: str):
     pool = running[name]
-    wrong = others(answers(pool, BODIES), truth)
-    assert not wrong, [BODIES[number] for number in wrong[:3]]
+    found = untied(answers(pool, BODIES))
+    wrong = others(found, truth)
+    assert not wrong, [(BODIES[number], found[number], truth[number]) for number in wrong[:2]]
     poll(lambda: pool.at_rest, what="the pool does not come to rest")
     assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 60
     assert pool.metric("counterpoint_routes_total", reason="fork") > 5
@@ -90,12 +97,12 @@ def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: lis
 def test_a_killed_worker_leaves_nothing_with_the_other(running: dict[str, Pool], truth: list[Any], victim: str):
     pool = running["cuda-ipc"]
     before = pool.worker(victim)
-    body = {"prompt": "a long answer to a long question " * 20, "max_tokens": 1200, "temperature": 0.0, "ignore_eos": True}
+    body = {"prompt": "a long answer to a long question", "max_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
     with ThreadPoolExecutor(3) as readers:
         streams = [readers.submit(pool.events, body | {"prompt": f"{n} {body['prompt']}"}) for n in range(3)]
         poll(lambda: pool.metric("counterpoint_worker_requests_running", worker="decode-0") >= 3, what="nothing is decoded")
         before.kill()
-        ends = [stream.result(60)[-1] for stream in streams]
+        ends = [stream.result(90)[-1] for stream in streams]
     if victim == "decode-0":
         assert all(end != "[DONE]" and "decode-0 was lost" in end["error"]["message"] for end in ends), ends
     else:
@@ -103,4 +110,17 @@ def test_a_killed_worker_leaves_nothing_with_the_other(running: dict[str, Pool],
     poll(lambda: pool.get("/health").json() == {"status": "ok"}, 90, "the worker does not come back")
     poll(lambda: pool.at_rest, what="something is still held")
     assert pool.worker(victim).pid != before.pid
-    assert not others(answers(pool, BODIES[:24]), truth[:24]), "the restarted worker answers otherwise"
+    assert not others(untied(answers(pool, BODIES[:24])), truth[:24]), "the restarted worker answers otherwise"
+
+
+def test_layers_go_by_themselves_and_whole_prompts_otherwise(running: dict[str, Pool], truth: list[Any], folder: Path):
+    """The last test: the two pools end here, and leave their timelines."""
+    for name in ("layers", "cuda-ipc"):
+        assert running[name].stop() == 0
+    assert groups_sent(folder / "layers.prefill-0.json") >= {f"[{layer}, {layer + 1})" for layer in range(4)}
+    assert groups_sent(folder / "cuda-ipc.prefill-0.json") == {"[0, 4)"}
+
+
+def groups_sent(timeline: Path) -> set[str]:
+    """The groups of layers in which KV went."""
+    return {event["args"]["layers"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "b"}
