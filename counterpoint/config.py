@@ -159,7 +159,7 @@ class ClusterConfig:
         "auto", "how much KV is sent at a time, while the rest is computed; auto: layers where that hides enough"
     )
     link_bytes_per_s: float | None = setting(
-        None, "what the links between workers carry, for predicting transfers; unset: 1e9, by CUDA IPC 1e11"
+        None, "what links between workers carry, until enough transfers have been measured; unset: 1e9, by CUDA IPC 1e11"
     )
     cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
     ray_address: str | None = setting(

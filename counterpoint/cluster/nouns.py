@@ -241,7 +241,8 @@ class Reroute(msgspec.Struct, frozen=True, tag=True, gc=False):
 class Times(msgspec.Struct, frozen=True, gc=False):
     """When things were done, in seconds after Start. `admitted_s`: the prompt had its pages and the handoff was offered;
     `reserved_s`: the decode worker had its own; `prefilled_s`: the first token was sampled; `written_s`: the last byte was in
-    place; `adopted_s`: the decode worker had said so. `page_layers`: how much was sent."""
+    place; `adopted_s`: the decode worker had said so. `page_layers`: how much was sent; `sending_s`: how long writes of it were
+    under way."""
 
     admitted_s: float
     reserved_s: float
@@ -249,6 +250,7 @@ class Times(msgspec.Struct, frozen=True, gc=False):
     written_s: float
     adopted_s: float
     page_layers: int
+    sending_s: float = 0.0
 
     @property
     def visible_s(self) -> float:
@@ -258,7 +260,7 @@ class Times(msgspec.Struct, frozen=True, gc=False):
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """This worker's `part` is decided; said once. `handoff`: with Part.PREFILL that of the source. `first`: with ADOPTED, the
-    token that prefill sampled. `times`: with SENT."""
+    token that prefill sampled. `times`, and `to`, the decode worker: with SENT."""
 
     handoff: HandoffId
     part: Part
@@ -266,6 +268,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
     first: Sampled | None = None
     times: Times | None = None
+    to: str = ""
 
 
 Command = Send | Tell | Write | Cancel | Grant | Revoke | Verify | Fence | Reroute | Ended

@@ -28,13 +28,15 @@ import msgspec
 from counterpoint.cluster.front import Route
 from counterpoint.cluster.nouns import Grain
 from counterpoint.cluster.transfer import choose_grain, visible_s
+from counterpoint.cluster.wires import Wires
 from counterpoint.ports import Estimator
 from counterpoint.types import Role, Slo, Work
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker said of itself last. `pending`: prefill that it has accepted and not computed, of all layers; `running`: its
-    next decode step. `pages_free`: neither held nor reserved. `willing`: alive, not suspect, not draining."""
+    next decode step. `pages_free`: neither held nor reserved. `willing`: alive, not suspect, not draining.
+    `factor`: what its times to first token have been, over what prices alone gave (forecast.py)."""
 
     name: str
     role: Role
@@ -47,15 +49,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     running: Work = Work()
     chunk_tokens: int = 512
     willing: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """The links between workers. `bandwidth` in bytes/s; `control_s`: what a handoff costs beside its bytes."""
-
-    bandwidth: float
-    kv_bytes_per_token: int
-    control_s: float = 0.002
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +65,15 @@ class Rule:
 
 
 class Choice(NamedTuple):
-    """A route, its predictions in seconds (`gap_s`: the longest pause it makes in the answers that run there or in its own), and
-    why."""
+    """A route, its predictions in seconds (`gap_s`: the longest pause it makes in the answers that run there or in its own;
+    `visible_s`: transfer that the prefill doesn't hide), and why."""
 
     route: Route
     ttft_s: float
     gap_s: float
     tpot_s: float
     reason: str
+    visible_s: float = 0.0
 
 
 class Router:
@@ -131,7 +126,8 @@ class Router:
             work = self._prefill(w, tokens, cached)
             chunks = max(1, math.ceil(work.prefill_tokens / w.chunk_tokens))
             step = self._seconds(w, _joined(_share(work, chunks), w.running))
-            choices.append(Choice(Route(w.name, w.name), self._queue(w) + chunks * step, step, self._tpot(w, tokens), reason))
+            ttft_s = w.factor * (self._queue(w) + chunks * step)
+            choices.append(Choice(Route(w.name, w.name), ttft_s, step, self._tpot(w, tokens), reason))
         return choices
 
     def _handed_on(
@@ -148,11 +144,12 @@ class Router:
             alone = self._seconds(p, work)
             total = self.wires.kv_bytes_per_token * (tokens - cached.get(decode.name, 0) * decode.page_tokens)
             chunks = max(1, math.ceil(work.prefill_tokens / p.chunk_tokens))
-            grain = self.rule.grain or choose_grain(total, alone, self.wires.bandwidth, p.layers, chunks)[0]
+            bandwidth = self.wires.between(p.name, decode.name)
+            grain = self.rule.grain or choose_grain(total, alone, bandwidth, p.layers, chunks)[0]
             groups = {Grain.PROMPT: 1, Grain.CHUNK: chunks, Grain.LAYER: chunks * p.layers}[grain]
-            pause = visible_s(total, alone, self.wires.bandwidth, groups, control_s=self.wires.control_s)
-            tpot = self._tpot(decode, tokens)
-            choices.append(Choice(Route(p.name, decode.name, grain), self._queue(p) + alone, pause + tpot, tpot, reason))
+            pause = visible_s(total, alone, bandwidth, groups, control_s=self.wires.control_s)
+            tpot, ttft_s = self._tpot(decode, tokens), p.factor * (self._queue(p) + alone)
+            choices.append(Choice(Route(p.name, decode.name, grain), ttft_s, pause + tpot, tpot, reason, pause))
         return choices
 
     def _least_loaded(self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int]) -> WorkerView | None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from counterpoint.cluster.elastic import Change, Commit, Load, StartDrain
+from counterpoint.cluster.forecast import Forecast
 from counterpoint.cluster.front import Route
+from counterpoint.cluster.nouns import Times
 from counterpoint.cluster.prefixes import Prefixes
 from counterpoint.cluster.router import Choice, Router, WorkerView, replicas
 from counterpoint.core.pages import page_names, root_name
@@ -61,7 +63,7 @@ class Seat:
         layers = self.shape.layers
         return Work(0, 0, 0, 0, self.decodes, self.context, self.decodes, 0, layers, layers)
 
-    def view(self, name: str) -> WorkerView:
+    def view(self, name: str, factor: float = 1.0) -> WorkerView:
         shape = self.shape
         return WorkerView(
             name=name,
@@ -75,13 +77,15 @@ class Seat:
             running=self.running,
             chunk_tokens=shape.chunk_tokens,
             willing=self.willing and not self.draining,
+            factor=factor,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Booking:
     """A request on its way. `source`, `target`: where it is prefilled and decoded (a worker that starts again has another seat).
-    `tokens`: prompt and answer so far; `new`: those of them that must be computed. `names`: of the pages of the first tokens."""
+    `tokens`: prompt and answer so far; `new`: those of them that must be computed. `names`: of the pages of the first tokens.
+    `told_s`: the time to first token that was predicted; prices alone gave `priced_s` (0: nothing is to be learnt from it)."""
 
     arrive: Arrive
     route: Route
@@ -93,6 +97,8 @@ class Booking:
     answer: list[int] = field(default_factory=list)
     prefilling: bool = True
     handed: bool = False  # the source has let it go
+    told_s: float = 0.0
+    priced_s: float = 0.0
 
 
 class Routing:
@@ -100,6 +106,7 @@ class Routing:
         self.router = router
         self.prefix_cache = prefix_cache
         self.prefixes = prefixes or Prefixes()
+        self.forecast = Forecast()
         self.seats: dict[str, Seat] = {}
         self.bookings: dict[str, Booking] = {}
         self.chosen: dict[str, int] = {}  # by reason (router.py, and fork)
@@ -115,12 +122,13 @@ class Routing:
         """It is gone, and so is its cache. What was booked on it is booked anew, or ends."""
         self.seats.pop(worker, None)
         self.prefixes.forget(worker)
+        self.router.wires.forget(worker)
 
     def loads(self) -> list[Load]:
         """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
         found = []
         for name, seat in self.seats.items():
-            queue = self._seconds(seat, seat.pending)
+            queue = self.forecast.factor(name) * self._seconds(seat, seat.pending)
             found.append(
                 Load(
                     name=name,
@@ -150,7 +158,7 @@ class Routing:
     def pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
         """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
         tokens, tied = len(arrive.prompt) + len(arrive.resumed), self._ties.pop(arrive.id, "")
-        views = [seat.view(name) for name, seat in self.seats.items()]
+        views = [seat.view(name, self.forecast.factor(name)) for name, seat in self.seats.items()]
         names = self._names(arrive, views)
         cached = self.prefixes.pages(names)
         choice = self._forked(tokens, tied) or self._choose(tokens, arrive, views, cached, avoid, prefill)
@@ -205,8 +213,24 @@ class Routing:
         booking = Booking(arrive, route, source, target, tokens, new, names, list(arrive.resumed))
         if old is not None and prefill:  # another decode worker for what is prefilled, or nearly so
             booking.prefilling, booking.new, booking.tokens, booking.answer = old.prefilling, old.new, old.tokens, old.answer
+            booking.told_s, booking.priced_s = old.told_s, old.priced_s
+        elif not arrive.resumed and choice.reason != "fork":
+            booking.told_s, booking.priced_s = choice.ttft_s, choice.ttft_s / self.forecast.factor(route.prefill)
         self.bookings[arrive.id] = booking
         _count(booking, 1)
+
+    def began(self, id: str, after_s: float) -> None:
+        """The client has its first token, `after_s` seconds after request `id` was picked for."""
+        booking = self.bookings.get(id)
+        if booking is not None:
+            self.forecast.came(booking.route.prefill, booking.priced_s, booking.told_s, after_s)
+
+    def sent(self, source: str, target: str, times: Times) -> None:
+        """All of a request's KV has gone from `source` to `target`."""
+        seat = self.seats.get(source)
+        if seat is not None:
+            page_bytes = self.router.wires.kv_bytes_per_token * seat.shape.page_tokens
+            self.router.wires.carried(source, target, times.page_layers * page_bytes / seat.shape.layers, times.sending_s)
 
     def grew(self, id: str, tokens: tuple[int, ...]) -> None:
         """The client has more tokens of request `id`."""

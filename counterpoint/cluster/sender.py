@@ -121,12 +121,12 @@ class Source:
             self.staying = True
             self.settle()
 
-    def end(self, now: float, outcome: Outcome, reason: str = "", times: Times | None = None) -> None:
+    def end(self, now: float, outcome: Outcome, reason: str = "", times: Times | None = None, to: str = "") -> None:
         """The request is decided as far as this worker goes."""
         if self.over is not None:
             return
         self.over = outcome
-        self.desk.do(Ended(self.id, Part.PREFILL, outcome, reason, times=times))
+        self.desk.do(Ended(self.id, Part.PREFILL, outcome, reason, times=times, to=to))
         if outcome in (Outcome.ABORTED, Outcome.FAILED):
             self.desk.do(Tell(EngineAbort(self.name)))
         sender, self.sender = self.sender, None
@@ -197,6 +197,8 @@ class Sender:
     edge_layers: int = 0
     ops: dict[int, int] = field(default_factory=dict)  # write in flight -> its page layers
     written: int = 0  # page layers
+    since_s: float = 0.0  # writes have been in flight,
+    sending_s: float = 0.0  # and were before
     checksum: int | None = 0
     reason: str = ""
 
@@ -212,7 +214,7 @@ class Sender:
             self.state = SendState.PARKED
             self.park_end_s = now + self.desk.rules.park_s
         elif self.state is SendState.STREAMING:
-            self._post()
+            self._post(now)
             if self.source.complete and not self.ops and self.sent == len(self.source.pages):
                 self.state, self.written_s = SendState.SENT, now
                 self._say(now)
@@ -238,6 +240,8 @@ class Sender:
 
     def wrote(self, now: float, op: int, error: str, checksum: int | None) -> None:
         self.written += self._landed(op)
+        if not self.ops:
+            self.sending_s += now - self.since_s
         self.checksum = None if self.checksum is None or checksum is None else (self.checksum + checksum) & (1 << 63) - 1
         if self.state is SendState.ABORTING:
             if not self.ops:
@@ -253,7 +257,7 @@ class Sender:
             self.state = SendState.RELEASED
             self.forget(self)
             self.source.sender = None
-            self.source.end(now, Outcome.SENT, times=self._times(now))
+            self.source.end(now, Outcome.SENT, times=self._times(now), to=self.link.worker)
 
     def _times(self, now: float) -> Times:
         source, began = self.source, self.source.started_s
@@ -264,6 +268,7 @@ class Sender:
             written_s=self.written_s - began,
             adopted_s=now - began,
             page_layers=self.written,
+            sending_s=self.sending_s,
         )
 
     def tick(self, now: float) -> None:
@@ -315,11 +320,13 @@ class Sender:
 
     # ------------------------------------------------------------ posting
 
-    def _post(self) -> None:
+    def _post(self, now: float) -> None:
         """Post what is computed and not posted yet, as far as the grain allows."""
         source, layers, grain = self.source, self.desk.geometry.layers, self.source.grain
         if not source.pages or (grain is Grain.PROMPT and not source.complete):
             return
+        if not self.ops:
+            self.since_s = now
         full = source.page_edge(source.tokens)
         if self.sent < full and self.edge > self.sent:
             self._write(self.edge_layers, layers, self.sent, min(self.edge, full))

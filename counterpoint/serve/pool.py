@@ -9,11 +9,9 @@ Must not: know HTTP or text, decide where a request goes (cluster/routing.py), o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,13 +20,14 @@ from counterpoint import build
 from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import About, Deliver, Finished, OnLoss
 from counterpoint.cluster.elastic import Commit, Elastic, StartDrain, Targets
-from counterpoint.cluster.front import Front, Route, ToClient, ToWorker
-from counterpoint.cluster.messages import Sampled
-from counterpoint.cluster.router import Router, Rule, Wires
+from counterpoint.cluster.front import Front, Route, ToWorker
+from counterpoint.cluster.router import Router, Rule
 from counterpoint.cluster.routing import Routing, Seat, Shape
+from counterpoint.cluster.wires import Wires
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.client import EngineFailed, EngineLost, Listener, Mail, State, Stream
 from counterpoint.serve.joining import Orders, Ready, Said, Told
+from counterpoint.serve.lives import Life, alike, delta_of, with_ends
 from counterpoint.serve.pool_metrics import PoolMetrics
 from counterpoint.serve.roster import Member, Roster
 from counterpoint.serve.totals import counters, total
@@ -39,32 +38,6 @@ from counterpoint.types import Arrive, Delta, Finish, Record, Stats
 CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set;
 GPU_CHUNK_TOKENS = 512
 log = logging.getLogger("counterpoint")
-
-
-@dataclass(slots=True, eq=False)
-class Life:
-    """What will be told of a request when it is over, on this process's clock."""
-
-    mail: Mail
-    arrive: Arrive
-    arrival_s: float
-    admitted_s: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    token_s: list[float] = field(default_factory=list)
-
-    def record(self, now: float, finish: Finish) -> Record:
-        return Record(
-            id=self.arrive.id,
-            arrival_s=self.arrival_s,
-            admitted_s=self.admitted_s,
-            finished_s=now,
-            prompt_tokens=len(self.arrive.prompt),
-            cached_tokens=self.cached_tokens,
-            token_s=tuple(self.token_s),
-            finish=finish,
-            preemptions=self.preemptions,
-        )
 
 
 class Pool:
@@ -91,7 +64,7 @@ class Pool:
         self.routing: Routing | None = None
         on_loss = OnLoss(cluster.on_loss)
         self.front = Front(self._pick, cluster.handoff_deadline_s, on_loss=on_loss)
-        self.metrics = PoolMetrics(self.roster.look, lambda: self.routing.chosen if self.routing is not None else {})
+        self.metrics = PoolMetrics(self.roster.look, lambda: self.routing)
         self.elastic = make_elastic(config)
         self._lives: dict[str, Life] = {}
         self._twins: dict[str, list[Arrive]] = {}  # request -> those of the same prompt that wait for it
@@ -182,6 +155,8 @@ class Pool:
 
     def _pick(self, arrive: Arrive, avoid: str, prefill: str) -> Route | None:
         assert self.routing is not None
+        if not prefill:
+            self._lives[arrive.id].picked_s = time.monotonic()
         return self.routing.pick(arrive, avoid, prefill)
 
     def _flow(self) -> None:
@@ -209,6 +184,8 @@ class Pool:
             delta, end = delta_of(id, (), news), news
         else:
             assert self.routing is not None
+            if news.start == 0:
+                self.routing.began(id, now - life.picked_s)
             self.routing.grew(id, tuple(sampled.token for sampled in news.tokens))
             life.token_s += [now] * len(news.tokens)
             if news.start == 0:
@@ -330,8 +307,10 @@ class Pool:
             self.routing.stayed(id)
             self._fork(id, worker)
         life = self._lives.get(id)
-        if ended.times is not None and life is not None:
-            life.admitted_s = life.arrival_s + ended.times.admitted_s
+        if ended.times is not None:
+            self.routing.sent(worker, ended.to, ended.times)
+            if life is not None:
+                life.admitted_s = life.arrival_s + ended.times.admitted_s
 
     # ------------------------------------------------------------ roles
 
@@ -362,41 +341,3 @@ def make_elastic(config: Config) -> Elastic | None:
     if ttft_s is None or tpot_s is None:
         raise ConfigError("elastic is on, and there are no targets to judge by: set ttft_s and tpot_s")
     return Elastic(Targets(ttft_s, tpot_s))
-
-
-def alike(arrives: Sequence[Arrive], least_tokens: int) -> list[list[Arrive]]:
-    """Requests in groups of one prompt, of which one is prefilled and the others fork from it; short prompts stay apart, and those
-    that are to be told of themselves."""
-    groups: dict[object, list[Arrive]] = {}
-    for arrive in arrives:
-        apart = len(arrive.prompt) < least_tokens or arrive.sampling.prompt_logprobs is not None
-        groups.setdefault(arrive.id if apart else (arrive.prompt, arrive.salt), []).append(arrive)
-    return list(groups.values())
-
-
-def with_ends(items: list[ToWorker | ToClient]) -> Iterator[tuple[ToWorker | ToClient, Finished | None]]:
-    """Each item; the sound end of a request that follows its last tokens comes together with them."""
-    skip = False
-    for item, following in itertools.zip_longest(items, items[1:]):
-        if skip:
-            skip = False
-            continue
-        end = None
-        if isinstance(item, ToClient) and isinstance(item.news, Deliver) and isinstance(following, ToClient):
-            last = following.news if following.id == item.id else None
-            end = last if isinstance(last, Finished) and not last.lost else None
-            skip = end is not None
-        yield item, end
-
-
-def delta_of(id: str, tokens: Sequence[Sampled], end: Finished | None, cached_tokens: int = 0) -> Delta:
-    logprobs = tuple(sampled.logprobs for sampled in tokens)
-    return Delta(
-        id,
-        tuple(sampled.token for sampled in tokens),
-        logprobs=logprobs if any(one is not None for one in logprobs) else (),
-        finish=end.finish if end is not None else None,
-        stopped_by=end.stopped_by if end is not None else None,
-        cached_tokens=cached_tokens,
-        error=end.error if end is not None else "",
-    )

@@ -7,13 +7,14 @@ worker start again with its process, as Prometheus expects. Must not: know how a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from counterpoint.cluster.nouns import Ended, Times
+from counterpoint.cluster.routing import Routing
 from counterpoint.serve.joining import Census
 from counterpoint.types import Stats
 
@@ -71,11 +72,11 @@ TIMINGS = {
 
 
 class PoolMetrics:
-    """`look` gives the workers' states, `routes` how often each way was chosen (cluster/router.py)."""
+    """`look` gives the workers' states, `routing` what chooses among them, once there is one."""
 
-    def __init__(self, look: Callable[[], Sequence[WorkerState]], routes: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, look: Callable[[], Sequence[WorkerState]], routing: Callable[[], Routing | None]) -> None:
         self.look = look
-        self.routes = routes
+        self.routing = routing
         self.role_changes = 0
         self.ended: Counter[tuple[str, str]] = Counter()
         self.histograms = {
@@ -103,11 +104,29 @@ class PoolMetrics:
             yield counter
         yield from self._handoffs(workers)
         yield counted("handoffs_ended", "Parts of handoffs, by how they ended.", ["part", "outcome"], self.ended)
-        routes = {(reason,): count for reason, count in self.routes().items()}
-        yield counted("routes", "Requests by the way that was chosen for them.", ["reason"], routes)
+        yield from self._choices(self.routing())
         yield counted("role_changes", "Workers that were given another role.", [], {(): self.role_changes})
         for histogram in self.histograms.values():
-            yield from histogram.collect()
+            for metric in histogram.collect():
+                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+                yield metric
+
+    def _choices(self, routing: Routing | None) -> Iterator[Metric]:
+        """What was chosen, and what the choices were made by."""
+        chosen = routing.chosen if routing is not None else {}
+        yield counted("routes", "Requests by the way that was chosen for them.", ["reason"], {(r,): n for r, n in chosen.items()})
+        if routing is None:
+            return
+        forecast, wires = routing.forecast, routing.router.wires
+        about = "|predicted - actual| / actual of the latest times to first token."
+        errors = {(str(quantile),): forecast.error(quantile) for quantile in (0.5, 0.95)}
+        yield gauged("route_ttft_error_ratio", about, ["quantile"], errors)
+        yield counted("route_ttft_predictions", "First tokens that were compared with their prediction.", [], {(): forecast.seen})
+        about = "What predicted times to first token are multiplied with, as learnt."
+        yield gauged("route_ttft_factor", about, ["worker"], {(worker,): factor for worker, factor in forecast.factors().items()})
+        about = "KV that a transfer between two workers can expect, as measured."
+        speeds = {ends: carried.bandwidth for ends, carried in wires.links.items() if carried.believed}
+        yield gauged("link_bytes_per_second", about, ["source", "target"], speeds)
 
     def _handoffs(self, workers: Sequence[WorkerState]) -> Iterator[Metric]:
         about = (
@@ -123,8 +142,15 @@ class PoolMetrics:
             yield gauge
 
 
-def counted(name: str, help: str, labels: list[str], counts: dict[tuple[str, ...], int] | Counter[tuple[str, str]]) -> Metric:
-    counter = CounterMetricFamily(PREFIX + name, help, labels=labels)
-    for values, count in counts.items():
-        counter.add_metric(list(values), count)
-    return counter
+def counted(name: str, help: str, labels: list[str], counts: Mapping[tuple[str, ...], int]) -> Metric:
+    return filled(CounterMetricFamily(PREFIX + name, help, labels=labels), counts)
+
+
+def gauged(name: str, help: str, labels: list[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+    return filled(GaugeMetricFamily(PREFIX + name, help, labels=labels), values)
+
+
+def filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Mapping[tuple[str, ...], float]) -> Metric:
+    for labels, value in samples.items():
+        family.add_metric(list(labels), value)
+    return family

@@ -89,6 +89,14 @@ def test_the_visible_part_is_that_of_the_formula(grain, chunks, ratio):
     assert times.visible_s == pytest.approx(visible_s(TOTAL_BYTES, prefill_s, bandwidth, groups), rel=1e-6)
 
 
+@pytest.mark.parametrize("grain", Grain)
+def test_the_time_of_sending_is_that_in_which_bytes_move(grain):
+    """Whatever lies between the writes, bytes over it are what the link carries."""
+    for bandwidth in (TOTAL_BYTES / 0.1, TOTAL_BYTES / 3.0):
+        times = handover(grain, 1.0, bandwidth, chunks=4)
+        assert TOTAL_BYTES / times.sending_s == pytest.approx(bandwidth)
+
+
 def test_what_is_reserved_late_is_seen_whole():
     times = handover(Grain.LAYER, 1.0, TOTAL_BYTES / 0.5, late_s=2.0)
     assert times.reserved_s == 2.0 and times.visible_s == pytest.approx(0.5)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from counterpoint.cluster.front import Route
 from counterpoint.cluster.nouns import Grain
 from counterpoint.cluster.prefixes import Prefixes
-from counterpoint.cluster.router import Router, Rule, Wires, WorkerView, replicas
+from counterpoint.cluster.router import Router, Rule, WorkerView, replicas
 from counterpoint.cluster.transfer import NoLink, Reach, choose_grain, choose_link, visible_s
+from counterpoint.cluster.wires import Wires
 from counterpoint.perf.roofline import Roofline
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS

@@ -8,8 +8,9 @@ from collections import Counter
 import msgspec
 
 from counterpoint.cluster.elastic import CallOff, Commit, Elastic, Patience, StartDrain, Targets
-from counterpoint.cluster.router import Router, Rule, Wires
+from counterpoint.cluster.router import Router, Rule
 from counterpoint.cluster.routing import Routing, Seat, Shape
+from counterpoint.cluster.wires import Wires
 from counterpoint.types import Arrive, Role, Sampling, Work
 
 SHAPE = Shape(units=1, layers=4, page_tokens=4, pages_total=1000, chunk_tokens=64)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import re
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT
 
+from counterpoint.cluster.messages import HandoffId
+from counterpoint.cluster.nouns import Ended, Outcome, Times
+from counterpoint.cluster.router import Router
+from counterpoint.cluster.routing import Routing, Shape
+from counterpoint.cluster.wires import FEWEST, Wires
+from counterpoint.perf.roofline import Roofline
+from counterpoint.serve.joining import Census
 from counterpoint.serve.metrics import DISTRIBUTIONS, Metrics
+from counterpoint.serve.pool_metrics import PoolMetrics, WorkerState
 from counterpoint.serve.wire import Hello
-from counterpoint.types import Finish, PolicyReport, Record, Role, Stats
+from counterpoint.spec.device import device_spec
+from counterpoint.spec.presets import PRESETS
+from counterpoint.types import Arrive, Finish, Part, PolicyReport, Record, Role, Sampling, Stats
 
 RECORD = Record(
     id="a",
@@ -47,11 +58,32 @@ HELLO = Hello(
 )
 
 
+TIMES = Times(0.1, 0.2, 0.3, 0.4, 0.5, page_layers=10, sending_s=0.1)
+
+
 def page() -> str:
     metrics = Metrics("some-model")
     metrics.stats, metrics.hello = STATS, HELLO
     metrics.observe(RECORD)
     return metrics.render().decode()
+
+
+def pool_page() -> str:
+    """A pool of two workers that have handed one request on."""
+    census = Census(states={"streaming": 1}, pages={"sending": 3}, links={"tcp": 1})
+    workers = [WorkerState(name, name, True, 1, 1, STATS, census) for name in ("prefill", "decode")]
+    routing = Routing(Router(Roofline(PRESETS["qwen3-0.6b"], device_spec("h200")), Wires(1e9, 1000)))
+    for role in (Role.PREFILL, Role.DECODE):
+        routing.seat(role.value, role, Shape(units=1, layers=1, page_tokens=16, pages_total=1000))
+    routing.pick(Arrive(id="a", prompt=tuple(range(900)), sampling=Sampling(max_tokens=1)), "", "")
+    routing.began("a", 0.5)
+    for _ in range(FEWEST):
+        routing.sent("prefill", "decode", TIMES)
+    metrics = PoolMetrics(lambda: workers, lambda: routing)
+    metrics.observe(Ended(HandoffId("a", 1), Part.PREFILL, Outcome.SENT, times=TIMES, to="decode"))
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(metrics)
+    return prometheus_client.generate_latest(registry).decode()
 
 
 def samples() -> dict[str, dict[str, float]]:
@@ -86,8 +118,17 @@ def test_the_dashboard_queries_what_there_is():
 
 def test_every_name_is_in_the_docs():
     told = set(re.findall(r"`((?:counterpoint_|vllm:)\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
-    there = set(re.findall(r"^# TYPE (\S+) \w+$", page(), re.MULTILINE))
+    there = set(re.findall(r"^# TYPE (\S+) \w+$", page() + pool_page(), re.MULTILINE))
     assert told == there
+
+
+def test_labels_of_a_pools_figures_are_in_the_docs():
+    docs = (ROOT / "docs" / "metrics.md").read_text()
+    for family in text_string_to_metric_families(pool_page()):
+        sample = family.samples[0]
+        labels = sorted(sample.labels.keys() - {"le"})
+        row = next(line for line in docs.splitlines() if f"`{family.name}" in line)
+        assert sorted(re.findall(r"`(\w+)`", row.partition("; by ")[2])) == labels, row
 
 
 @pytest.mark.parametrize(

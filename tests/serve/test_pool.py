@@ -42,12 +42,22 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
         pytest.skip("NIXL is not installed: pip install --no-deps nixl-cu13")
     pool = Pool(tmp_path / "log", tiny, prefill=2, decode=2, transport=transport)
     try:
-        assert not others(answers(pool.wait_ready(), BODIES), truth)
+        pool.wait_ready()
+
+        def preempted() -> bool:
+            assert not others(answers(pool, BODIES), truth)
+            return pool.metric("counterpoint_preemptions_total") > 0
+
+        poll(preempted, 120, "no decode worker has run out of pages")
         poll(lambda: pool.at_rest, what="the pool does not come to rest")
         assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 150
-        assert pool.metric("counterpoint_preemptions_total") > 0
         assert pool.metric("counterpoint_routes_total", reason="fork") > 10
         links = pool.metric("counterpoint_handoff_links")
+        assert (
+            pool.metric("counterpoint_link_bytes_per_second") > 0 and pool.metric("counterpoint_route_ttft_predictions_total") > 150
+        )
+        half, most = (pool.metric("counterpoint_route_ttft_error_ratio", quantile=q) for q in ("0.5", "0.95"))
+        assert 0 < half <= most
         assert links >= 4 and pool.metric("counterpoint_handoff_links", transport=transport) == links
         assert pool.stop() == 0
     finally:
