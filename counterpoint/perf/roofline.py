@@ -176,12 +176,17 @@ class Roofline:
         moved = self.weight_bytes * (reached * columns * inner + rows * product.taken * (columns + inner))
         flops = 2.0 * rows * product.taken * columns * inner
         gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
+        least_read_s, peak = moved / gemm_read[FINE * units], gemm_flops[FINE * units]
+        least_cube = least_read_s * least_read_s * least_read_s
         best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
-        for tile_rows, tile_columns, efficiency in gemm.tiles:
+        for tile_rows, tile_columns, efficiency in reversed(gemm.tiles):  # the large ones first: few others can be better
             if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
                 continue  # a smaller tile holds all the rows
             tiles = math.ceil(reached * math.ceil(each / tile_rows) * math.ceil(columns / tile_columns))
             padded = 2.0 * tile_rows * tile_columns * inner * tiles / efficiency
+            least_s = padded / peak
+            if least_cube + least_s * least_s * least_s >= best:
+                continue  # not even with every unit at work
             for split in gemm.splits:
                 if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
                     break
