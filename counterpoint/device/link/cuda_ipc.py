@@ -4,12 +4,13 @@ Owns: one copying thread, the mappings of others' pools. Promises: pages are cop
 that they are granted under the write's generation; Completed comes when the host has seen the end of the write's last copy; a
 cancelled write stops before its next piece; a mapping is let go with its link, since it keeps the memory of a dead peer.
 Must not: say Quiet: the reader can't see whether the writer stands between looking at the board and copying. It learns that a link
-is severed when the writer marks its end closed, with nothing on its way, or when the writer's process has ended (the driver ends
-a process's work before its end is seen).
+is severed when the writer marks its end closed, with nothing on its way, or when the writer's process has ended (Linux closes what a
+process has open, and the driver with it the process's work on the GPU, before that end is seen).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from counterpoint.device.link.board import Board, Where, Writers
 from counterpoint.device.link.gpu import DeviceMemory, Gpu, rows_of
 from counterpoint.device.link.memory import Memory, Spans
 from counterpoint.device.link.port import Completed, LinkError, Notice, Severed, Wake
+
+log = logging.getLogger(__name__)
 
 NOT_GRANTED = "the peer has not granted these pages"
 
@@ -171,7 +174,10 @@ class CudaIpcLink:
                 closed = self._closed
             for link, target in parted:
                 target.board.leave(target.remote)
-                self._gpu.shut(target.rows_RW)
+                try:
+                    self._gpu.shut(target.rows_RW)
+                except LinkError as error:
+                    log.warning("a peer's pool stays mapped: %s", error)
                 self._notice(Severed(link))
             if job is not None:
                 self._copy_piece(job, self._targets[job.link])
