@@ -4,8 +4,8 @@ Owns: one copying thread, the mappings of others' pools. Promises: pages are cop
 that they are granted under the write's generation; Completed comes when the host has seen the end of the write's last copy; a
 cancelled write stops before its next piece; a mapping is let go with its link, since it keeps the memory of a dead peer.
 Must not: say Quiet: the reader can't see whether the writer stands between looking at the board and copying. It learns that a link
-is severed when the writer marks its end closed, with nothing on its way, or when the writer's process has ended (Linux closes what a
-process has open, and the driver with it the process's work on the GPU, before that end is seen).
+is severed when the writer marks its end closed, with nothing on its way, or when the writer's process has ended (Linux closes what
+a process has open, and the driver with it the process's work on the GPU, before that end is seen).
 """
 
 from __future__ import annotations
