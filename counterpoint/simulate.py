@@ -34,6 +34,7 @@ from counterpoint.flags import settings
 from counterpoint.perf import shelf
 from counterpoint.perf.active import ActiveUnits
 from counterpoint.perf.fitted import Fitted
+from counterpoint.perf.host import Launching
 from counterpoint.perf.perturbed import Perturbed
 from counterpoint.perf.roofline import ELEMENT_BYTES, Roofline
 from counterpoint.perf.table import Table, shape_of
@@ -47,20 +48,20 @@ MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest 
 SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
 MODEL = "llama-3.1-8b"
 HOST_S = 0.0003
+TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
-    calibration says of the host and its launches, else HOST_S); `turn_s`: of the host, for what a turn of the loop takes beside
-    launching. `depth`: steps in flight per lane. `belief_error`: how far the
-    policy's prices are off from what steps take, as a share. What steps take: as `physics` says, else as fitted to `calibration`,
-    else as the roofline of model and device has it. `without`: the part that auto lacks (core/policy/ablated.py)."""
+    calibration says of the host and its launches, and then a turn of the loop takes TURN_S beside them; else HOST_S). `depth`:
+    steps in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take:
+    as `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it. `without`: the part that
+    auto lacks (core/policy/ablated.py)."""
 
     model: ModelSpec
     device: DeviceSpec
     host_s: float | None = None
-    turn_s: float = 0.0
     depth: int = 2
     belief_error: float = 0.0
     physics: Estimator | None = None
@@ -169,13 +170,14 @@ def simulate(
     simulation. Raises ConfigError or ValueError if the machine can't be as it is asked."""
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
-    inbox = VirtualInbox(machine.turn_s)
+    host = machine.host(physics)
+    inbox = VirtualInbox(TURN_S if isinstance(host, Launching) else 0.0)
     tokens = TokenRange.within(machine.model.vocab)
     for query in reshape.without_texts(queries):
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
-    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, machine.host(physics), active=active)
+    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, host, active=active)
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
