@@ -30,7 +30,7 @@ from counterpoint.cluster.digest import Digest, refusal
 from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.messages import HandoffId
 from counterpoint.cluster.transfer import NoLink, Reach, choose_link
-from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.memory import Paged
 from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
 from counterpoint.types import Admitted, Computed, Delta, Part
 
@@ -56,7 +56,7 @@ class Identity:
     worker: str
     digest: Digest
     reach: Reach
-    memory: Memory
+    memory: Paged
     movers: dict[str, Link]
     blobs: dict[str, bytes]
     token: str = ""

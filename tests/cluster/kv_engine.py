@@ -8,9 +8,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from counterpoint.cluster.sharded import Shards
 from counterpoint.core.pages import Pages
 from counterpoint.device.link.memory import Memory
 from counterpoint.types import Abort, Admitted, Adopt, Arrive, Computed, Delta, Finish, Part, Release
@@ -53,14 +56,36 @@ def plain_memory(pages: int, page_bytes: int = WORD_BYTES) -> Memory:
     return Memory(tuple(np.zeros(pages * page_bytes, np.uint8) for _ in range(2 * LAYERS)), page_bytes)
 
 
+class CutWords:
+    """A region of a pool that is cut over ranks, as the words of whole pages. A head's are told apart by its number on top."""
+
+    def __init__(self, shards: Shards, region: int) -> None:
+        layout, page = shards.layout, shards.page
+        self.parts = []  # the words of a rank, and what is on top of them
+        for rank, part in enumerate(shards.parts):
+            words = part.regions[region].view(np.uint64).reshape(part.pages, page.tokens, len(layout.heads(rank)), -1)
+            self.parts.append((words, np.array(layout.heads(rank), np.uint64)[:, None]))
+
+    def __setitem__(self, page: int, word: int) -> None:
+        for words, tops in self.parts:
+            words[page] = np.uint64(word) + tops
+
+    def __getitem__(self, pages: list[int]) -> NDArray[np.uint64]:
+        return np.concatenate([(words[pages] - tops).reshape(len(pages), -1) for words, tops in self.parts], axis=1)
+
+
 class FakeEngine:
     """The part of an engine that the handoff sees. A page of a region is `page_bytes` bytes: one 8-byte word, repeated."""
 
-    def __init__(self, memory: Memory, rng: random.Random) -> None:
+    def __init__(self, memory: Memory | Shards, rng: random.Random) -> None:
         self.rng = rng
         self.memory = memory
         self.pool = Pages(memory.pages)
-        self.kv = [region.view(np.uint64).reshape(memory.pages, -1) for region in memory.regions]
+        self.kv: list[Any]
+        if isinstance(memory, Shards):
+            self.kv = [CutWords(memory, region) for region in range(2 * memory.layers)]
+        else:
+            self.kv = [region.view(np.uint64).reshape(memory.pages, -1) for region in memory.regions]
         self.pieces: dict[str, Piece] = {}
         self.waiting: list[Piece] = []
         self.active: list[Piece] = []

@@ -25,8 +25,11 @@ from counterpoint.cluster.digest import Digest
 from counterpoint.cluster.dispatch import Deliver, Finished, OnLoss
 from counterpoint.cluster.front import Front, Route, ToWorker
 from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.mapping import Layout
 from counterpoint.cluster.nouns import Geometry, Rules
+from counterpoint.cluster.sharded import Page, ShardedLink, Shards
 from counterpoint.cluster.transfer import Reach
+from counterpoint.device.link.memory import Memory
 from counterpoint.device.link.nixl import NixlLink
 from counterpoint.device.link.port import Link
 from counterpoint.device.link.shm import ShmLink
@@ -34,6 +37,7 @@ from counterpoint.device.link.tcp import TcpLink
 from counterpoint.types import Arrive, Delta, Part, Sampling
 
 PAGES, PAGE_BYTES = 24, 16 << 10
+KV_HEADS, HEAD_BYTES, RANKS = 4, 1 << 10, {"p": 4, "d": 2, "e": 8}  # of pools that are cut
 RULES = Rules(heartbeat_s=0.1, dead_s=0.7, lease_s=1.5, park_s=60.0, resend_s=0.1, drain_s=0.7)
 DIGEST = Digest(
     model="m",
@@ -61,22 +65,30 @@ class Hold(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- in the worker's process
 
 
+def make_mover(kind: str, name: str, wake: Callable[[], None]) -> tuple[Link, Memory | Shards]:
+    """`kind`: of the mover, or "cut": over TCP, with each worker's pool cut over another number of ranks."""
+    if kind == "cut":
+        layout, page = Layout(KV_HEADS, RANKS.get(name, 1)), Page(KV_HEADS, PAGE_TOKENS, HEAD_BYTES, "token, head")
+        own = page._replace(heads=len(layout.heads(0))).bytes
+        shards = Shards(layout, page, tuple(plain_memory(PAGES, own) for _ in range(layout.tp)))
+        return ShardedLink([TcpLink(wake) for _ in range(layout.tp)]), shards
+    if kind == "shm":
+        shm = ShmLink(wake, sums=True)
+        return shm, shm.allocate(PAGES, PAGE_BYTES, 2 * LAYERS)
+    return NixlLink(wake) if kind == "nixl" else TcpLink(wake, sums=True), plain_memory(PAGES, PAGE_BYTES)
+
+
 class Worker:
     def __init__(self, pipe: Connection, name: str, kind: str, port: int, digest: Digest) -> None:
         self.pipe = pipe
         self.hold = Hold()
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.courier: Courier | None = None
-        mover: Link
-        if kind == "nixl":
-            mover = NixlLink(self.wake)
-        else:
-            mover = ShmLink(self.wake, sums=True) if kind == "shm" else TcpLink(self.wake, sums=True)
-        memory = mover.allocate(PAGES, PAGE_BYTES, 2 * LAYERS) if isinstance(mover, ShmLink) else plain_memory(PAGES, PAGE_BYTES)
+        mover, memory = make_mover(kind, name, self.wake)
         self.kv = FakeEngine(memory, random.Random(name))
         self.handoffs = Handoffs(RULES, Geometry(LAYERS, PAGE_TOKENS))
-        reach = Reach(str(os.getpid()), "this host", "cpu", (kind,))
-        identity = Identity(name, digest, reach, memory, {kind: mover}, {kind: mover.register(memory)}, "a token")
+        reach = Reach(str(os.getpid()), "this host", "cpu", (mover.kind,))
+        identity = Identity(name, digest, reach, memory, {mover.kind: mover}, {mover.kind: mover.register(memory)}, "a token")
         self.mover = mover
         self.courier = Courier(identity, self.handoffs, self, port=port)
         self.courier.start()

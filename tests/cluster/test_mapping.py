@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from counterpoint.cluster.mapping import Layout, plan, writers
-from counterpoint.device.link.memory import Memory
 
 SIZES = (1, 2, 4, 8, 16)
 CASES = [(p, d, h, False) for p, d, h in itertools.product(SIZES, SIZES, (1, 2, 4, 8))]
@@ -56,31 +54,3 @@ def test_more_prefill_ranks_than_needed_are_used_evenly():
 def test_sizes_that_do_not_divide_are_refused(p_tp, d_tp, kv_heads):
     with pytest.raises(ValueError, match="must be a multiple"):
         plan(p_tp, d_tp, 0, 0, kv_heads)
-
-
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (4, 2), (2, 8), (8, 1)])
-def test_spans_move_the_bytes_of_a_plan(p_tp, d_tp):
-    """Pools cut over ranks, filled with distinct bytes per (layer, side, token, head), moved by spans alone."""
-    kv_heads, head_bytes, page_tokens, layers, pages = 4, 6, 3, 2, 5
-    rng = np.random.default_rng(1)
-    whole = rng.integers(0, 255, (2 * layers, pages, page_tokens, kv_heads, head_bytes), np.uint8)
-    sources, destinations = [4, 0, 1], [2, 3, 0]
-
-    def pool(tp: int, rank: int, filled: bool) -> Memory:
-        heads = Layout(kv_heads, tp).heads(rank)
-        mine = np.ascontiguousarray(whole[:, :, :, heads.start : heads.stop])
-        regions = tuple((region if filled else np.zeros_like(region)).reshape(-1).copy() for region in mine)
-        return Memory(regions, page_tokens * len(heads) * head_bytes)
-
-    for d_rank in range(d_tp):
-        target = pool(d_tp, d_rank, False)
-        for p_rank in range(p_tp):
-            source = pool(p_tp, p_rank, True)
-            for part in plan(p_tp, d_tp, p_rank, d_rank, kv_heads):
-                spans = source.head_spans(0, layers, sources, destinations, part, head_bytes, page_tokens, target.page_bytes)
-                for region, here, there, size in spans.tolist():
-                    target.regions[region][there : there + size] = source.regions[region][here : here + size]
-        want = pool(d_tp, d_rank, True)
-        for region, expected in zip(target.regions, want.regions, strict=True):
-            got = region.reshape(pages, -1)
-            assert (got[destinations] == expected.reshape(pages, -1)[sources]).all()

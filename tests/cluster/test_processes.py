@@ -1,4 +1,4 @@
-"""Two and three real processes: KV over shared memory and TCP, and signals at every named point."""
+"""Three real processes: KV over shared memory, TCP, and between pools cut over 4, 2 and 8 ranks; signals at every named point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.cluster.nouns import Ended, Outcome, Reroute
 from counterpoint.types import Delta, Part
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", "tcp", "cut"])
 def cluster(request) -> Iterator[Cluster]:
     files = set(os.listdir("/dev/shm"))
     children = set(psutil.Process().children(recursive=True))

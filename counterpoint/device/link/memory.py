@@ -11,11 +11,29 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Spans = NDArray[np.int64]
+
+
+class Paged(Protocol):
+    """What a courier asks of a pool, which may be in several pieces (cluster/sharded.py)."""
+
+    @property
+    def pages(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def spans(self, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans: ...
+
+    def checksum(self, spans: Spans, there: bool = False) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,48 +57,8 @@ class Memory:
         return len(self.regions) // 2
 
     def spans(self, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans:
-        """[n, 4] (region, offset here, offset there, bytes): layers [first_layer, last_layer) of pages `sources` here to
-        `destinations` there, where pages have the same size. Runs of pages that follow each other on both sides are one span."""
-        if not sources:
-            return np.empty((0, 4), np.int64)
-        here, there = np.asarray(sources, np.int64), np.asarray(destinations, np.int64)
-        breaks = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
-        starts = np.concatenate(([0], breaks))
-        lengths = np.diff(np.concatenate((starts, [len(here)])))
-        one = np.empty((len(starts), 4), np.int64)
-        one[:, 1] = here[starts] * self.page_bytes
-        one[:, 2] = there[starts] * self.page_bytes
-        one[:, 3] = lengths * self.page_bytes
-        regions = np.arange(2 * first_layer, 2 * last_layer)
-        spans = np.tile(one, (len(regions), 1))
-        spans[:, 0] = np.repeat(regions, len(starts))
-        return spans
-
-    def head_spans(
-        self,
-        first_layer: int,
-        last_layer: int,
-        sources: Sequence[int],
-        destinations: Sequence[int],
-        heads: tuple[int, int, int],
-        head_bytes: int,
-        page_tokens: int,
-        there_page_bytes: int,
-    ) -> Spans:
-        """Like `spans`, for the head slice (first here, how many, first there) of pages whose tokens follow each other and hold
-        their heads in order: one span per token, since a slice of heads is contiguous only within a token."""
-        here_head, count, there_head = heads
-        tokens = np.arange(page_tokens)
-        here = np.asarray(sources, np.int64)[:, None] * self.page_bytes + tokens * (self.page_bytes // page_tokens)
-        there = np.asarray(destinations, np.int64)[:, None] * there_page_bytes + tokens * (there_page_bytes // page_tokens)
-        one = np.empty((here.size, 4), np.int64)
-        one[:, 1] = here.reshape(-1) + here_head * head_bytes
-        one[:, 2] = there.reshape(-1) + there_head * head_bytes
-        one[:, 3] = count * head_bytes
-        regions = np.arange(2 * first_layer, 2 * last_layer)
-        spans = np.tile(one, (len(regions), 1))
-        spans[:, 0] = np.repeat(regions, len(one))
-        return spans
+        """As page_spans."""
+        return page_spans(self.page_bytes, first_layer, last_layer, sources, destinations)
 
     def checksum(self, spans: Spans, there: bool = False) -> int:
         """Of the bytes of `spans` here (`there`: at their offsets there, as the receiving end has them). Sums of parts add up,
@@ -92,6 +70,25 @@ class Memory:
             for at in range(0, size, self.page_bytes):
                 total += zlib.crc32(view[at : at + self.page_bytes])
         return total & (1 << 63) - 1
+
+
+def page_spans(page_bytes: int, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans:
+    """[n, 4] (region, offset here, offset there, bytes): layers [first_layer, last_layer) of pages `sources` here to `destinations`
+    there, each of `page_bytes`. Runs of pages that follow each other on both sides are one span."""
+    if not sources:
+        return np.empty((0, 4), np.int64)
+    here, there = np.asarray(sources, np.int64), np.asarray(destinations, np.int64)
+    breaks = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(here)])))
+    one = np.empty((len(starts), 4), np.int64)
+    one[:, 1] = here[starts] * page_bytes
+    one[:, 2] = there[starts] * page_bytes
+    one[:, 3] = lengths * page_bytes
+    regions = np.arange(2 * first_layer, 2 * last_layer)
+    spans = np.tile(one, (len(regions), 1))
+    spans[:, 0] = np.repeat(regions, len(starts))
+    return spans
 
 
 def granted(spans: Spans, page_bytes: int, region_bytes: int, regions: int, allowed: NDArray[np.bool_]) -> bool:
