@@ -12,7 +12,8 @@ import torch
 from cuda_rig import HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex
-from counterpoint.device.cuda.passes import SIZES
+from counterpoint.device.cuda.passes import SIZES, sizes_for
+from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Drop, Sampling, Segment, StepDone
 
 SMALL = (4, 8, 12, 24, 48, 96)
@@ -226,3 +227,11 @@ def test_batch_invariant_to_the_bit(script: Script):
     how = {**BF16, "fixed": True}
     ours, theirs = told(script, SMALL, **how), told(script, (), **how)
     assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+
+
+def test_large_layers_need_fewer_graphs():
+    small, large = PRESETS["llama-3.1-8b"], PRESETS["llama-3.1-70b"]
+    assert sizes_for(8192, small) == SIZES
+    assert sizes_for(8192, large) == tuple(size for size in SIZES if size <= 640)
+    assert sizes_for(100, small) == sizes_for(100, large) == (16, 32, 48, 64, 96, 128)
+    assert sizes_for(8192, dataclasses.replace(large, ffn=1 << 30)) == SIZES[:1], "the smallest passes always have theirs"

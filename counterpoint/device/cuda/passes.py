@@ -34,13 +34,18 @@ from counterpoint.device.cuda.places import Place
 from counterpoint.device.cuda.tables import DeviceTables, PassInputs
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.spec import ModelSpec
 
-SIZES = (16, 32, 48, 64, 96, 128, *range(192, 1025, 64), *range(1152, 2049, 128))  # rows; larger passes keep the device busy anyway
+SIZES = (16, 32, 48, 64, 96, 128, *range(192, 1025, 64), *range(1152, 2049, 128))  # rows
+MOST_PRODUCTS = 2**39  # multiplications in a layer, about: more keep the device busy for longer than it takes to launch the layer
 
 
-def sizes_for(max_pass_tokens: int) -> tuple[int, ...]:
-    """Those of SIZES that passes of up to so many tokens need."""
-    return SIZES[: bisect.bisect_left(SIZES, max_pass_tokens) + 1]
+def sizes_for(max_pass_tokens: int, spec: ModelSpec) -> tuple[int, ...]:
+    """Those of SIZES that passes of up to so many tokens need, as far as graphs help this model: the larger its layers, the fewer
+    rows keep the device busy (2,048 of Llama-3.1-8B, 640 of 70B)."""
+    busy = MOST_PRODUCTS // spec.layer_matrix_parameters
+    rows = max(bisect.bisect_right(SIZES, busy), 1)
+    return SIZES[: min(rows, bisect.bisect_left(SIZES, max_pass_tokens) + 1)]
 
 
 class Pass(Protocol):

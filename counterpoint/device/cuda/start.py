@@ -136,7 +136,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     tables = DeviceTables(slots, context, size, known, spec.eos_token_ids, pages, driver, filter_floor(device))
     graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
-    passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens))
+    passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec))
     progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
     free = torch.cuda.mem_get_info(device)[0]
     passes.capture(fused_places(config, places))
@@ -298,7 +298,7 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
         taken = total - torch.cuda.mem_get_info(device)[0] - weights
     passes = len(places.of(Role.PREFILL)) + 1
     tokens = min(scheduler.max_pass_tokens, spec.max_context_tokens)
-    sizes = sizes_for(tokens)
+    sizes = sizes_for(tokens, spec)
     seat = sizes[-1] * (spec.hidden + 2 * spec.heads * spec.head_dim) * decoder.ops.weight_dtype.itemsize
     pieces = passes * len(sizes) * spec.layers
     steps = len(places.of(Role.DECODE)) * len(buckets_for(scheduler.max_running))
