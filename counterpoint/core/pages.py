@@ -80,11 +80,12 @@ class Pages:
         """`count` pages with one holder and no content, evicting if need be; None (and no change) if there are not so many."""
         if count > self.available:
             return None
-        taken = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+        left = max(0, len(self._free) - count)
+        taken = self._free[left:][::-1]
+        del self._free[left:]
+        taken += [self._evict() for _ in range(count - len(taken))]
+        for page in taken:
             self._holders[page] = 1
-            taken.append(page)
         return taken
 
     def publish(self, page: int, name: bytes) -> None:
@@ -95,12 +96,13 @@ class Pages:
 
     def release(self, pages: Sequence[int]) -> None:
         """Take one holder from each page of a block table. The last page goes first, so that a prefix is evicted from its end."""
+        holders, names = self._holders, self._name
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page] < 0:
+            left = holders[page] = holders[page] - 1
+            if left < 0:
                 raise AssertionError(f"page {page} released more often than held")
-            if self._holders[page] == 0:
-                if self._name[page] is None:
+            if left == 0:
+                if names[page] is None:
                     self._free.append(page)
                 else:
                     self._cached[page] = None

@@ -22,7 +22,7 @@ def make_pass(
     many tokens, if it can. None if nothing is left."""
     requests: list[Request] = []
     segments: list[Segment] = []
-    prefill_tokens = squares = reused = prefills = batch = context = samples = 0
+    prefill_tokens = squares = reused = prefills = context = samples = 0
     size = limits.page_tokens
     for request, tokens in fill.picks:
         if request.yielding or request.slot < 0:  # preempted to make room for one before it
@@ -31,28 +31,29 @@ def make_pass(
         end = start + tokens
         if end > len(pages) * size and not cover(request, end):
             continue
-        sample, fresh = end >= request.target, ()
+        fresh = ()
         if request.pages_sent < len(pages):
             fresh = tuple(pages[request.pages_sent :])
             request.pages_sent = len(pages)
-        segments.append(Segment(request.slot, start, tokens, sample, fresh))
-        requests.append(request)
-        samples += sample
         if request.phase is DECODE:
-            batch += 1
+            segments.append(Segment(request.slot, start, tokens, True, fresh))
             context += end
         else:
+            sample = end >= request.target
+            segments.append(Segment(request.slot, start, tokens, sample, fresh))
             prefill_tokens += tokens
             squares += tokens * tokens
             reused += tokens * start
             prefills += 1
+            samples += sample
+        requests.append(request)
         request.scheduled = end
         request.passes += 1
         request.lane = lane
     if not segments:
         return None
-    layers = limits.layers
-    work = Work(prefill_tokens, squares, reused, prefills, batch, context, samples, 0, layers, layers)
+    layers, batch = limits.layers, len(requests) - prefills
+    work = Work(prefill_tokens, squares, reused, prefills, batch, context, batch + samples, 0, layers, layers)
     return Pass(new_id(), lane, requests, tuple(segments), work)
 
 

@@ -45,9 +45,9 @@ class Prefixes:
         if not self._on or full <= request.published:
             return
         self._name(request, full)
-        for index in range(request.published, full):
-            name = request.names[index]
-            self._pages.publish(request.pages[index], name)
+        fresh = slice(request.published, full)
+        for page, name in zip(request.pages[fresh], request.names[fresh], strict=True):
+            self._pages.publish(page, name)
             if self._computing.get(name) is request:
                 del self._computing[name]
         request.published = full
