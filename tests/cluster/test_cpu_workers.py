@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_gpu import FakeGpu
 
 from counterpoint.cluster import nouns
 from counterpoint.cluster.courier import Courier, Identity
@@ -25,10 +26,12 @@ from counterpoint.core.loop import run
 from counterpoint.core.policy import Chunked, Multiplex
 from counterpoint.device.cores import usable_cores
 from counterpoint.device.cpu import CpuExecutor
+from counterpoint.device.link.cuda_ipc import CudaIpcLink
 from counterpoint.device.link.kvpool import layout_of, memory_of
 from counterpoint.device.link.local import LocalLink
 from counterpoint.device.link.port import Link
 from counterpoint.device.link.shm import ShmLink
+from counterpoint.device.link.staged import StagedLink
 from counterpoint.device.link.tcp import TcpLink
 from counterpoint.device.tables import Tables
 from counterpoint.device.wall import WallInbox
@@ -71,19 +74,24 @@ class Machine:
 class Worker:
     """A machine with a courier. What it reports goes to `report(name, words)`, from two threads."""
 
-    def __init__(self, name: str, decoder: Decoder, policy: Policy, mover, report) -> None:
+    def __init__(self, name: str, decoder: Decoder, policy: Policy, mover, report, gpu: FakeGpu | None = None) -> None:
+        """`gpu`: the pool is in its memory."""
         self.name = name
         self.tell_front = report
         self.mover: Link = mover(lambda: self.courier.wake())
+        shape = PAGES, page_bytes(TINY, PAGE, decoder.kv_dtype) // (2 * TINY.layers), 2 * TINY.layers
+        device_memory = gpu.allocate(*shape) if gpu is not None else None
         storage = None
-        if isinstance(self.mover, ShmLink):
-            layer_bytes = page_bytes(TINY, PAGE, decoder.kv_dtype) // (2 * TINY.layers)
-            storage = self.mover.allocate(PAGES, layer_bytes, 2 * TINY.layers).regions
+        if device_memory is not None:
+            storage = [np.asarray(region) for region in device_memory.regions]
+        elif isinstance(self.mover, ShmLink):
+            storage = self.mover.allocate(*shape).regions
         self.machine = Machine(decoder, policy, self.deliver, storage)
-        memory, kind = memory_of(self.machine.kv), self.mover.kind
+        memory, kind = device_memory or memory_of(self.machine.kv), self.mover.kind
         digest = make_digest(TINY, "dummy 3", str(decoder.kv_dtype), PAGE, layout_of(self.machine.kv))
-        reach = Reach("this process", "this host", "cpu", (kind,))
-        identity = Identity(name, digest, reach, memory, {kind: self.mover}, {kind: self.mover.register(memory)})
+        reach = Reach("this process", "this host", "cpu" if gpu is None else "cuda", (kind,))
+        blobs, staged = {kind: self.mover.register(memory)}, isinstance(self.mover, StagedLink)
+        identity = Identity(name, digest, reach, memory, {kind: self.mover}, blobs, allow_staged=staged)
         self.courier = Courier(identity, Handoffs(Rules(), Geometry(TINY.layers, PAGE)), self)
         self.courier.start()
         self.machine.thread.start()
@@ -113,9 +121,12 @@ class Pools:
 
     def __init__(self, decoder: Decoder, kind: str, policies: tuple[Policy, Policy]) -> None:
         names: dict[str, LocalLink] = {}
+        gpus = {name: FakeGpu(5) if kind in ("cuda-ipc", "staged") else None for name in "pd"}
 
         def mover(name: str):
             makers = {
+                "cuda-ipc": lambda wake: CudaIpcLink(wake, gpus[name]),
+                "staged": lambda wake: StagedLink(TcpLink(wake), gpus[name]),
                 "tcp": lambda wake: TcpLink(wake, sums=True),
                 "shm": lambda wake: ShmLink(wake, sums=True),
                 "local": lambda wake: LocalLink(wake, name, names),
@@ -133,7 +144,8 @@ class Pools:
         self.all_there = threading.Event()
         self.expected = 0
         self.workers = {
-            name: Worker(name, decoder, policy, mover(name), self.hear) for name, policy in zip("pd", policies, strict=True)
+            name: Worker(name, decoder, policy, mover(name), self.hear, gpus[name])
+            for name, policy in zip("pd", policies, strict=True)
         }
 
     def hear(self, name: str, words) -> None:
@@ -208,7 +220,7 @@ def requests() -> list[Arrive]:
     return arrivals
 
 
-@pytest.mark.parametrize("kind", ["local", "tcp", "shm"])
+@pytest.mark.parametrize("kind", ["local", "tcp", "shm", "cuda-ipc", "staged"])
 @pytest.mark.parametrize("policies", ["chunked", "multiplexed"])
 def test_every_token_is_that_of_one_machine(decoder, kind, policies):
     if policies == "multiplexed" and len(CORES) < 2:
