@@ -52,6 +52,11 @@ class Seat:
     pages: int = 0
 
     @property
+    def empty(self) -> bool:
+        """No request is booked on it."""
+        return not (self.prefills or self.decodes or self.pages)
+
+    @property
     def pending(self) -> Work:
         layers = self.shape.layers
         return Work(
@@ -137,7 +142,7 @@ class Routing:
                     compute_s=queue / max(1, seat.prefills),
                     tpot_s=self._seconds(seat, seat.running),
                     kv_share=min(1.0, seat.pages / seat.shape.pages_total),
-                    drained=not (seat.prefills or seat.decodes or seat.pages),
+                    drained=seat.empty,
                 )
             )
         return found

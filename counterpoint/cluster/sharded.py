@@ -7,7 +7,7 @@ has completed when all its parts have, and Quiet and Severed come when every ran
 Must not: decide who holds which head, or sum bytes: heads lie in other places on the other side, so nothing is verified.
 
 All ranks' pools are reached from the process that has the courier: rank 0 decides, so it counts its ranks' completions and says
-Done once (docs/decisions/handoff.md). A mover that wants pages of one size at both ends (shm, NIXL) takes only cuts that have them.
+Done once (docs/decisions/handoff.md). Shared memory wants pages of one size at both ends, so it takes only cuts that have them.
 """
 
 from __future__ import annotations

@@ -19,14 +19,15 @@ import msgspec
 from counterpoint import build
 from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import About, Deliver, Finished, OnLoss
-from counterpoint.cluster.elastic import Commit, Elastic, StartDrain, Targets
+from counterpoint.cluster.elastic import Change, Commit, Elastic, StartDrain, Targets
 from counterpoint.cluster.front import Front, Route, ToWorker
 from counterpoint.cluster.router import Router, Rule
 from counterpoint.cluster.routing import Routing, Seat, Shape
+from counterpoint.cluster.wear import Quarantined, Replace, Wear
 from counterpoint.cluster.wires import Wires
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.client import EngineFailed, EngineLost, Listener, Mail, State, Stream
-from counterpoint.serve.joining import Orders, Ready, Said, Told
+from counterpoint.serve.joining import Farewell, Orders, Ready, Said, Told
 from counterpoint.serve.lives import Life, alike, delta_of, with_ends
 from counterpoint.serve.pool_metrics import PoolMetrics
 from counterpoint.serve.roster import Member, Roster
@@ -66,6 +67,7 @@ class Pool:
         self.front = Front(self._pick, cluster.handoff_deadline_s, on_loss=on_loss)
         self.metrics = PoolMetrics(self.roster.look, lambda: self.routing)
         self.elastic = make_elastic(config)
+        self.wear = Wear()
         self._lives: dict[str, Life] = {}
         self._twins: dict[str, list[Arrive]] = {}  # request -> those of the same prompt that wait for it
         self._shaping: asyncio.Task[None] | None = None
@@ -231,6 +233,7 @@ class Pool:
             self.listener.heard(Outputs([], time.monotonic(), self.stats))
         if word.census is not None and (seat := self._seat(member)) is not None:
             seat.lost_pages = word.census.pages.get("quarantine", 0)
+            self._renew(time.monotonic())
         for item in word.items:
             if isinstance(item, Record):  # of an engine's part of a request
                 self._note_record(item)
@@ -312,7 +315,29 @@ class Pool:
             if life is not None:
                 life.admitted_s = life.arrival_s + ended.times.admitted_s
 
-    # ------------------------------------------------------------ roles
+    # ------------------------------------------------------------ roles and pages
+
+    def _drain(self, change: Change) -> None:
+        """Give a worker nothing new of its role, or something again."""
+        if self.routing is not None:
+            self.routing.change(change)
+        member = self.roster.members.get(change.worker)
+        if member is not None:
+            member.say(Orders([Told(nouns.Drain(isinstance(change, StartDrain)))]))
+
+    def _renew(self, now: float) -> None:
+        """Start a worker of ours again whose pages are in a quarantine that doesn't end; not while another is away."""
+        assert self.routing is not None
+        if self.roster.missing:
+            return
+        seats = [(name, seat) for name, seat in self.routing.seats.items() if name in self.roster.crew.posts]
+        found = [Quarantined(name, seat.lost_pages / seat.shape.pages_total, seat.empty) for name, seat in seats]
+        for change in self.wear.tick(now, found):
+            log.warning("pages in quarantine: %s", change)
+            if isinstance(change, Replace):
+                self.roster.members[change.worker].say(Farewell())
+            else:
+                self._drain(change)
 
     async def _shape_pools(self, elastic: Elastic) -> None:
         """Change the role of a worker when a whole pool is predicted to miss its target."""
@@ -322,12 +347,12 @@ class Pool:
                 continue
             for change in elastic.tick(time.monotonic(), self.routing.loads()):
                 log.info("roles: %s", change)
-                self.routing.change(change)
+                self._drain(change)
                 member = self.roster.members.get(change.worker)
-                if member is not None:
-                    member.say(Orders([Told(nouns.Drain(isinstance(change, StartDrain)))]))
-                    member.role = change.role if isinstance(change, Commit) else member.role
-                self.metrics.role_changes += isinstance(change, Commit)
+                if isinstance(change, Commit):
+                    self.metrics.role_changes += 1
+                    if member is not None:
+                        member.role = change.role
 
 
 # ---------------------------------------------------------------- small things

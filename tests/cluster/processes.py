@@ -66,12 +66,12 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 def make_mover(kind: str, name: str, wake: Callable[[], None]) -> tuple[Link, Memory | Shards]:
-    """`kind`: of the mover, or "cut": over TCP, with each worker's pool cut over another number of ranks."""
-    if kind == "cut":
+    """`kind`: of the mover, or "cut tcp", "cut nixl": each worker's pool is cut over another number of ranks."""
+    if kind.startswith("cut "):
         layout, page = Layout(KV_HEADS, RANKS.get(name, 1)), Page(KV_HEADS, PAGE_TOKENS, HEAD_BYTES, "token, head")
         own = page._replace(heads=len(layout.heads(0))).bytes
         shards = Shards(layout, page, tuple(plain_memory(PAGES, own) for _ in range(layout.tp)))
-        return ShardedLink([TcpLink(wake) for _ in range(layout.tp)]), shards
+        return ShardedLink([NixlLink(wake) if kind == "cut nixl" else TcpLink(wake) for _ in range(layout.tp)]), shards
     if kind == "shm":
         shm = ShmLink(wake, sums=True)
         return shm, shm.allocate(PAGES, PAGE_BYTES, 2 * LAYERS)

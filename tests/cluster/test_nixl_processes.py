@@ -10,12 +10,13 @@ from counterpoint.device.link.nixl import load
 from counterpoint.device.link.port import LinkError
 
 
-def test_answers_are_whole_over_nixl():
+@pytest.mark.parametrize("kind", ["nixl", "cut nixl"])
+def test_answers_are_whole_over_nixl(kind: str):
     try:
         load()
     except LinkError as missing:
         pytest.skip(str(missing))
-    cluster = Cluster("nixl")
+    cluster = Cluster(kind)
     ids = [f"r{number}" for number in range(6)]
     for number, id in enumerate(ids):
         cluster.submit(id, tokens=5 + 7 * number % 40)

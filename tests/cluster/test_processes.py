@@ -15,7 +15,7 @@ from counterpoint.cluster.nouns import Ended, Outcome, Reroute
 from counterpoint.types import Delta, Part
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "cut"])
+@pytest.fixture(scope="module", params=["shm", "tcp", "cut tcp"])
 def cluster(request) -> Iterator[Cluster]:
     files = set(os.listdir("/dev/shm"))
     children = set(psutil.Process().children(recursive=True))

@@ -1,13 +1,14 @@
 """An engine that can be held at named points, so that a signal meets a worker of a real pool there.
 
 A point is a file in the folder that COUNTERPOINT_TEST_HOLDS names. Whoever holds its lock holds every engine that comes there.
-`python held_engine.py MODEL '{"prefill": 1, …}'` serves the model over such engines, with flat settings.
+`python held_engine.py MODEL '{"prefill": 1, …}' system` serves the model over such engines, with flat settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from counterpoint import build
+from counterpoint.cluster.wear import Wear
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.request import Phase
+from counterpoint.device.link import nixl
 from counterpoint.types import Arrive, Event, Part, StepDone
 
 FOLDER = "COUNTERPOINT_TEST_HOLDS"
@@ -46,17 +49,25 @@ class HeldEngine(Engine):
         return "decoding" if any(request.phase is Phase.DECODE for request in parts) else ""
 
 
+def far_system(*args: Any) -> build.System:
+    """Of a worker that sees no other as one of its host: it has no proof that a dead one writes no more."""
+    nixl.host_name = lambda: str(os.getpid())
+    return system(*args)
+
+
 def system(*args: Any) -> build.System:
     built = build.system(*args)
     return dataclasses.replace(built, engine=HeldEngine(built.limits, built.engine.policy))
 
 
 if __name__ == "__main__":
+    from counterpoint.serve import pool
     from counterpoint.serve.server import run
 
     config = Config().replace(model=sys.argv[1], **json.loads(sys.argv[2]))
     try:
-        sys.exit(run(config, build.find_model(config), "held_engine:system"))
+        pool.Wear = functools.partial(Wear, share=0.1, patience_s=0.5)
+        sys.exit(run(config, build.find_model(config), f"held_engine:{sys.argv[3]}"))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

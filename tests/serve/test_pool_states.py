@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -35,14 +36,14 @@ STATES = {
 class HeldPool(Pool):
     """A pool over the engines of held_engine.py."""
 
-    def __init__(self, folder: Path, model: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, model: str, system: str = "system", **settings: Any) -> None:
         numbers = {name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in FLAGS.items()}
         self.folder = folder
         self.locks: dict[str, TextIO] = {}
         self.before = 0.0  # handoffs adopted before it was held
         for point in POINTS:
             (folder / point).touch()
-        command = [sys.executable, str(HERE / "held_engine.py"), model, json.dumps(numbers | settings)]
+        command = [sys.executable, str(HERE / "held_engine.py"), model, json.dumps(numbers | settings), system]
         Running.__init__(self, folder / "log", command)
 
     def hold(self, *points: str) -> None:
@@ -83,25 +84,15 @@ class HeldPool(Pool):
         return self.get("/health").json() == {"status": "ok"}
 
 
-@pytest.fixture(scope="module", params=["killed", "stopped"])
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldPool]:
-    """One for each signal, over different transports. Afterwards no file and no process of it is left."""
+@contextlib.contextmanager
+def held_pool(folder: Path, **settings: Any) -> Iterator[HeldPool]:
+    """One prefill worker, two that decode. Afterwards no file and no process of it is left."""
     files, children = set(os.listdir("/dev/shm")), set(psutil.Process().children(recursive=True))
-    folder = tmp_path_factory.mktemp("held")
     (folder / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 8192}))
+    room = {"kv_pages": 400, "max_context_tokens": 1024, "prefix_cache": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
-        pool = HeldPool(
-            folder,
-            str(folder / "config.json"),
-            prefill=1,
-            decode=2,
-            kv_pages=400,
-            max_context_tokens=1024,
-            worker_lost_s=LOST_S[request.param],
-            prefix_cache=False,
-            transport={"killed": "shm", "stopped": "tcp"}[request.param],
-        )
+        pool = HeldPool(folder, str(folder / "config.json"), prefill=1, decode=2, **room | settings)
         try:
             pool.wait_ready()
             yield pool
@@ -113,6 +104,14 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 pool.process.wait()
     assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
     poll(lambda: set(psutil.Process().children(recursive=True)) <= children, what="orphans")
+
+
+@pytest.fixture(scope="module", params=["killed", "stopped"])
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldPool]:
+    """One for each signal, over different transports."""
+    transport = {"killed": "shm", "stopped": "tcp"}[request.param]
+    with held_pool(tmp_path_factory.mktemp("held"), worker_lost_s=LOST_S[request.param], transport=transport) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
