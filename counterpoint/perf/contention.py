@@ -55,8 +55,8 @@ class Contention:
         if not pairs:
             return
         columns = list(zip(*(pair.demand for pair in pairs), strict=True))
-        self._range = [(min(column), max(column)) for column in columns]
-        self._mean = [statistics.fmean(column) for column in columns]
+        bounds = [(min(column), max(column)) for column in columns]
+        means = [statistics.fmean(column) for column in columns]
         size, splits = len(self._splits) + len(columns), len(self._splits)
         matrix = [[0.0] * size for _ in range(size)]
         right = [0.0] * size
@@ -64,20 +64,21 @@ class Contention:
             matrix[i][i] = SPLIT_PULL if i < splits else DEMAND_PULL
         for pair in pairs:
             line = [float(pair.split == split) for split in self._splits]
-            line += [value - mean for value, mean in zip(pair.demand, self._mean, strict=True)]
+            line += [value - mean for value, mean in zip(pair.demand, means, strict=True)]
             for i, a in enumerate(line):
                 right[i] += a * pair.off
                 for j, b in enumerate(line):
                     matrix[i][j] += a * b
         found = solve(matrix, right)
-        self._by_split, self._by_demand = found[:splits], found[splits:]
+        self._by_split = found[:splits]
+        self._by_demand = [(*ends, mean, weight) for ends, mean, weight in zip(bounds, means, found[splits:], strict=True)]
 
     def factor(self, split: int, demand: Demand) -> float:
         """How many times slower than the roofline says."""
         if not self._splits:
             return 1.0
         off = self._at(split)
-        for value, (low, high), mean, weight in zip(demand, self._range, self._mean, self._by_demand, strict=True):
+        for value, (low, high, mean, weight) in zip(demand, self._by_demand, strict=True):
             off += weight * ((low if value < low else high if value > high else value) - mean)
         return min(MOST, max(1 / MOST, math.exp(off)))
 

@@ -60,7 +60,10 @@ class Curve:
         return (after - 1, (1 - share) * self.prior_s[after - 1]), (after, share * self.prior_s[after])
 
     def at(self, rows: int, prior_s: float) -> float:
-        return sum([self.factors[point] * seconds for point, seconds in self.parts(rows, prior_s)])
+        total = 0.0
+        for point, seconds in self.parts(rows, prior_s):
+            total += self.factors[point] * seconds
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,7 @@ class Fitted:
             return price(work, units, units)
         if not known:
             return self.prior.alone(work, units).seconds
-        below = max((level for level in known if level < units), default=None)
-        above = min((level for level in known if level > units), default=None)
+        below, above = around(tuple(known), units)
         if below is None or above is None:
             level = below or above or units
             share = min(units, level) / max(units, level)  # the farther away, the less it tells
@@ -278,6 +280,13 @@ class Fitted:
 
 def demand(alone: Alone, neighbour: Alone, prefill_tokens: int) -> Demand:
     return Demand(alone.pull, neighbour.pull, alone.burn, neighbour.burn, math.log2(1 + prefill_tokens) / OCTAVES)
+
+
+def around(levels: tuple[int, ...], units: int) -> tuple[int | None, int | None]:
+    """The nearest of `levels` (ascending) below and above."""
+    after = bisect.bisect_right(levels, units)
+    below = bisect.bisect_left(levels, units) - 1
+    return levels[below] if below >= 0 else None, levels[after] if after < len(levels) else None
 
 
 def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:
