@@ -13,7 +13,7 @@ from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
 
 ANSWERS = 256  # remembered
-FEWEST, USUAL = 16, 32  # answers beyond a length before that is relied on; tokens still to come till then
+FEWEST, USUAL = 16, 128  # answers beyond a length before that is relied on; tokens still to come till then
 EARLY = 0.2  # share of answers that may end sooner
 
 
@@ -29,6 +29,11 @@ class Answers:
             del self._ordered[bisect.bisect_left(self._ordered, self._latest.popleft())]
         self._latest.append(tokens)
         bisect.insort(self._ordered, tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an answer."""
+        return sum(self._ordered) / len(self._ordered) if len(self._ordered) >= FEWEST else USUAL
 
     def still_to_come(self, tokens: int) -> int:
         """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1."""

@@ -11,7 +11,7 @@ from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Option
-from counterpoint.core.policy.promises import Promises
+from counterpoint.core.policy.promises import Promises, Stakes
 from counterpoint.core.request import Request
 from counterpoint.core.state import USUAL, Answers
 from counterpoint.types import Arrive, Sampling, Slo, Step, StepDone, Work
@@ -30,7 +30,7 @@ class Priced:
         less = 4 / units
         compute = work.prefill_tokens * self.prefill * less
         read = (self.fixed + work.decode_context * self.context) * (1 + (less - 1) * self.sharing)
-        both = compute + read if work.decode_batch else max(compute, self.fixed)
+        both = compute + read if work.decode_batch else max(compute, self.fixed * (1 + (less - 1) * self.sharing))
         return layers * both * (self.contention if beside else 1.0)
 
 
@@ -69,7 +69,7 @@ def test_fused_where_weights_dominate():
 
 def test_split_where_decode_needs_few_units():
     """Decode is as fast on one unit as on four: prefill loses a quarter, decode nothing."""
-    mixed, units = run_both(auto(Priced(fixed=0.5, prefill=0.5, context=0.5, sharing=0.0), tpot_s=80.0))
+    mixed, units = run_both(auto(Priced(fixed=0.5, prefill=0.5, context=0.5, sharing=0.0), tpot_s=80.0, ttft_s=1e5))
     assert True not in mixed and 1 in units
 
 
@@ -78,7 +78,7 @@ def test_no_split_where_contention_eats_the_gain():
     assert True in mixed
 
 
-def test_a_tighter_target_is_met_at_the_price_of_gain():
+def test_a_tighter_target_is_met_at_the_price_of_first_tokens():
     def first_choice(itl_s: float):
         h = auto(Priced(fixed=2.0, prefill=0.1, context=0.02, contention=1.2), tpot_s=itl_s, itl_s=itl_s)
         h.arrive("a", range(8), max_tokens=60)
@@ -91,7 +91,7 @@ def test_a_tighter_target_is_met_at_the_price_of_gain():
 
     loose, tight = first_choice(1000.0), first_choice(7.0)
     assert tight.period_s <= 7.0 < loose.period_s
-    assert tight.gain < loose.gain
+    assert tight.whole_s > loose.whole_s
 
 
 def test_a_short_prompt_overtakes_a_long_one():
@@ -151,6 +151,36 @@ def test_a_broken_reading_moves_little():
     assert belief.seconds(work, 4) <= 5 * raw
 
 
+def test_a_step_says_what_it_took_beside_another_only_of_the_time_in_which_there_was_one():
+    """A decode runs 2 s: half of it beside a prefill, which halves its speed. Nothing was wrong with the prices."""
+    belief = Belief(Priced(contention=2.0))
+    decode = Work(decode_batch=1, decode_context=0, samples=1, last_layer=6, layers=6)  # 1 s alone on all, 4 s on one of four
+    prompt = Work(prefill_tokens=10, prefill_squares=100, prefill_requests=1, samples=1, last_layer=6, layers=6)
+    one, other = Step(1, 0, 1, 0, 6, 1, (), decode), Step(2, 1, 2, 0, 6, 3, (), prompt)
+    beside_s, alone_s = belief.seconds(prompt, 3, (decode, 1)), belief.seconds(decode, 1)
+    together_s = beside_s  # the prompt starts at 0 with the decode, and is done first
+    ended_s = together_s + alone_s * (1 - together_s / (2 * alone_s))
+    belief.observe(other, StepDone(2, 1, started_s=0.0, ended_s=together_s, units=3), one)
+    belief.observe(one, StepDone(1, 0, started_s=0.0, ended_s=ended_s, units=1), None)
+    assert [(ratio, guard) for _, ratio, guard in belief.cells()] == [(pytest.approx(1.0), pytest.approx(1.0))] * 2
+    assert all(high == pytest.approx(0.0, abs=1e-9) for _, _, high, _ in belief.errors())
+
+
+def test_one_slow_step_rules_nothing_out_for_good():
+    belief = Belief(Priced())
+    mixed = Work(10, 100, 0, 1, 4, 400, 5, 0, 6, 6)
+    quiet = Work(decode_batch=4, decode_context=400, samples=4, last_layer=6, layers=6)
+    took_s, alone_s = 3 * belief.seconds(mixed, 4), belief.seconds(quiet, 4)
+    for i in range(1, 5):
+        belief.observe(Step(i, 0, i, 0, 6, 4, (), mixed), StepDone(i, 0, started_s=0.0, ended_s=took_s, units=4), None)
+    expected_s, wary_s = belief.both(mixed, 4)
+    assert wary_s > 1.2 * expected_s
+    for i in range(5, 600):
+        belief.observe(Step(i, 0, i, 0, 6, 4, (), quiet), StepDone(i, 0, started_s=0.0, ended_s=alone_s, units=4), None)
+    expected_s, wary_s = belief.both(mixed, 4)
+    assert wary_s == pytest.approx(expected_s, rel=0.03)
+
+
 # ---------------------------------------------------------------- what was promised
 
 
@@ -173,10 +203,10 @@ def running(tokens: int, now: float, mean_s: float, **slo) -> Request:
 def test_a_decode_that_is_ahead_may_wait_within_its_longest_gap():
     some = promises()
     ahead, on_time = running(11, 100.0, 0.5, tpot_s=1.0), running(11, 100.0, 1.0, tpot_s=1.0)
-    assert some.limits([ahead], Answers(), 100.0).mean_s == pytest.approx(min(4.0, 1.0 + 5.0))
-    assert some.limits([ahead, on_time], Answers(), 100.0).mean_s == pytest.approx(1.0)
+    assert some.limits([ahead], Answers(), 100.0, 0.1).next_s == pytest.approx(min(4.0, 1.0 + 5.0))
+    assert some.limits([ahead, on_time], Answers(), 100.0, 0.1).next_s == pytest.approx(1.0)
     bounded = running(11, 100.0, 0.5, tpot_s=1.0, itl_s=2.5)
-    assert some.limits([bounded], Answers(), 100.0).mean_s == pytest.approx(2.5)
+    assert some.limits([bounded], Answers(), 100.0, 0.1).next_s == pytest.approx(2.5)
 
 
 def test_a_lag_is_made_good_before_answers_are_likely_to_end():
@@ -185,8 +215,9 @@ def test_a_lag_is_made_good_before_answers_are_likely_to_end():
         short.add(6 + i % 3)
         long.add(200 + i)
     late = running(2, 100.0, 1.3, tpot_s=1.0)
-    hurried, relaxed = (some.limits([late], answers, 100.0).mean_s for answers in (short, long))
+    hurried, relaxed = (some.limits([late], answers, 100.0, 0.1).mean_s for answers in (short, long))
     assert 0.5 <= hurried < 0.95 < relaxed < 1.0
+    assert some.limits([late], short, 100.0, 0.97).mean_s == 1.0, "where it can't be made good, nothing is asked for it"
 
 
 def test_what_is_likely_still_to_come_follows_the_latest_answers():
@@ -210,8 +241,25 @@ def test_prompts_that_can_not_be_in_time_at_the_pace_in_force_go_behind():
     some = promises(ttft_s=10.0)
     tight, easy = request("tight", 80, arrival_s=0.0), request("easy", 10, arrival_s=4.0)
     assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["tight", "easy"]
-    some.pace(rate=5.0, step_s=1.0)  # 80 tokens take 16 s
+    some.pace(stretch=2.0, step_s=1.0)  # 80 tokens take 16 s
     assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["easy", "tight"]
+
+
+def test_the_longest_gives_way_where_not_all_can_be_in_time():
+    """Three of four can be: first come, first served would make one; those in time go by due time, whatever their length."""
+    some = promises(ttft_s=10.0)
+    requests = [request("a", 20, arrival_s=0.0), request("b", 70, arrival_s=0.1), request("c", 30, arrival_s=0.2)]
+    requests.append(request("d", 40, arrival_s=0.3))
+    assert [r.id for r in some.by_urgency(requests, 0.9)] == ["a", "c", "d", "b"]
+    assert [r.id for r in some.by_urgency(requests[1:3], 0.0)] == ["b", "c"]
+
+
+def test_prompts_in_time_say_how_long_prefill_may_take():
+    some = promises(ttft_s=10.0)
+    requests = [request("a", 20, arrival_s=0.0), request("c", 30, arrival_s=0.2)]
+    assert some.bearable(requests, [], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
+    hopeless = request("b", 700, arrival_s=0.1)
+    assert some.bearable(requests, [hopeless], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
 
 
 def test_a_prompt_is_held_back_while_running_decodes_could_not_bear_it():
@@ -234,7 +282,7 @@ def test_a_prompt_is_held_back_while_running_decodes_could_not_bear_it():
 
 def beside_a_decode() -> Harness:
     """A request that decodes for long, and the first layer group of another's prompt beside it."""
-    h = auto(Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0), tpot_s=80.0)
+    h = auto(Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0), tpot_s=80.0, ttft_s=1e5)
     h.arrive("a", range(8), max_tokens=300)
     while not h.got.get("a"):
         h.step()
@@ -302,5 +350,36 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     """One split is half a period late, the other half too slow for the first tokens."""
     policy = make_policy(SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
-    fast, punctual = Option(0, 1, 1.5, 150.0, 1.0), Option(0, 3, 1.0, 100.0, 1.0)
-    assert policy._best([fast, punctual], [0.5, 0.0], need=150.0).units == units
+    fast, punctual = Option(0, 1, 1.5, 0.3, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
+    assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0)).units == units
+
+
+@pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])
+def test_the_more_decodes_there_are_the_more_their_delay_counts(decodes, units):
+    """Both splits meet all targets. One is done with the prompt in half the time, but keeps decodes from most of their work."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, gentle = Option(0, 1, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
+    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0)).units == units
+
+
+def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
+    """Lanes two steps deep. What is queued keeps its units: behind the last layers of the last prompt it would have all."""
+    estimator = Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0)
+    scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=80.0, ttft_s=1e5)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
+    h.arrive("a", range(8), max_tokens=100)
+    while not h.got.get("a"):
+        h.step()
+    h.arrive("b", range(30, 90), max_tokens=2)
+    decode, prefill = h.engine.state.lanes[0], h.engine.state.lanes[1]
+    ending, turn = 0, itertools.count()
+    while "b" not in h.got:
+        before = {step.id for step, _ in decode.in_flight}
+        h.step(next(turn))
+        if prefill.in_flight and prefill.open is None and before & {step.id for step, _ in decode.in_flight}:
+            ending += 1
+            assert {step.id for step, _ in decode.in_flight} <= before
+    assert ending
+    h.drain()

@@ -1,11 +1,11 @@
 """Auto: at each edge, price every way to run what there is, and take the best.
 
 With one phase empty, the other has the whole device. With both, the options are chunks fused into the decode steps and splits of
-the device (options.py); the one taken meets the time between tokens, then the time to first token, then has most of two things
-together: work done per second (multiplexing gain) and prefill speed. So a split is in force only when it is predicted to pay:
-what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, done by price.
+the device (options.py); the one taken meets the time between tokens, then the time to first token, then delays all requests
+least, those that run and those that wait, each by its share of what it is allowed. So a split is in force only when it is predicted
+to pay: what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, done by price.
 
-    order      prompts by least slack; those that are late already go behind, but no one waits more than PATIENCE targets
+    order      prompts by due time; where not all can be in time the longest go behind, but no one waits more than PATIENCE targets
     admission  a prompt is held back while the harm its decode would do to the running ones outweighs its own lateness
     split      moves for a gain of some per cent (hysteresis), at layer-group edges, once a group at most
     pause      decode may sit out layer groups that its slack pays for, when a first token is about to be late
@@ -26,7 +26,7 @@ from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Backlog, Option, Prices
 from counterpoint.core.policy.pick import chunks, whole_prompts
-from counterpoint.core.policy.promises import Limits, Promises
+from counterpoint.core.policy.promises import Limits, Promises, Stakes
 from counterpoint.core.request import Phase, Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Estimator, Fill
@@ -35,7 +35,6 @@ from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Wo
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.97  # share of the target that is aimed at
 EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
-HASTE = 1.0  # what the fastest prefill is worth, in gain
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 
 
@@ -104,7 +103,7 @@ class Auto:
         picks = [(r, 1) for r in decodes]
         if not prefilling and not prefills:
             self.choice = self.wanted = None
-            self.promises.pace(math.inf, 0.0)
+            self.promises.pace(1.0, 0.0)
             units = state.free_units(lane)
             return Fill(picks, units) if units else None
         self.choice = self._choose(decodes, state, now, prefilling)
@@ -112,6 +111,8 @@ class Auto:
             if state.free_units(lane) < self.units:
                 return None
             return Fill(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
+        if lane.depth > 1 and state.lanes[0].in_flight and prefill_lane.open is None and not state.prefills(self.lanes[1]):
+            return None  # prefill may end during the step in flight: the next one could have all units
         if prefilling and self._pauses(decodes, state, now):
             self.decisions["pause"] += 1
             return None
@@ -192,44 +193,57 @@ class Auto:
         if group and group == self._moved_in and before is not None and not before.chunk:
             return before
         batch, context = len(decodes), sum([r.scheduled for r in decodes]) + len(decodes)
-        found = self.prices.options(self._backlog(state), batch, context)
-        limits = self.promises.limits(decodes, state.answers, now)
+        backlog = self._backlog(state)
+        found = self.prices.options(backlog, batch, context)
         quiet_s = self.prices.decode_s(batch, context, self.units)
-        need = self.promises.needed_rate(state.prefilling.values(), self._waiting, now)
-        late = [self._late(option, limits, quiet_s) for option in found]
-        best = self.wanted = self._best(found, late, need)
+        limits = self.promises.limits(decodes, state.answers, now, quiet_s)
+        fastest = min([option.stretch for option in found])
+        need = self.promises.bearable(state.prefilling.values(), self._waiting, now, fastest)
+        stakes = self.promises.stakes(state.prefilling.values(), self._waiting, limits.stake, backlog.tokens)
+        late = [self._late(option, limits, quiet_s, stakes.demand / backlog.tokens) for option in found]
+        best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
-            best = self._best(found, [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)], need)
+            only = [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)]
+            best = self._best(found, only, need, stakes)
         if before is None or (best.chunk, best.units) != (before.chunk, before.units):
             self._moved_in = group
         self._note(best, found, late, need)
-        self.promises.pace(best.rate, best.period_s)
+        self.promises.pace(best.stretch, best.period_s)
         return best
 
-    def _late(self, option: Option, limits: Limits, quiet_s: float) -> float:
+    def _late(self, option: Option, limits: Limits, quiet_s: float, demand: float) -> float:
         """By which share decode steps would be too long. Those with prefill alternate with quiet ones, the more the faster the
         prompts are done: so a longer step is not always a longer mean."""
-        busy, period_s = self.promises.busy_share(option.rate), option.period_s
+        busy, period_s = min(1.0, demand * option.whole_s), option.period_s
         mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
-        felt_s = limits.evens_out * mean_s + (1 - limits.evens_out) * period_s
+        crowded = min(1.0, option.whole_s / period_s / limits.to_come)
+        felt_s = crowded * period_s + (1 - crowded) * mean_s
         limit_s = max(MARGIN * limits.mean_s, EASE * quiet_s)
         return max(0.0, felt_s / limit_s - 1, period_s / (MARGIN * limits.gap_s) - 1)
 
-    def _best(self, found: list[Option], late: list[float], need: float) -> Option:
-        """The least harm to targets, to one per cent; then most gain and speed; rather the one before than one hardly better."""
+    def _best(self, found: list[Option], late: list[float], need: float, stakes: Stakes) -> Option:
+        """The least harm to targets, to one per cent; then the least delay of all requests together; rather the one before than
+        one hardly better."""
         before = self.wanted or self.choice
-        fastest = max([option.rate for option in found])
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least = found[0], (math.inf, math.inf)
         for option, by in zip(found, late, strict=True):
-            slow = min(1.0, max(0.0, need / option.rate - 1))
-            worth = option.gain + HASTE * option.rate / fastest
+            slow = min(1.0, max(0.0, option.stretch / need - 1)) if need else 1.0
+            delay = self._delay(option, stakes)
             if before is not None and option.chunk == before.chunk and option.units == before.units:
-                worth *= STICK
-            cost = (round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by, -worth)
+                delay /= STICK
+            cost = (round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by, delay)
             if cost < least:
                 best, least = option, cost
         return best
+
+    def _delay(self, option: Option, stakes: Stakes) -> float:
+        """Of all requests, till the prompts that wait are done, in shares of what each is allowed. Prompts that come meanwhile wait
+        for half of that time. With a split, decode has its share of units for half a step longer: what is in flight keeps them."""
+        whole_s = option.whole_s
+        decodes_s = whole_s if option.chunk else whole_s + option.period_s / 2
+        prompts = stakes.next * option.first_s + (stakes.behind + stakes.future * whole_s / 2) * whole_s
+        return prompts + stakes.decodes * option.lag * decodes_s
 
     def _note(self, best: Option, found: list[Option], late: list[float], need: float) -> None:
         """Count what was decided, and why the device is not split."""
@@ -238,10 +252,10 @@ class Auto:
             self.decisions["none meets tpot"] += 1
         if not best.chunk:
             return
-        in_time = [option.rate for option, by in zip(found, late, strict=True) if not option.chunk and not by]
+        in_time = [option.stretch for option, by in zip(found, late, strict=True) if not option.chunk and not by]
         if not in_time:
             self.fallbacks["no split meets tpot"] += 1
-        elif best.rate >= need > max(in_time):
+        elif best.stretch <= need < min(in_time):
             self.fallbacks["no split meets ttft"] += 1
         else:
             self.fallbacks["fused gains more"] += 1
@@ -253,10 +267,10 @@ class Auto:
             return False
         due = min(self.promises.due(r) for r in whole.requests)
         left_s = self._rest_s(whole)
-        beside_s = (1 - whole.cursor / self.layers) * whole.work.prefill_tokens / self.choice.rate
+        beside_s = (1 - whole.cursor / self.layers) * self.belief.seconds(all_layers(whole.work), self.units) * self.choice.stretch
         if not (now + left_s < due < now + beside_s):
             return False
-        return self.promises.limits(decodes, state.answers, now).mean_s > left_s + 2 * self.choice.period_s
+        return self.promises.limits(decodes, state.answers, now, 0.0).next_s > left_s + 2 * self.choice.period_s
 
     def _backlog(self, state: State) -> Backlog:
         """What is to be prefilled soon: what is admitted, up to one pass."""

@@ -23,6 +23,8 @@ from counterpoint.types import Step, StepDone, Work
 
 LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of a cell's first one
 RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
+FADES, FADE = 64, 0.5  # every so many steps, what is left of the guard of a cell that none of them was in
+MOSTLY = 0.5  # share of a step's time from which on it says something about the cell
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
 KEPT = 512  # latest errors of each kind
 SMALL_BITS, SIZES = 11, 4  # sizes: under 2K, 8K, 32K, and beyond
@@ -69,6 +71,17 @@ class Correction:
 
     ratio: float = 1.0
     guard: float = 1.0
+    fresh: bool = True  # has been met lately
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """When a step ran. `until`: the id of the step that ran beside it at its end, if one did."""
+
+    step: Step
+    started_s: float
+    ended_s: float
+    failed: bool
+    until: int | None
 
 
 class Belief:
@@ -79,6 +92,9 @@ class Belief:
         self._stand_in: dict[Cell, Correction] = {}  # of the known cell that speaks for this one
         self._errors: dict[str, deque[float]] = {}
         self._moved = 0.0
+        self._spans: list[Span] = []  # of the steps that may have run beside one that is not yet judged
+        self._unjudged: list[Span] = []
+        self._seen = 0
 
     def seconds(self, work: Work, units: int, beside: Beside | None = None) -> float:
         """Expected duration, in seconds."""
@@ -91,28 +107,75 @@ class Belief:
         return expected_s, expected_s * correction.guard
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
-        took_s = done.ended_s - done.started_s
-        if took_s <= 0 or done.error:
+        """A step has come back, while `beside` still runs. It is judged when the latter has come back too: only then it is known
+        since when they ran side by side."""
+        own = Span(step, done.started_s, done.ended_s, bool(done.error), beside.id if beside is not None else None)
+        self._spans.append(own)
+        waiting: list[Span] = []
+        for span in (*self._unjudged, own):
+            if span.until is None or span.until == step.id:
+                self._judge(span)
+            else:
+                waiting.append(span)
+        self._unjudged = waiting
+        since_s = min([span.started_s for span in waiting], default=done.ended_s)
+        self._spans = [span for span in self._spans if span.ended_s > since_s]
+        self._seen += 1
+        if self._seen % FADES == 0:
+            self._fade()
+
+    def _judge(self, span: Span) -> None:
+        """Learn from a step what the state in which it ran the longest, alone or beside another, does to it."""
+        took_s = span.ended_s - span.started_s
+        if took_s <= 0 or span.failed:
             return
-        other = (beside.work, beside.units) if beside is not None else None
-        raw_s = self.estimator.seconds(step.work, step.units, other)
-        if raw_s <= 0:
+        ran_s, progress = self._shares(span, took_s)
+        cell = max(ran_s, key=lambda each: ran_s[each])
+        if ran_s[cell] < MOSTLY * took_s:
             return
-        cell = cell_of(step.work, step.units, other)
         before = self._correction(cell).ratio
-        expected_s = raw_s * before
-        self._errors.setdefault(cell.kind, deque(maxlen=KEPT)).append(abs(expected_s - took_s) / took_s)
+        elsewhere = sum([share / self._correction(each).ratio for each, share in progress.items() if each != cell])
+        over = elsewhere + progress[cell] / before  # the share of the step that was expected to be done by now: over 1, it is slow
+        self._errors.setdefault(cell.kind, deque(maxlen=KEPT)).append(abs(1 / over - 1))
         own, learn = self._known.get(cell), LEARN
         if own is None:
             own, learn = self._known.setdefault(cell, Correction()), FIRST
             self._stand_in.clear()
-        own.ratio = before + learn * (min(MOST, max(LEAST, took_s / raw_s)) - before)
-        over = took_s / expected_s
+        actual = progress[cell] / max(1 - elsewhere, progress[cell] / MOST)
+        own.ratio = before + learn * (max(LEAST, actual) - before)
         own.guard = max(1.0, own.guard + (RAISE if over > own.guard else DECAY) * (min(over, 2.0) - own.guard))
+        own.fresh = True
         self._moved += abs(own.ratio / before - 1)
         if self._moved > 0.05:
             self._moved = 0.0
             self.version += 1
+
+    def _shares(self, span: Span, took_s: float) -> tuple[dict[Cell, float], dict[Cell, float]]:
+        """Of a step: how long it ran in which cell, and which share of it the estimator says is done in that time."""
+        work, units = span.step.work, span.step.units
+        ran_s: dict[Cell, float] = {}
+        progress: dict[Cell, float] = {}
+        alone_s = took_s
+        for other in self._spans:
+            both_s = min(span.ended_s, other.ended_s) - max(span.started_s, other.started_s)
+            if both_s > 0 and other.step.lane != span.step.lane:
+                beside = (other.step.work, other.step.units)
+                cell = cell_of(work, units, beside)
+                ran_s[cell] = ran_s.get(cell, 0.0) + both_s
+                progress[cell] = progress.get(cell, 0.0) + both_s / self.estimator.seconds(work, units, beside)
+                alone_s -= both_s
+        if alone_s > 0:
+            cell = cell_of(work, units, None)
+            ran_s[cell], progress[cell] = alone_s, alone_s / self.estimator.seconds(work, units)
+        return ran_s, progress
+
+    def _fade(self) -> None:
+        """Guards of what has not been tried lately: one bad experience must not rule it out for good."""
+        for own in self._known.values():
+            if not own.fresh and own.guard > 1.01:
+                own.guard = 1 + (own.guard - 1) * FADE
+                self._moved += 0.01
+            own.fresh = False
 
     def errors(self) -> tuple[tuple[str, float, float, int], ...]:
         """By kind of step: median and 95th percentile of |predicted - actual| / actual of the latest ones, and their number."""

@@ -25,14 +25,17 @@ GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 class Option(msgspec.Struct, frozen=True, gc=False):
     """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest.
-    `period_s`: guarded time from one decode step to the next. `rate`: prefill tokens per second. `gain`: work done per second,
-    as a multiple of what taking turns on the whole device would do (the multiplexing gain)."""
+    `period_s`: guarded time from one decode step to the next. `lag`: share of their time that decodes lose by the prefill.
+    `whole_s`: till all of the backlog is done; `first_s`: till the mean of its first tokens. `stretch`: `whole_s` as a multiple of
+    what prefill alone on the whole device would take."""
 
     chunk: int
     units: int
     period_s: float
-    rate: float
-    gain: float
+    lag: float
+    whole_s: float
+    first_s: float
+    stretch: float
 
 
 class Backlog(NamedTuple):
@@ -97,16 +100,16 @@ class Prices:
             if taken <= 0:
                 continue
             step_s, guarded_s = belief.both(backlog.piece(taken, batch, context, self.layers), units)
-            # What a chunk is worth is its share of the backlog done whole: re-reading its own prompt is no gain.
-            worth_s = taken / backlog.tokens * prefill_s
-            found.append(Option(chunk, units, guarded_s, taken / step_s, (worth_s + decode_s) / step_s))
+            whole_s = backlog.tokens / taken * step_s
+            first_s = whole_s if taken == backlog.tokens else whole_s * (backlog.prompts + 1) / (2 * backlog.prompts)
+            found.append(Option(chunk, units, guarded_s, 1 - decode_s / step_s, whole_s, first_s, whole_s / prefill_s))
             if taken == backlog.tokens:
                 break
         for level in self.levels:
             rest = units - level
             step_s, guarded_s = belief.both(decode, level, (prefill, rest))
             whole_s = belief.seconds(prefill, rest, (decode, level))
-            found.append(Option(0, level, guarded_s, backlog.tokens / whole_s, decode_s / step_s + prefill_s / whole_s))
+            found.append(Option(0, level, guarded_s, 1 - decode_s / step_s, whole_s, whole_s, whole_s / prefill_s))
         return found
 
 

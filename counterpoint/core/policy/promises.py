@@ -9,6 +9,8 @@ with the prompt. Slack: a decode that is ahead of its time per token may wait, w
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -22,7 +24,6 @@ from counterpoint.types import Slo, Work
 LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
 PATIENCE = 8.0  # in targets: a prompt that has waited so long goes first, and nobody overtakes it
 LATELY_S = 4.0  # time after which load has faded to a third
-LONG = 64  # tokens of an answer over which steps with and without prefill even out
 LOOK_AHEAD = 64  # waiting requests that are thought of
 
 
@@ -32,13 +33,28 @@ class Targets(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of decode steps. `mean_s`: the target per token; more if every request is ahead of it, less if one is behind, so that it has
-    caught up before its answer is likely to end. `gap_s`: the longest gap. `evens_out`: how far (0 to 1) the mean is what
-    counts, as answers are long; that of a short one hangs on a few steps."""
+    """Of decode steps. `mean_s`: over the tokens that are still to come; more if every request is ahead of its target per token,
+    less if one is behind. `gap_s`: the longest gap; `next_s`: what the next token may take by all that a request is ahead.
+    `to_come`: tokens still to come of the request that asks for `mean_s`. `stake`: what a second of delay costs all of them, in
+    shares of what is allowed for the rest of their answers."""
 
     mean_s: float
     gap_s: float
-    evens_out: float
+    next_s: float
+    to_come: int
+    stake: float
+
+
+class Stakes(NamedTuple):
+    """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of
+    the running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. `demand`: prompt
+    tokens per second that come."""
+
+    next: float
+    behind: float
+    decodes: float
+    future: float
+    demand: float
 
 
 class Promises:
@@ -50,7 +66,7 @@ class Promises:
         self._by_slo: dict[Slo, Targets] = {}
         self._prompt_s: dict[tuple[int, int], float] = {}
         self._version = 0
-        self.rate = math.inf  # prompt tokens per second, and seconds per step, of the option in force
+        self.stretch = 1.0  # prompts take so many times as long as alone, and an edge comes every `step_s`: the option in force
         self.step_s = 0.0
         self._load_tokens = 0.0  # prompt tokens computed lately, and over how many seconds, both fading
         self._load_span_s = 0.0
@@ -63,14 +79,13 @@ class Promises:
         self._load_span_s = self._load_span_s * faded + (now - self._load_at_s)
         self._load_at_s = now
 
-    def busy_share(self, rate: float) -> float:
-        """Share of the time in which prefill at `rate` tokens per second would be under way, by the load of the last seconds."""
-        span_s = max(self._load_span_s, LATELY_S / 4)
-        return min(1.0, self._load_tokens / span_s / rate)
+    def demand(self, waiting_tokens: int) -> float:
+        """Prompt tokens per second that ask to be computed: those of the last seconds, and those that wait."""
+        return (self._load_tokens + waiting_tokens) / max(self._load_span_s, LATELY_S / 4)
 
-    def pace(self, rate: float, step_s: float) -> None:
-        """From here on prompts go at `rate` tokens per second, and an edge comes every `step_s`."""
-        self.rate, self.step_s = rate, step_s
+    def pace(self, stretch: float, step_s: float) -> None:
+        """From here on prompts take `stretch` times as long as alone on the whole device, and an edge comes every `step_s`."""
+        self.stretch, self.step_s = stretch, step_s
 
     # ------------------------------------------------------------ of one request
 
@@ -115,51 +130,80 @@ class Promises:
             known = self._prompt_s[key] = self.belief.seconds(work, self.units)
         return known
 
-    def takes_s(self, request: Request) -> float:
-        """From now to its first token if it is next: at the pace in force, and with the step that already runs."""
-        left = (request.target or len(request.arrive.prompt)) - request.computed
-        return max(self.prompt_s(request), left / self.rate) + self.step_s
-
-    def urgency(self, request: Request, now: float) -> tuple[int, int, float, int]:
-        """Order of prefills: priority; then those that have waited too long; those that can be in time, by slack; the late ones,
-        the shortest first."""
-        takes_s, due = self.takes_s(request), self.due(request)
-        if self.impatient(request, now):
-            return (-request.arrive.priority, 0, due, request.serial)
-        if now + takes_s <= due:
-            return (-request.arrive.priority, 1, due - takes_s, request.serial)
-        return (-request.arrive.priority, 2, takes_s, request.serial)
-
-    def by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
-        return sorted(requests, key=lambda r: self.urgency(r, now))
-
     # ------------------------------------------------------------ of many
 
-    def limits(self, decodes: Sequence[Request], answers: Answers, now: float) -> Limits:
-        """What the next decode steps may take."""
-        mean_s = gap_s = math.inf
+    def by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
+        """Order of prefills: by priority; in each, first those that have waited too long; then those that can all be in time at the
+        pace in force, by due time; then the others, the shortest first."""
+        return [request for request, _ in self._planned(requests, now, self.stretch)]
+
+    def bearable(self, running: Iterable[Request], waiting: Sequence[Request], now: float, stretch: float) -> float:
+        """How many times as long as alone on the whole device prompts may take, for all to be in time that can be at `stretch`."""
+        spent_s, least = 0.0, math.inf
+        for request, in_time in self._planned([*running, *waiting[:LOOK_AHEAD]], now, stretch):
+            if in_time:
+                spent_s += self.prompt_s(request)
+                least = min(least, (self.due(request) - now - self.step_s) / spent_s)
+        return max(0.0, least)
+
+    def _planned(self, requests: Iterable[Request], now: float, stretch: float) -> list[tuple[Request, bool]]:
+        """Requests in order of service, and which of them will be in time. One after another by due time; whenever one would be
+        late, the longest until then is put behind: so the fewest are late (Moore, Management Science 15, 1968)."""
+        planned: list[tuple[Request, bool]] = []
+        ends_s = now + self.step_s
+        for (_, patient), group in itertools.groupby(
+            sorted(requests, key=lambda r: (*self._class(r, now), self.due(r), r.serial)), lambda r: self._class(r, now)
+        ):
+            ordered = list(group)
+            takes_s = [stretch * self.prompt_s(request) for request in ordered]
+            lost: list[int] = []
+            if patient:
+                longest: list[tuple[float, int]] = []
+                so_far_s = ends_s
+                for index, request in enumerate(ordered):
+                    so_far_s += takes_s[index]
+                    heapq.heappush(longest, (-takes_s[index], index))
+                    if so_far_s > self.due(request):
+                        lost.append(heapq.heappop(longest)[1])
+                        so_far_s -= takes_s[lost[-1]]
+                lost.sort(key=lambda index: (takes_s[index], index))
+            gone = set(lost)
+            planned += [(request, patient) for index, request in enumerate(ordered) if index not in gone]
+            planned += [(ordered[index], False) for index in lost]
+            ends_s += sum(takes_s)
+        return planned
+
+    def _class(self, request: Request, now: float) -> tuple[int, bool]:
+        return (-request.arrive.priority, not self.impatient(request, now))
+
+    def limits(self, decodes: Sequence[Request], answers: Answers, now: float, quiet_s: float) -> Limits:
+        """What the next decode steps may take, where one without prefill takes `quiet_s`."""
+        mean_s = gap_s = next_s = math.inf
+        to_come, stake, mean_tokens = 1, 0.0, answers.mean
         for request in decodes:
             tpot_s, itl_s = self.targets(request.arrive.slo)
-            ahead_s = request.token_s[0] + tpot_s * (len(request.output) - 1) - now
-            if ahead_s < 0:
-                ahead_s = max(-tpot_s / 2, ahead_s / answers.still_to_come(len(request.output)))
-            mean_s, gap_s = min(mean_s, tpot_s + ahead_s), min(gap_s, itl_s)
-        return Limits(min(mean_s, gap_s), gap_s, min(1.0, answers.still_to_come(1) / LONG))
+            tokens = len(request.output)
+            left = answers.still_to_come(tokens)
+            ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
+            own_s = tpot_s + ahead_s / left
+            if own_s < quiet_s:
+                own_s = tpot_s  # it can't catch up: no reason to hold up others, nor to let it fall farther behind
+            if own_s < mean_s:
+                mean_s, to_come = own_s, left
+            gap_s = min(gap_s, itl_s)
+            stake += 1 / (tpot_s * max(left, mean_tokens - tokens))
+            next_s = min(next_s, tpot_s + ahead_s)
+        return Limits(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
+
+    def stakes(self, running: Iterable[Request], waiting: Sequence[Request], decodes: float, tokens: int) -> Stakes:
+        """`decodes`: stake of the running decodes. `tokens`: of the prompts that run."""
+        behind_tokens = sum([len(r.arrive.prompt) for r in waiting])
+        next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
+        demand = self.demand(behind_tokens)
+        return Stakes(next_, behind, decodes, demand * (next_ + behind) / (tokens + behind_tokens), demand)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         return min((self.targets(r.arrive.slo).tpot_s for r in decodes), default=math.inf)
-
-    def needed_rate(self, running: Iterable[Request], waiting: Sequence[Request], now: float) -> float:
-        """Prefill tokens per second that bring every prompt in time that still can be, in order of urgency."""
-        todo = self.by_urgency([*running, *waiting[:LOOK_AHEAD]], now)
-        tokens, need = 0, 0.0
-        for request in todo:
-            left_s = self.due(request) - now
-            if left_s < self.takes_s(request):
-                continue
-            tokens += max(1, (request.target or len(request.arrive.prompt)) - request.computed)
-            need = max(need, tokens / left_s)
-        return need
 
     def _tempo_s(self) -> float:
         """A decode step of one request with a short context, on the whole device: the device's own tempo."""
