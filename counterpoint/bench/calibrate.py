@@ -104,6 +104,7 @@ def uneven(batch: int, mean: int) -> tuple[int, ...]:
     """`batch` contexts of that mean, lognormal: a kernel that shares them out unevenly is measured so."""
     spread = [math.exp(UNEVEN * NormalDist().inv_cdf((n + 0.5) / batch)) for n in range(batch)]
     scale = mean * batch / sum(spread)
+    random.Random(batch).shuffle(spread)  # as they come, not by their size
     return tuple(max(16, round(scale * one)) for one in spread)
 
 

@@ -8,8 +8,9 @@ Steps slow each other by what they ask of what they share: memory, and power. So
     log(slower / slower by the roofline) = a(split) + b · (demand - mean demand)
 
 with a for each measured split (straight lines between them) and one b for all, found by least squares with a pull towards 0 (ridge
-regression). A demand is a step's own and its neighbour's share of the memory's bandwidth, and of the peak of its units, as they are
-alone; and the octaves of prompt tokens: a short pass has more pauses in which it takes nothing. Demands keep to what was measured.
+regression). A demand is a step's own and its neighbour's share of the memory's bandwidth, both also times the decode's share of the
+units, and of the peak of their units, as they are alone; and the octaves of prompt tokens: a short pass has more pauses in which it
+takes nothing. Demands keep to what was measured. Which of them are in the form was chosen by leaving out each pair in turn.
 """
 
 from __future__ import annotations
@@ -52,40 +53,66 @@ class Contention:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._splits = sorted({pair.split for pair in pairs})
+        self._forms: dict[int, Form] = {}
         if not pairs:
             return
-        columns = list(zip(*(pair.demand for pair in pairs), strict=True))
-        bounds = [(min(column), max(column)) for column in columns]
-        means = [statistics.fmean(column) for column in columns]
-        size, splits = len(self._splits) + len(columns), len(self._splits)
+        self._bounds = [(min(column), max(column)) for column in zip(*(pair.demand for pair in pairs), strict=True)]
+        asked = [with_shares(pair.demand, self._share(pair.split)) for pair in pairs]
+        self._means = [statistics.fmean(column) for column in zip(*asked, strict=True)]
+        size, splits = len(self._splits) + len(self._means), len(self._splits)
         matrix = [[0.0] * size for _ in range(size)]
         right = [0.0] * size
         for i in range(size):
             matrix[i][i] = SPLIT_PULL if i < splits else DEMAND_PULL
-        for pair in pairs:
+        for pair, values in zip(pairs, asked, strict=True):
             line = [float(pair.split == split) for split in self._splits]
-            line += [value - mean for value, mean in zip(pair.demand, means, strict=True)]
+            line += [value - mean for value, mean in zip(values, self._means, strict=True)]
             for i, a in enumerate(line):
                 right[i] += a * pair.off
                 for j, b in enumerate(line):
                     matrix[i][j] += a * b
         found = solve(matrix, right)
-        self._by_split = found[:splits]
-        self._by_demand = [(*ends, mean, weight) for ends, mean, weight in zip(bounds, means, found[splits:], strict=True)]
+        self._by_split, self._weights = found[:splits], found[splits:]
 
     def factor(self, split: int, demand: Demand) -> float:
         """How many times slower than the roofline says."""
         if not self._splits:
             return 1.0
-        off = self._at(split)
-        for value, (low, high, mean, weight) in zip(demand, self._by_demand, strict=True):
-            off += weight * ((low if value < low else high if value > high else value) - mean)
+        form = self._forms.get(split)
+        if form is None:
+            form = self._forms[split] = self._form(split)
+        off = form.constant
+        for value, (low, high, weight) in zip(demand, form.terms, strict=True):
+            off += weight * (low if value < low else high if value > high else value)
         return min(MOST, max(1 / MOST, math.exp(off)))
+
+    def _share(self, split: int) -> float:
+        """Of the largest split."""
+        return min(self._splits[-1], max(self._splits[0], split)) / self._splits[-1]
+
+    def _form(self, split: int) -> Form:
+        """At one split, everything is a weight of a demand."""
+        share, weights = self._share(split), self._weights
+        whole = [weights[0] + share * weights[-2], weights[1] + share * weights[-1], *weights[2:-2]]
+        constant = self._at(split) - sum([mean * weight for mean, weight in zip(self._means, weights, strict=True)])
+        return Form(constant, tuple((*bound, weight) for bound, weight in zip(self._bounds, whole, strict=True)))
 
     def _at(self, split: int) -> float:
         known, values = self._splits, self._by_split
         after = bisect.bisect_left(known, split)
-        if after == 0 or after == len(known):
+        if after == len(known) or known[after] == split or after == 0:
             return values[min(after, len(known) - 1)]
         share = (split - known[after - 1]) / (known[after] - known[after - 1])
         return values[after - 1] * (1 - share) + values[after] * share
+
+
+class Form(NamedTuple):
+    """log of the factor at a split: `constant` and, of each demand, the (least, most) that was measured times a weight."""
+
+    constant: float
+    terms: tuple[tuple[float, float, float], ...]
+
+
+def with_shares(demand: Demand, share: float) -> tuple[float, ...]:
+    """What has a weight: the demands, and both pulls once more in the measure of the split."""
+    return *demand, share * demand.pull, share * demand.other_pull

@@ -91,15 +91,12 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
 
 class Alone(msgspec.Struct, frozen=True, gc=False):
-    """A step on its own. `seconds` of the device; at least `floor_s` if it is to be launched over and over, and then the device is
-    busy for the share `busy`. `cost`: by the roofline; `pull` and `burn` as in contention.Demand."""
+    """A step on its own. `cost`: its seconds on the device as fitted, and what it asks for meanwhile. Launched over and over it
+    takes at least `floor_s`, and then the device is busy for the share `busy`."""
 
-    seconds: float
+    cost: Cost
     floor_s: float
     busy: float
-    cost: Cost
-    pull: float
-    burn: float
 
 
 class Fitted:
@@ -130,15 +127,15 @@ class Fitted:
         if beside is None:
             return self.solo_s(work, units)
         alone, (other, other_units) = self.alone(work, units), beside
-        if not alone.seconds:
+        if not alone.cost.seconds:
             return alone.floor_s
         neighbour = self.alone(other, other_units)
         slower = self.prior.slowdown(alone.cost, units, neighbour.cost, other_units)
         if work.prefill_tokens:
-            slower *= self._prefills_beside.factor(other_units, demand(alone, neighbour, work.prefill_tokens))
+            slower *= self._prefills_beside.factor(other_units, demand(alone.cost, neighbour.cost, work.prefill_tokens))
         else:
-            slower *= self._decodes_beside.factor(units, demand(alone, neighbour, other.prefill_tokens))
-        return max(alone.floor_s, alone.seconds * (1 + max(0.0, slower - 1) * neighbour.busy))
+            slower *= self._decodes_beside.factor(units, demand(alone.cost, neighbour.cost, other.prefill_tokens))
+        return max(alone.floor_s, alone.cost.seconds * (1 + max(0.0, slower - 1) * neighbour.busy))
 
     # ------------------------------------------------------------ one step, alone
 
@@ -146,11 +143,12 @@ class Fitted:
         return max(self._device_s(work, units), self.launching.floor_s(work))
 
     def _alone(self, work: Work, units: int) -> Alone:
-        seconds, floor_s, cost = self._device_s(work, units), self.launching.floor_s(work), self.prior.alone(work, units)
+        seconds, floor_s, prior = self._device_s(work, units), self.launching.floor_s(work), self.prior
         if not seconds:
-            return Alone(0.0, floor_s, 0.0, cost, 0.0, 0.0)
-        pull, burn = cost.bytes / (seconds * self.prior.read[-1]), cost.flops / (seconds * units * self.prior.unit_flops)
-        return Alone(seconds, floor_s, seconds / max(seconds, floor_s), cost, pull, burn)
+            return Alone(Cost(0.0, 0.0, 0.0), floor_s, 0.0)
+        known = prior.alone(work, units)
+        pull, burn = known.bytes / (seconds * prior.read[-1]), known.flops / (seconds * units * prior.unit_flops)
+        return Alone(Cost(seconds, known.bytes, known.flops, pull, min(1.0, burn)), floor_s, seconds / max(seconds, floor_s))
 
     def _device_s(self, work: Work, units: int) -> float:
         """What the device takes for a step, however long the host does."""
@@ -272,14 +270,14 @@ class Fitted:
     def _pair(self, point: Point) -> Pair:
         assert point.beside is not None
         work, (other, other_units) = point.work, point.beside
-        alone, neighbour = self.alone(work, point.units), self.alone(other, other_units)
-        slower = self.prior.slowdown(alone.cost, point.units, neighbour.cost, other_units)
-        asked = demand(alone, neighbour, work.prefill_tokens + other.prefill_tokens)
-        return Pair(other_units if work.prefill_tokens else point.units, asked, math.log(point.seconds / alone.seconds / slower))
+        cost, neighbour = self.alone(work, point.units).cost, self.alone(other, other_units).cost
+        slower = self.prior.slowdown(cost, point.units, neighbour, other_units)
+        asked = demand(cost, neighbour, work.prefill_tokens + other.prefill_tokens)
+        return Pair(other_units if work.prefill_tokens else point.units, asked, math.log(point.seconds / cost.seconds / slower))
 
 
-def demand(alone: Alone, neighbour: Alone, prefill_tokens: int) -> Demand:
-    return Demand(alone.pull, neighbour.pull, alone.burn, neighbour.burn, math.log2(1 + prefill_tokens) / OCTAVES)
+def demand(cost: Cost, neighbour: Cost, prefill_tokens: int) -> Demand:
+    return Demand(cost.pull, neighbour.pull, cost.burn, neighbour.burn, math.log2(1 + prefill_tokens) / OCTAVES)
 
 
 def around(levels: tuple[int, ...], units: int) -> tuple[int | None, int | None]:

@@ -3,8 +3,9 @@
 Owns: the fit of both to what was measured. Promises: a prediction is arithmetic on a few numbers; what was not measured is 0.
 Must not: price what the device does (perf/fitted.py).
 
-A launch costs something per step, per layer launched and per prompt; for decodes, which are one captured graph, per step and row.
-Passes that are filled up to a bucket are captured in pieces, and so launched faster than larger ones: a kind of their own.
+A launch costs something per step, per layer launched, per prompt, and for decodes in the same pass; of decodes alone, which are one
+captured graph, per step and row. Passes that are filled up to a bucket are captured in pieces, and so launched faster than larger
+ones: a kind of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from counterpoint.perf.regression import least_squares
 from counterpoint.perf.table import Point, Table
 from counterpoint.types import Work
 
-# Each cost at a guess, in seconds, as (per step, by size): of a decode step and its 256 rows; of a pass, all its layers, a prompt.
+# Each cost at a guess, in seconds: of a decode step, 256 rows of it; of a pass, all its layers, a prompt, that it has decodes.
 DECODE = (3e-4, 2e-4)
-PASS = (1e-3, 8e-3, 2e-4)
+PASS = (1e-3, 8e-3, 2e-4, 2e-3)
 FREE = 20.0  # how far, relatively, they may be from that
 KEPT = 0.85  # of the points, those nearest to a first fit: the host has bad moments
 BOUND = 1.1  # a step that takes less than so many times its launch was waiting for the host
@@ -58,8 +59,10 @@ class Launching:
             return 0.0
         if not work.prefill_tokens:
             return found[0] + found[1] * work.decode_batch / 256
-        prompts = 0 if work.first_layer else work.prefill_requests
-        return found[0] + found[1] * (work.last_layer - work.first_layer) / work.layers + found[2] * prompts
+        seconds = found[0] + found[1] * (work.last_layer - work.first_layer) / work.layers
+        if work.first_layer == 0:
+            seconds += found[2] * work.prefill_requests + (found[3] if work.decode_batch else 0.0)
+        return seconds
 
     def floor_s(self, work: Work) -> float:
         """The least that a step takes among others: the host can't launch faster."""
@@ -80,7 +83,11 @@ def costs(points: Sequence[Point]) -> tuple[float, ...]:
     guesses = DECODE if decodes else PASS
     table = []
     for p in points:
-        sizes = (1.0, p.work.decode_batch / 256) if decodes else (float(p.steps), 1.0, float(p.work.prefill_requests))
+        work = p.work
+        if decodes:
+            sizes = (1.0, work.decode_batch / 256)
+        else:
+            sizes = (float(p.steps), 1.0, float(work.prefill_requests), float(work.decode_batch > 0))
         table.append(([size * guess for size, guess in zip(sizes, guesses, strict=True)], p.host_s))
     found = least_squares(table, [(1.0, FREE)] * len(guesses))
     table.sort(key=lambda row: abs(sum(a * b for a, b in zip(row[0], found, strict=True)) / row[1] - 1))

@@ -19,7 +19,8 @@ def drawn(chance: random.Random) -> Demand:
 
 
 def off(split: int, demand: Demand) -> float:
-    return BY_SPLIT[split] + sum(a * b for a, b in zip(BY_DEMAND, demand, strict=True))
+    both = sum(a * b for a, b in zip(BY_DEMAND, demand, strict=True))
+    return BY_SPLIT[split] + both + split / SPLITS[-1] * (0.2 * demand.other_pull - 0.1 * demand.pull)
 
 
 def pairs(count: int, noise: float = 0.0, seed: int = 0) -> list[Pair]:
