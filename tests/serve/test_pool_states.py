@@ -134,8 +134,8 @@ def whole(pool: HeldPool) -> str:
     return text_of(events)
 
 
-def asked(pool: Pool) -> Reading:
-    return Reading(pool, ASKED, begun=False)
+def asked(pool: Pool, **more: Any) -> Reading:
+    return Reading(pool, ASKED | more, begun=False)
 
 
 @pytest.fixture
