@@ -10,8 +10,10 @@ import pytest
 
 from counterpoint.bench import calibrate as c
 from counterpoint.bench.judge import errors, report
+from counterpoint.build import Pricing
 from counterpoint.device.probe import PROMPTS, Probe, Prompt, StepError
 from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
+from counterpoint.perf import shelf
 from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.roofline import Roofline
 from counterpoint.perf.table import Key, Table, decode_work, filled, prefill_work, shape_of
@@ -296,3 +298,19 @@ def test_slots_of_prompts_and_decodes_differ():
     assert slots == {0, 1, 2, 3, PROMPTS, PROMPTS + 1, PROMPTS + 2}
     lanes = {Lane(0, Role.DECODE, 2).id, Lane(1, Role.PREFILL, 2).id}
     assert {command.lane for command in seen if isinstance(command, Step)} == lanes
+
+
+def test_a_table_goes_on_only_where_the_same_is_measured(tmp_path):
+    """Another seed draws other judges; other sizes of graphs are other passes."""
+    path = tmp_path / "t.json"
+    pricing = Pricing(KEY, PRIOR, LEVELS, BATCHES, (64, 128))
+    table = c.open_table(path, pricing, 1, fresh=False)
+    assert (table.buckets, table.pass_buckets, table.points) == (BATCHES, (64, 128), [])
+    b = bench(table=table)
+    b.calibration.measure(c.Job((Prompt(64),), (), 132))
+    shelf.save(table, path)
+    assert c.open_table(path, pricing, 1, fresh=False).points == table.points
+    assert not c.open_table(path, pricing, 1, fresh=True).points
+    assert not c.open_table(path, pricing, 2, fresh=False).points
+    assert not c.open_table(path, replace(pricing, pass_buckets=(64,)), 1, fresh=False).points
+    assert not c.open_table(path, replace(pricing, key=msgspec.structs.replace(KEY, kernels="k2")), 1, fresh=False).points
