@@ -383,3 +383,25 @@ def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
             assert {step.id for step, _ in decode.in_flight} <= before
     assert ending
     h.drain()
+
+
+def test_no_prefill_starts_beside_a_pass_that_has_chunks():
+    """Where lanes may overlap, units would do: the pass with chunks was priced with all of them."""
+    estimator = Priced(fixed=5.0, prefill=0.01, context=0.0)
+    policy = make_policy(SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0), 4, 6, levels=(1, 2, 3), belief=estimator)
+    assert isinstance(policy, Auto)
+    h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64, overlap=True)
+    h.arrive("a", range(8), max_tokens=60)
+    while not h.got.get("a"):
+        h.step()
+    h.arrive("b", [30] * 40, max_tokens=2)
+    state = h.engine.state
+    while not any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
+        h.step()
+    h.arrive("c", [31] * 40, max_tokens=2)
+    policy.choice = policy.wanted = Option(0, 1, 1.0, 0.1, 1.0, 1.0, 1.0)
+    assert state.prefills(policy.lanes[1]) and policy.fill(policy.lanes[1], state, h.now) is None
+    h.step()
+    policy.choice = policy.wanted = Option(0, 1, 1.0, 0.1, 1.0, 1.0, 1.0)
+    assert policy.fill(policy.lanes[1], state, h.now) is not None or not state.prefills(policy.lanes[1])
+    h.drain()

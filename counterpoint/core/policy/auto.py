@@ -111,8 +111,8 @@ class Auto:
             if state.free_units(lane) < self.units:
                 return None
             return Fill(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
-        if lane.depth > 1 and state.lanes[0].in_flight and prefill_lane.open is None and not state.prefills(self.lanes[1]):
-            return None  # prefill may end during the step in flight: the next one could have all units
+        if prefilling and state.lanes[0].in_flight and prefill_lane.open is None:
+            return None  # a pass ends, perhaps during the step in flight: the next one may have more requests, or all units
         if prefilling and self._pauses(decodes, state, now):
             self.decisions["pause"] += 1
             return None
@@ -123,6 +123,8 @@ class Auto:
         units = self._prefill_units(lane, state)
         if not units or (state.has_decode and (self.wanted is None or self.wanted.chunk)):
             return None
+        if any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
+            return None  # a pass with chunks was meant to have all units, and would take twice as long
         picks = whole_prompts(self._admitted(state.prefills(lane), state, now), self.scheduler.max_pass_tokens)
         if not picks:
             return None
