@@ -23,23 +23,26 @@ class Answers:
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._ordered: list[int] = []
+        self._left: dict[int, int] = {}  # what `still_to_come` has said since the last one
+        self.mean: float = USUAL  # tokens of an answer
 
     def add(self, tokens: int) -> None:
         if len(self._latest) == ANSWERS:
             del self._ordered[bisect.bisect_left(self._ordered, self._latest.popleft())]
         self._latest.append(tokens)
         bisect.insort(self._ordered, tokens)
-
-    @property
-    def mean(self) -> float:
-        """Tokens of an answer."""
-        return sum(self._ordered) / len(self._ordered) if len(self._ordered) >= FEWEST else USUAL
+        self._left.clear()
+        if len(self._ordered) >= FEWEST:
+            self.mean = sum(self._ordered) / len(self._ordered)
 
     def still_to_come(self, tokens: int) -> int:
         """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1."""
-        longer = bisect.bisect_right(self._ordered, tokens)
-        left = len(self._ordered) - longer
-        return self._ordered[longer + int(EARLY * left)] - tokens if left >= FEWEST else USUAL
+        found = self._left.get(tokens)
+        if found is None:
+            longer = bisect.bisect_right(self._ordered, tokens)
+            left = len(self._ordered) - longer
+            found = self._left[tokens] = self._ordered[longer + int(EARLY * left)] - tokens if left >= FEWEST else USUAL
+        return found
 
 
 @dataclass(slots=True, eq=False)

@@ -202,7 +202,7 @@ class Auto:
         fastest = min([option.stretch for option in found])
         need = self.promises.bearable(state.prefilling.values(), self._waiting, now, fastest)
         stakes = self.promises.stakes(state.prefilling.values(), self._waiting, limits.stake, backlog.tokens)
-        late = [self._late(option, limits, quiet_s, stakes.demand / backlog.tokens) for option in found]
+        late = self._late(found, limits, quiet_s, stakes.demand / backlog.tokens)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
             only = [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)]
@@ -213,30 +213,35 @@ class Auto:
         self.promises.pace(best.stretch, best.period_s)
         return best
 
-    def _late(self, option: Option, limits: Limits, quiet_s: float, demand: float) -> float:
-        """By which share decode steps would be too long. Those with prefill alternate with quiet ones, the more the faster the
-        prompts are done: so a longer step is not always a longer mean."""
-        busy, period_s = min(1.0, demand * option.whole_s), option.period_s
-        mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
-        crowded = min(1.0, option.whole_s / period_s / limits.to_come)
-        felt_s = crowded * period_s + (1 - crowded) * mean_s
-        limit_s = max(MARGIN * limits.mean_s, EASE * quiet_s)
-        return max(0.0, felt_s / limit_s - 1, period_s / (MARGIN * limits.gap_s) - 1)
+    def _late(self, found: list[Option], limits: Limits, quiet_s: float, demand: float) -> list[float]:
+        """By which share decode steps would be too long, of each option. Those with prefill alternate with quiet ones, the more the
+        faster the prompts are done: so a longer step is not always a longer mean."""
+        limit_s, gap_s, to_come = max(MARGIN * limits.mean_s, EASE * quiet_s), MARGIN * limits.gap_s, limits.to_come
+        late: list[float] = []
+        for option in found:
+            whole_s, period_s = option.whole_s, option.period_s
+            busy, crowded = min(1.0, demand * whole_s), min(1.0, whole_s / period_s / to_come)
+            mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
+            felt_s = crowded * period_s + (1 - crowded) * mean_s
+            late.append(max(0.0, felt_s / limit_s - 1, period_s / gap_s - 1))
+        return late
 
     def _best(self, found: list[Option], late: list[float], need: float, stakes: Stakes) -> Option:
         """The least harm to targets, to one per cent; then the least delay of all requests together; rather the one before than
         one hardly better."""
         before = self.wanted or self.choice
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
-        best, least = found[0], (math.inf, math.inf)
+        best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
             slow = min(1.0, max(0.0, option.stretch / need - 1)) if need else 1.0
+            harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
+            if harm > least_harm:
+                continue
             delay = self._delay(option, stakes)
             if before is not None and option.chunk == before.chunk and option.units == before.units:
                 delay /= STICK
-            cost = (round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by, delay)
-            if cost < least:
-                best, least = option, cost
+            if harm < least_harm or delay < least_delay:
+                best, least_harm, least_delay = option, harm, delay
         return best
 
     def _delay(self, option: Option, stakes: Stakes) -> float:

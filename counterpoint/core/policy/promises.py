@@ -135,7 +135,8 @@ class Promises:
     def by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
         """Order of prefills: by priority; in each, first those that have waited too long; then those that can all be in time at the
         pace in force, by due time; then the others, the shortest first."""
-        return [request for request, _ in self._planned(requests, now, self.stretch)]
+        known = list(requests)
+        return known if len(known) < 2 else [request for request, _ in self._planned(known, now, self.stretch)]
 
     def bearable(self, running: Iterable[Request], waiting: Sequence[Request], now: float, stretch: float) -> float:
         """How many times as long as alone on the whole device prompts may take, for all to be in time that can be at `stretch`."""
@@ -180,9 +181,10 @@ class Promises:
         """What the next decode steps may take, where one without prefill takes `quiet_s`."""
         mean_s = gap_s = next_s = math.inf
         to_come, stake, mean_tokens = 1, 0.0, answers.mean
+        known = self._by_slo
         for request in decodes:
-            tpot_s, itl_s = self.targets(request.arrive.slo)
-            tokens = len(request.output)
+            slo, tokens = request.arrive.slo, len(request.output)
+            tpot_s, itl_s = known.get(slo) or self.targets(slo)
             left = answers.still_to_come(tokens)
             ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
             own_s = tpot_s + ahead_s / left
@@ -190,9 +192,11 @@ class Promises:
                 own_s = tpot_s  # it can't catch up: no reason to hold up others, nor to let it fall farther behind
             if own_s < mean_s:
                 mean_s, to_come = own_s, left
-            gap_s = min(gap_s, itl_s)
+            if itl_s < gap_s:
+                gap_s = itl_s
+            if tpot_s + ahead_s < next_s:
+                next_s = tpot_s + ahead_s
             stake += 1 / (tpot_s * max(left, mean_tokens - tokens))
-            next_s = min(next_s, tpot_s + ahead_s)
         return Limits(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
 
     def stakes(self, running: Iterable[Request], waiting: Sequence[Request], decodes: float, tokens: int) -> Stakes:
