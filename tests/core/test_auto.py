@@ -405,3 +405,14 @@ def test_no_prefill_starts_beside_a_pass_that_has_chunks():
     policy.choice = policy.wanted = Option(0, 1, 1.0, 0.1, 1.0, 1.0, 1.0)
     assert policy.fill(policy.lanes[1], state, h.now) is not None or not state.prefills(policy.lanes[1])
     h.drain()
+
+
+def test_none_but_short_prompts_go_before_a_pass_that_was_set_aside():
+    """A short one may go before the rest of a long one. Another long one that waits does not come along."""
+    h = auto(Priced(prefill=10.0))
+    h.arrive("long", range(64), max_tokens=2, slo=Slo(ttft_s=5000.0))
+    h.step()
+    h.arrive("other", range(100, 140), max_tokens=2, slo=Slo(ttft_s=4000.0))
+    h.arrive("short", [7] * 4, max_tokens=2, slo=Slo(ttft_s=200.0))
+    h.drain()
+    assert sorted(h.records, key=lambda id: h.records[id].token_s[0]) == ["short", "long", "other"]

@@ -139,6 +139,16 @@ def test_prefill_first_makes_gaps_that_chunks_and_splits_avoid():
     assert longest["chunked"] < longest["serial"] / 5 and longest["multiplex"] < longest["serial"] / 5
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_go_on_beside_documents_where_lanes_share_no_units(depth):
+    """Two cores, chats with documents of some seconds among them: layer groups queued one behind another may not take both."""
+    queries = [Query(i, i * 0.8, 40, 40) for i in range(25)] + [Query(25 + i, 3.0 + 5 * i, 2000, 16) for i in range(3)]
+    came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, Config().replace(policy="auto"))
+    documents = [record for record in came.records if record.prompt_tokens == 2000]
+    assert max(itertools.chain.from_iterable(np.diff(record.token_s) for record in came.records)) < 2.0
+    assert [record.id for record in sorted(documents, key=lambda r: r.token_s[0])] == [record.id for record in documents]
+
+
 def test_a_faster_device_answers_sooner():
     queries = load(100, rate=5)
     ends = [

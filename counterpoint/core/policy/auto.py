@@ -57,6 +57,7 @@ class Auto:
         self.decisions: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self._moved_in = 0  # the layer group (step) during which the split changed last
+        self._paused = False  # decode sits the next layer group out
         self._waiting: tuple[Request, ...] = ()
 
     # ------------------------------------------------------------ the seam
@@ -73,15 +74,9 @@ class Auto:
         return (units, self._group(open_pass.work, units, state)) if units else None
 
     def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
-        """A much shorter prompt goes first if all of the pass would still be in time behind it, or are late without it."""
-        short = min(state.prefills(lane), key=lambda r: r.remaining_prefill, default=None)
-        if short is None or short in open_pass.requests:
-            return False
-        rest_s = self._rest_s(open_pass)
-        short_s = self.promises.prompt_s(short)
-        if short_s > SHORT * rest_s:
-            return False
-        return all(self._bears(victim, now + rest_s, short_s, now) for victim in open_pass.requests)
+        """Much shorter prompts go first if all of the pass would still be in time behind them, or are late without them."""
+        waiting = [r for r in state.prefills(lane) if r not in open_pass.requests]
+        return bool(self._overtaking(sorted(waiting, key=lambda r: r.remaining_prefill)[:1], open_pass, now))
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         self.belief.observe(step, done, beside)
@@ -102,7 +97,7 @@ class Auto:
         prefills = [] if prefilling else self._admitted(state.prefills(self.lanes[1]), state, now)
         picks = [(r, 1) for r in decodes]
         if not prefilling and not prefills:
-            self.choice = self.wanted = None
+            self.choice, self.wanted, self._paused = None, None, False
             self.promises.pace(1.0, 0.0)
             units = state.free_units(lane)
             return Fill(picks, units) if units else None
@@ -113,7 +108,8 @@ class Auto:
             return Fill(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
         if prefilling and state.lanes[0].in_flight and prefill_lane.open is None:
             return None  # a pass ends, perhaps during the step in flight: the next one may have more requests, or all units
-        if prefilling and self._pauses(decodes, state, now):
+        self._paused = prefilling and self._pauses(decodes, state, now)
+        if self._paused:
             self.decisions["pause"] += 1
             return None
         units = min(self.choice.units, state.free_units(lane))
@@ -125,7 +121,10 @@ class Auto:
             return None
         if any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
             return None  # a pass with chunks was meant to have all units, and would take twice as long
-        picks = whole_prompts(self._admitted(state.prefills(lane), state, now), self.scheduler.max_pass_tokens)
+        admitted, aside = self._admitted(state.prefills(lane), state, now), state.lanes[1].aside
+        if aside is not None:
+            admitted = self._overtaking(admitted, aside, now)
+        picks = whole_prompts(admitted, self.scheduler.max_pass_tokens)
         if not picks:
             return None
         return Fill(picks, units, self._group(backlog_of(picks).work(self.layers), units, state))
@@ -134,8 +133,8 @@ class Auto:
         kept = 0
         if state.has_decode:
             kept = self.choice.units if self.choice is not None and not self.choice.chunk else self.shares[0]
-            if not state.lanes[0].in_flight and state.lanes[1].in_flight:
-                kept = 0  # decode sits this group out
+            if self._paused and not state.lanes[0].in_flight:
+                kept = 0
         return min(self.units - kept, state.free_units(lane))
 
     def _group(self, work: Work, units: int, state: State) -> int:
@@ -174,6 +173,16 @@ class Auto:
         """By how many targets its first token will be late, if it starts now."""
         promises = self.promises
         return max(0.0, (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request))
+
+    def _overtaking(self, prompts: list[Request], victims: Pass, now: float) -> list[Request]:
+        """Those of `prompts` that may go before the rest of a pass, together."""
+        rest_s, spent_s, found = self._rest_s(victims), 0.0, list[Request]()
+        for request in prompts:
+            delay_s = spent_s + self.promises.prompt_s(request)
+            if delay_s <= SHORT * rest_s and all(self._bears(victim, now + rest_s, delay_s, now) for victim in victims.requests):
+                spent_s = delay_s
+                found.append(request)
+        return found
 
     def _bears(self, victim: Request, ends_s: float, delay_s: float, now: float) -> bool:
         """Whether a prefill that would end at `ends_s` loses nothing by a delay: it is in time all the same, or late already and
