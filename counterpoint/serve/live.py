@@ -21,6 +21,7 @@ from counterpoint.serve.guard import Overloaded, Queue
 from counterpoint.serve.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import Json, event
+from counterpoint.serve.stage import about, told
 from counterpoint.serve.stream import ClientGone, unless_gone
 from counterpoint.types import LaneStep
 
@@ -80,6 +81,7 @@ class Live:
         """All that is to be seen now, and those of the first `last_step` steps that come after the first `after_step` and are kept.
         Times are in seconds on one clock."""
         stats, hello = self.engine.stats, self.engine.hello
+        pool = self.engine if isinstance(self.engine, Pool) else None
         prompt, generated = self.pulse.rates(now_s)
         steps = list(self.pulse.steps)
         fresh = min(self.pulse.last_step - after_step, len(steps))
@@ -92,6 +94,8 @@ class Live:
                 "lanes": hello.lanes if hello else "",
                 "roles": hello.roles if hello else (),
                 "units": stats.units_total,
+                "bands": (),
+                **(about(pool.places()) if pool is not None else {}),
                 "context_tokens": hello.max_context_tokens if hello else 0,
             },
             "state": self.engine.state,
@@ -120,7 +124,8 @@ class Live:
             "guards": sorted(((cell, round(guard, 3)) for cell, _, guard in stats.policy.cells), key=lambda row: -row[1])[:GUARDS],
             "last_step": self.pulse.last_step,
             "steps": [brief(step) for step in steps[len(steps) - fresh :]],
-            "playing": [brief(step) for step in stats.playing],
+            "playing": [brief(step) for step in (pool.playing(now_s) if pool is not None else stats.playing)],
+            "workers": [told(worker) for worker in pool.roster.look()] if pool is not None else [],
         }
 
 

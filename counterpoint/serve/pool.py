@@ -31,10 +31,11 @@ from counterpoint.serve.joining import Farewell, Orders, Ready, Said, Told
 from counterpoint.serve.lives import Life, alike, delta_of, with_ends
 from counterpoint.serve.pool_metrics import PoolMetrics
 from counterpoint.serve.roster import Member, Roster
-from counterpoint.serve.totals import counters, total
+from counterpoint.serve.stage import Place, named_lanes, staged
+from counterpoint.serve.totals import added_rows, counters, total
 from counterpoint.serve.wire import Hello, Outputs
 from counterpoint.spec.source import Source
-from counterpoint.types import Arrive, Delta, Finish, Record, Stats
+from counterpoint.types import Arrive, Delta, Finish, LaneStep, Record, Stats
 
 CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set;
 GPU_CHUNK_TOKENS = 512
@@ -109,6 +110,36 @@ class Pool:
     @property
     def stats(self) -> Stats:
         return total([self.gone, *(member.stats for member in self.roster.members.values())])
+
+    def places(self) -> list[Place]:
+        """Where the workers stand in a picture of them all, those of ours also while they are missing."""
+        found = []
+        for number, name in enumerate(dict.fromkeys((*self.roster.crew.posts, *self.roster.members))):
+            member = self.roster.members.get(name)
+            ready = member.ready if member is not None else None
+            found.append(Place(number, name, ready.units, ready.hello.roles) if ready is not None else Place(number, name))
+        return found
+
+    def playing(self, now_s: float) -> list[LaneStep]:
+        """The steps that run now."""
+        members = self.roster.members
+        return [
+            step
+            for place in self.places()
+            if place.name in members
+            for step in staged(place, members[place.name].stats.playing, now_s)
+        ]
+
+    def _show(self, member: Member, before: Stats, now_s: float) -> None:
+        """Tell the listener what all have counted, and the steps that are new from `member`."""
+        if self.listener is None:
+            return
+        places = {place.name: place for place in self.places()}
+        lanes = [named_lanes(places[name], other.stats) for name, other in self.roster.members.items()]
+        fresh = max(0, min(member.stats.steps - before.steps, len(member.stats.recent)))
+        recent = staged(places[member.name], member.stats.recent[len(member.stats.recent) - fresh :], now_s)
+        stats = msgspec.structs.replace(self.stats, recent=recent, lane_s=added_rows(lanes))
+        self.listener.heard(Outputs([], now_s, stats))
 
     def health(self) -> dict[str, Any]:
         """Of a pool that serves: ok, or degraded with what is missing."""
@@ -228,9 +259,9 @@ class Pool:
             self.hello = self._joint_hello()
             self._ready.set_result(self.hello)
 
-    def said(self, member: Member, word: Said) -> None:
-        if word.stats is not None and self.listener is not None:
-            self.listener.heard(Outputs([], time.monotonic(), self.stats))
+    def said(self, member: Member, word: Said, before: Stats) -> None:
+        if word.stats is not None:
+            self._show(member, before, time.monotonic())
         if word.census is not None and (seat := self._seat(member)) is not None:
             seat.lost_pages = word.census.pages.get("quarantine", 0)
             self._renew(time.monotonic())

@@ -58,11 +58,12 @@ class Member:
 
 class Listener(Protocol):
     """Who is told. `ready`: it can take requests from now on. `lost` comes at most once after that, and when the roster does not
-    have it any more. `changed`: whether it `serves`. `failed`: a worker could not start."""
+    have it any more. `said`: `before` are its stats until then. `changed`: whether it `serves`. `failed`: a worker could not
+    start."""
 
     def ready(self, member: Member, word: Ready) -> None: ...
 
-    def said(self, member: Member, word: Said) -> None: ...
+    def said(self, member: Member, word: Said, before: Stats) -> None: ...
 
     def changed(self, member: Member) -> None: ...
 
@@ -184,8 +185,9 @@ class Roster:
             member.frozen = False
             self._listener.changed(member)
         if isinstance(word, Said):
-            member.stats, member.census = word.stats or member.stats, word.census or member.census
-            self._listener.said(member, word)
+            before = member.stats
+            member.stats, member.census = word.stats or before, word.census or member.census
+            self._listener.said(member, word, before)
         elif isinstance(word, Progress):
             log.info("%s: %s", member.name, word.stage)
         elif isinstance(word, Ready):
@@ -207,7 +209,7 @@ class Roster:
             member.say(Farewell(problem))
             self._listener.failed(f"worker {member.name} does not fit the others: {problem}", "user")
             return
-        self._digest, member.ready = ready.digest, ready
+        self._digest, member.ready, member.stats = ready.digest, ready, unused(ready)
         post = self.crew.posts.get(member.name)
         if post is not None:
             post.port = ready.address.port
@@ -278,3 +280,10 @@ def shared_token(config: Config, listen: str) -> str:
         except ControlError as error:
             raise ConfigError(str(error)) from None
     return token or secrets.token_hex(16)  # nobody from elsewhere can know it
+
+
+def unused(ready: Ready) -> Stats:
+    """Of a worker that has done nothing yet: it speaks of itself when it has."""
+    size = ready.hello.page_tokens
+    pages = ready.hello.kv_tokens // size
+    return Stats(pages_total=pages, pages_free=pages, page_tokens=size, units_total=ready.units)

@@ -141,6 +141,7 @@ function show(frame, used, total) {
   figure("policy", about.policy || "–");
   put("lanes", about.lanes);
   doing(frame.lanes);
+  workers(frame.workers);
   listed("errors", "predictions off by (p50, p95) ", Object.entries(frame.prediction_errors).map(([kind, [mid, high]]) => `${kind}\u00a0${percent(mid)}, ${percent(high)}`));
   listed("guards", "guards up to ", frame.guards.filter(([, guard]) => guard > 1).map(([cell, guard]) => `${guard.toFixed(2)} ${cell}`));
   listed("fallbacks", "not split: ", Object.entries(frame.fallbacks).map(([reason, count]) => `${reason} ${number(count)}`));
@@ -162,23 +163,41 @@ function voice(frame, field) {
 }
 function unitWord() { return /SM/.test(view.frame?.about.lanes || "") ? "SMs" : "cores"; }
 
+/** A pool's workers: a bar of the KV that is in use, and what is on each. */
+function workers(list) {
+  $("pool").hidden = !list.length;
+  const rows = list.map((worker) => {
+    const kv = worker.kv_tokens, used = kv.total ? (kv.total - kv.cached - kv.free) / kv.total : 0;
+    const moves = Object.entries(worker.handoffs).map(([state, count]) => `${number(count)} ${state}`);
+    const lost = worker.pages.quarantine ? [`${number(worker.pages.quarantine)} pages in quarantine`] : [];
+    const load = [`${number(worker.running)} running`, `${number(worker.waiting)} waiting`, `KV ${percent(used)}`];
+    return [worker.name, worker.role, used, worker.up ? [...load, ...moves, ...lost].join(", ") : "not there"];
+  });
+  bars("workers", rows);
+}
+
 const IDLE = { nothing: "nothing to do", fused: "done by the other", units: "no units", policy: "held back", memory: "no pages", launch: "launching" };
 /** How each lane spent the last minute, prefill above as in the score: a bar of the time it was busy, and words. */
 function doing(lanes) {
   const rows = Object.entries(lanes).sort().reverse().map(([role, parts]) => {
     const rest = Object.entries(parts).filter(([what, share]) => what !== "busy" && share >= 0.005);
-    return [role, parts.busy || 0, [`busy ${percent(parts.busy || 0)}`, ...rest.map(([what, share]) => `${IDLE[what] || what} ${percent(share)}`)].join(", ")];
+    const said = [`busy ${percent(parts.busy || 0)}`, ...rest.map(([what, share]) => `${IDLE[what] || what} ${percent(share)}`)].join(", ");
+    return [role, role.split(/[- ]/)[0], parts.busy || 0, said];
   });
+  bars("doing", rows);
+}
+/** Rows of a list: a name in its role's colour, a bar of a share, and words. */
+function bars(id, rows) {
   const text = JSON.stringify(rows);
-  if ($("doing").dataset.text === text) return;
-  $("doing").dataset.text = text;
-  $("doing").replaceChildren(...rows.map(([role, busy, said]) => {
+  if ($(id).dataset.text === text) return;
+  $(id).dataset.text = text;
+  $(id).replaceChildren(...rows.map(([called, role, share, said]) => {
     const row = document.createElement("li"), name = document.createElement("i"), track = document.createElement("span"), told = document.createElement("small");
-    name.textContent = role === "both" ? "both" : role;
+    name.textContent = called;
     name.className = role;
     track.className = "track";
     track.append(document.createElement("span"));
-    track.firstChild.style.width = width(busy);
+    track.firstChild.style.width = width(share);
     told.textContent = told.title = said;
     row.append(name, track, told);
     return row;

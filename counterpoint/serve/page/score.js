@@ -78,11 +78,11 @@ function rest(box) {
   pen.fillText(text, middle, y + 6);
 }
 
-/** [y, height] of a step: prefill has the low end of the device (above), decode the high end (below). */
+/** [y, height] of a step: prefill has the low end of the device (above), decode the high end (below). A pool's workers have a band each. */
 function place(step, box) {
-  const units = view.frame.about.units || 1, h = (box.staff.h * Math.min(step[4], units)) / units;
-  const below = view.frame.about.roles[step[0]] === "decode";
-  return [below ? box.staff.y + box.staff.h - h : box.staff.y, h];
+  const about = view.frame.about, units = about.units || 1, [first, count] = about.bands[step[0]] ?? [0, units];
+  const unit = box.staff.h / units, h = unit * Math.min(step[4], count), top = box.staff.y + unit * first;
+  return [about.roles[step[0]] === "decode" ? top + unit * count - h : top, h];
 }
 
 function notes(box, now, span, x) {
@@ -114,7 +114,7 @@ function notes(box, now, span, x) {
   for (const step of view.steps) one(step, false);
   for (const step of view.frame.playing) one(step, true);
   pen.globalAlpha = 1;
-  for (const pass of passes.values()) bow(pass, box);
+  if (!view.frame.about.bands.length) for (const pass of passes.values()) bow(pass, box);
 }
 
 function bar(left, y, right, h, step, running) {
@@ -188,7 +188,8 @@ function edges(box, span) {
   const serif = `italic ${box.narrow ? 15 : 17}px ${ink.serif}`, sans = `12px ${ink.sans}`;
   pen.textAlign = "left";
   const roles = view.frame?.about.roles || [];
-  if (roles.length === 1) {
+  if (view.frame?.workers.length) bands(box, name, serif);
+  else if (roles.length === 1) {
     name("prefill", box.staff.y + box.staff.h / 2 - 4, ink.prefill, serif);
     name("decode", box.staff.y + box.staff.h / 2 + 18, ink.decode, serif);
   } else {
@@ -217,6 +218,21 @@ function edges(box, span) {
   for (const share of box.narrow ? [0, 0.5] : [0, 0.25, 0.5, 0.75]) pen.fillText(`${Math.round(span * (1 - share) * 10) / 10} s ago`, box.left + (box.right - box.left) * share, y);
   pen.textAlign = "right";
   pen.fillText("now", box.right + 7, y);
+}
+
+/** The names of a pool's workers, and lines between them. */
+function bands(box, name, serif) {
+  const about = view.frame.about, unit = box.staff.h / (about.units || 1);
+  view.frame.workers.forEach((worker, i) => {
+    const [first, count] = about.bands[2 * i] ?? [0, 1], top = box.staff.y + unit * first;
+    name(worker.name, top + (unit * count) / 2 + 5, worker.up ? ink[worker.role] || ink.ink : ink.faint, serif.replace(/1[57]px/, "14px"));
+    pen.strokeStyle = ink.faint;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.moveTo(box.left, Math.round(top) + 0.5);
+    pen.lineTo(box.right, Math.round(top) + 0.5);
+    pen.stroke();
+  });
 }
 
 canvas.addEventListener("pointermove", (event) => {
