@@ -13,7 +13,7 @@ from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
 
 ANSWERS = 256  # remembered
-FEWEST, USUAL = 16, 128  # answers beyond a length before that is relied on; tokens still to come till then
+FEWEST, USUAL = 8, 64  # answers beyond a length before that is relied on; tokens still to come till then
 EARLY = 0.2  # share of answers that may end sooner
 
 

@@ -11,7 +11,7 @@ from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Option
-from counterpoint.core.policy.promises import Promises, Stakes
+from counterpoint.core.policy.promises import Limits, Promises, Stakes
 from counterpoint.core.request import Request
 from counterpoint.core.state import USUAL, Answers
 from counterpoint.types import Arrive, Sampling, Slo, Step, StepDone, Work
@@ -351,7 +351,7 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     policy = make_policy(SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
     fast, punctual = Option(0, 1, 1.5, 0.3, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0)).units == units
+    assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, 1.0)).units == units
 
 
 @pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])
@@ -360,7 +360,7 @@ def test_the_more_decodes_there_are_the_more_their_delay_counts(decodes, units):
     policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = Option(0, 1, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0)).units == units
+    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0, 1.0)).units == units
 
 
 def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
@@ -416,3 +416,18 @@ def test_none_but_short_prompts_go_before_a_pass_that_was_set_aside():
     h.arrive("short", [7] * 4, max_tokens=2, slo=Slo(ttft_s=200.0))
     h.drain()
     assert sorted(h.records, key=lambda id: h.records[id].token_s[0]) == ["short", "long", "other"]
+
+
+def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not():
+    """Ten steps of 1.5 s and then steps of 0.5 s: a mean over 100 tokens bears that, one over 12 does not. Nor does one over 100
+    where prompts have come all the time."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    chunk = Option(64, 4, 1.5, 0.6, 7.5, 7.5, 1.2)
+
+    def late(to_come: int, load: float, queue: float = 2.0) -> float:
+        return policy._late([chunk], Limits(1.0, 9.0, 9.0, to_come, 1.0), 0.5, load, queue)[0]
+
+    assert late(100, load=0.0) == 0.0 < late(12, load=0.0)
+    assert late(100, load=1.0) > 0.0
+    assert late(100, load=0.0, queue=20.0) > 0.0

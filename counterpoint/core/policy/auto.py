@@ -211,7 +211,7 @@ class Auto:
         fastest = min([option.stretch for option in found])
         need = self.promises.bearable(state.prefilling.values(), self._waiting, now, fastest)
         stakes = self.promises.stakes(state.prefilling.values(), self._waiting, limits.stake, backlog.tokens)
-        late = self._late(found, limits, quiet_s, stakes.demand / backlog.tokens)
+        late = self._late(found, limits, quiet_s, stakes.load / backlog.tokens, stakes.queue)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
             only = [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)]
@@ -222,14 +222,15 @@ class Auto:
         self.promises.pace(best.stretch, best.period_s)
         return best
 
-    def _late(self, found: list[Option], limits: Limits, quiet_s: float, demand: float) -> list[float]:
-        """By which share decode steps would be too long, of each option. Those with prefill alternate with quiet ones, the more the
-        faster the prompts are done: so a longer step is not always a longer mean."""
+    def _late(self, found: list[Option], limits: Limits, quiet_s: float, load: float, queue: float) -> list[float]:
+        """By which share decode steps would be too long, of each option. They are till the prompts that wait are done (`queue` times
+        the backlog); then those with prefill alternate with quiet ones (`load`: backlogs per second), the more the faster prompts are
+        done: so a longer step is not always a longer mean."""
         limit_s, gap_s, to_come = max(MARGIN * limits.mean_s, EASE * quiet_s), MARGIN * limits.gap_s, limits.to_come
         late: list[float] = []
         for option in found:
             whole_s, period_s = option.whole_s, option.period_s
-            busy, crowded = min(1.0, demand * whole_s), min(1.0, whole_s / period_s / to_come)
+            busy, crowded = min(1.0, load * whole_s), min(1.0, queue * whole_s / period_s / to_come)
             mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
             felt_s = crowded * period_s + (1 - crowded) * mean_s
             late.append(max(0.0, felt_s / limit_s - 1, period_s / gap_s - 1))

@@ -47,14 +47,15 @@ class Limits(NamedTuple):
 
 class Stakes(NamedTuple):
     """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of
-    the running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. `demand`: prompt
-    tokens per second that come."""
+    the running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. `load`: prompt
+    tokens per second in the last seconds. `queue`: all prompts that are there, as a multiple of those that are next."""
 
     next: float
     behind: float
     decodes: float
     future: float
-    demand: float
+    load: float
+    queue: float
 
 
 class Promises:
@@ -79,9 +80,10 @@ class Promises:
         self._load_span_s = self._load_span_s * faded + (now - self._load_at_s)
         self._load_at_s = now
 
-    def demand(self, waiting_tokens: int) -> float:
-        """Prompt tokens per second that ask to be computed: those of the last seconds, and those that wait."""
-        return (self._load_tokens + waiting_tokens) / max(self._load_span_s, LATELY_S / 4)
+    @property
+    def load(self) -> float:
+        """Prompt tokens per second, in the last seconds."""
+        return self._load_tokens / max(self._load_span_s, LATELY_S / 4)
 
     def pace(self, stretch: float, step_s: float) -> None:
         """From here on prompts take `stretch` times as long as alone on the whole device, and an edge comes every `step_s`."""
@@ -203,8 +205,9 @@ class Promises:
         """`decodes`: stake of the running decodes. `tokens`: of the prompts that run."""
         behind_tokens = sum([len(r.arrive.prompt) for r in waiting])
         next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
-        demand = self.demand(behind_tokens)
-        return Stakes(next_, behind, decodes, demand * (next_ + behind) / (tokens + behind_tokens), demand)
+        queue = 1 + behind_tokens / tokens
+        demand = self.load + behind_tokens / LATELY_S
+        return Stakes(next_, behind, decodes, demand * (next_ + behind) / (tokens + behind_tokens), self.load, queue)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         return min((self.targets(r.arrive.slo).tpot_s for r in decodes), default=math.inf)
