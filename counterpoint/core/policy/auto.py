@@ -223,9 +223,9 @@ class Auto:
         return best
 
     def _late(self, found: list[Option], limits: Limits, quiet_s: float, load: float, queue: float) -> list[float]:
-        """By which share decode steps would be too long, of each option. They are till the prompts that wait are done (`queue` times
-        the backlog); then those with prefill alternate with quiet ones (`load`: backlogs per second), the more the faster prompts are
-        done: so a longer step is not always a longer mean."""
+        """By which share decode steps would be too long, of each option. All have prefill till the prompts that wait are done
+        (`queue` times the backlog). Then those with prefill alternate with quiet ones (`load`: backlogs per second), the more the
+        faster prompts are done: so a longer step is not always a longer mean."""
         limit_s, gap_s, to_come = max(MARGIN * limits.mean_s, EASE * quiet_s), MARGIN * limits.gap_s, limits.to_come
         late: list[float] = []
         for option in found:
