@@ -56,6 +56,8 @@ def serve(config: Config) -> int:
     config = with_token(config)
     if config.cluster.ray_address is not None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of itself
+        # A lost head shall not end this process, as it would after a minute.
+        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"  # noqa: SIM112 (Ray's spelling)
     source = build.find_model(config)
     from counterpoint.serve.server import run
 

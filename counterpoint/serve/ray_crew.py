@@ -32,7 +32,8 @@ from counterpoint.serve.worker import Start, work
 
 CONNECT_S = 60.0
 REACH_S = 5.0
-CLOSE_S = 10.0
+CLOSE_S = 5.0
+BEGIN_S = 60.0  # for Ray to take an actor
 ROOM_S = 60.0  # for Ray to find room for all workers
 STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
 
@@ -113,7 +114,9 @@ class Actors:
 
     async def run(self, start: Start) -> str:
         try:
-            return exit_words(await asyncio.wrap_future(await self._caller.call(self._begin, start)))
+            return exit_words(await asyncio.wrap_future(await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)))
+        except TimeoutError:
+            return "Ray does not respond: if the cluster's head is lost, start this server again when there is a new one"
         except Exception as error:  # Ray has many kinds; whatever it is, the worker does not run, and is started again
             return str(error).strip().partition("\n")[0]
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from pool_process import Pool
 from serve_process import ROOT, poll
+from test_process_life import Reading
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.ray_crew import Actors, bundle
@@ -156,6 +158,26 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
 def node_of(worker: psutil.Process, nodes: list[Node]) -> int:
     parents = {parent.pid for parent in worker.parents()}
     return next(number for number, node in enumerate(nodes) if node.process.pid in parents)
+
+
+@needs_ray
+def test_a_lost_head_does_not_end_the_front(start, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Nodes end when they have missed it for a while (here 5 s), and with them the workers; the front says so, and stops well."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+    address, (head, other) = request.getfixturevalue("nodes")
+    pool: Pool = start(replicas=2, cores=1, ray_address=address).wait_ready()
+    before = answer(pool)
+    stream = Reading(pool, GREEDY | {"max_tokens": 100, "stream": True}, begun=False)
+    head.kill()
+    poll(lambda: not is_well(pool))
+    assert stream.end()[-1] == "[DONE]" or "was lost" in stream.events[-1]["error"]["message"]
+    assert answer(pool) == before, "the worker of the other node lives"
+    poll(lambda: pool.get("/health").status_code == 503, 60, "workers outlive their node")
+    assert pool.process.poll() is None, "the front has gone with the head"
+    assert pool.post("/v1/completions", GREEDY).status_code == 503
+    pool.process.send_signal(signal.SIGTERM)
+    assert pool.process.wait(40) == 0
+    other.kill()
 
 
 @needs_ray
