@@ -351,7 +351,7 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     policy = make_policy(SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
     fast, punctual = Option(0, 1, 1.5, 0.3, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, 1.0)).units == units
+    assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)).units == units
 
 
 @pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])
@@ -360,7 +360,7 @@ def test_the_more_decodes_there_are_the_more_their_delay_counts(decodes, units):
     policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = Option(0, 1, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0, 1.0)).units == units
+    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0, 0.0, 1.0)).units == units
 
 
 def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
@@ -431,3 +431,12 @@ def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not
     assert late(100, load=0.0) == 0.0 < late(12, load=0.0)
     assert late(100, load=1.0) > 0.0
     assert late(100, load=0.0, queue=20.0) > 0.0
+
+
+@pytest.mark.parametrize(("demand", "units"), [(0.2, 3), (0.7, 1)])
+def test_prefill_keeps_up_with_what_comes(demand, units):
+    """All prompts that are here would be in time with either split; one of them is too slow for as many again each time."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, gentle = Option(0, 1, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 0.1, 2.0, 2.0, 2.0)
+    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, demand, 1.0)).units == units

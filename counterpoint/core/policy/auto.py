@@ -211,7 +211,7 @@ class Auto:
         fastest = min([option.stretch for option in found])
         need = self.promises.bearable(state.prefilling.values(), self._waiting, now, fastest)
         stakes = self.promises.stakes(state.prefilling.values(), self._waiting, limits.stake, backlog.tokens)
-        late = self._late(found, limits, quiet_s, stakes.load / backlog.tokens, stakes.queue)
+        late = self._late(found, limits, quiet_s, stakes.load, stakes.queue)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
             only = [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)]
@@ -243,7 +243,8 @@ class Auto:
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
-            slow = min(1.0, max(0.0, option.stretch / need - 1)) if need else 1.0
+            behind = max(option.stretch / need if need else math.inf, stakes.demand * option.whole_s)  # of those here, and to come
+            slow = min(1.0, max(0.0, behind - 1))
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:
                 continue

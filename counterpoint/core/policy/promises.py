@@ -46,15 +46,17 @@ class Limits(NamedTuple):
 
 
 class Stakes(NamedTuple):
-    """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of
-    the running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. `load`: prompt
-    tokens per second in the last seconds. `queue`: all prompts that are there, as a multiple of those that are next."""
+    """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of the
+    running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. As multiples of the
+    prompts that are next: `load`, what was computed in each of the last seconds; `demand`, that and what waits; `queue`, all that
+    is there."""
 
     next: float
     behind: float
     decodes: float
     future: float
     load: float
+    demand: float
     queue: float
 
 
@@ -207,7 +209,8 @@ class Promises:
         next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
         queue = 1 + behind_tokens / tokens
         demand = self.load + behind_tokens / LATELY_S
-        return Stakes(next_, behind, decodes, demand * (next_ + behind) / (tokens + behind_tokens), self.load, queue)
+        future = demand * (next_ + behind) / (tokens + behind_tokens)
+        return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         return min((self.targets(r.arrive.slo).tpot_s for r in decodes), default=math.inf)
