@@ -186,7 +186,8 @@ def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[...,
     tab.until(READY)
     tab.until("view.frame")
     knows = {
-        "splits": [[100, 32, 0.75], [84, 48, 0.25]],
+        "about": {"model": "m", "units": 132, "lanes": "", "policy": "auto", "context_tokens": 1},
+        "splits": [[100, 32, 0.5], [132, 132, 0.3], [84, 48, 0.2]],
         "active_share": 0.62,
         "resplit_rate": 1.5,
         "fallbacks": {"fused gains more": 12, "no split meets tpot": 3},
@@ -199,7 +200,7 @@ def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[...,
         return {told_of}.map((id) => document.getElementById(id).textContent.replaceAll("\\u00a0", " ")) }})()"""
     )
     assert dict(zip(told_of, seen, strict=True)) == {
-        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 75 %; 84 + 48 25 %",
+        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; 84 + 48 20 %",
         "resplits": "1.5",
         "fallbacks": "not split: fused gains more 12; no split meets tpot 3",
         "errors": "predictions off by (p50, p95) decode 3.0 %, 7.0 %",

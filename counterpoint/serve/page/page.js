@@ -145,7 +145,8 @@ function show(frame, used, total) {
   listed("errors", "predictions off by (p50, p95) ", Object.entries(frame.prediction_errors).map(([kind, [mid, high]]) => `${kind}\u00a0${percent(mid)}, ${percent(high)}`));
   listed("guards", "guards up to ", frame.guards.filter(([, guard]) => guard > 1).map(([cell, guard]) => `${guard.toFixed(2)} ${cell}`));
   listed("fallbacks", "not split: ", Object.entries(frame.fallbacks).map(([reason, count]) => `${reason} ${number(count)}`));
-  const splits = frame.splits.map(([prefill, decode, share]) => `${prefill}\u00a0+\u00a0${decode} ${percent(share)}`);
+  const together = (prefill, decode) => prefill === decode && prefill === about.units; // one pass of both, or two on all units
+  const splits = frame.splits.map(([prefill, decode, share]) => `${together(prefill, decode) ? "all for both" : `${prefill}\u00a0+\u00a0${decode}`} ${percent(share)}`);
   if (splits.length) splits[0] = `prefill + decode ${unit} ${splits[0]}`;
   listed("splits", "", frame.active_share === null ? splits : [`${unit} at work ${percent(frame.active_share)}`, ...splits]);
   const now = { prefill: voice(frame, 5), decode: voice(frame, 6) };
