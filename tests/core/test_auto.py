@@ -209,6 +209,13 @@ def test_a_decode_that_is_ahead_may_wait_within_its_longest_gap():
     assert some.limits([bounded], Answers(), 100.0, 0.1).next_s == pytest.approx(2.5)
 
 
+def test_the_configured_longest_gap_holds_for_requests_with_their_own_time_per_token():
+    some = promises(itl_s=2.5)
+    gaps = [some.targets(Slo(tpot_s=tpot_s, itl_s=itl_s)).itl_s for tpot_s, itl_s in ((1.0, None), (1.0, 2.0), (4.0, None))]
+    assert gaps == [2.5, 2.0, 4.0]
+    assert promises().targets(Slo(tpot_s=1.0)).itl_s == 4.0
+
+
 def test_a_lag_is_made_good_before_answers_are_likely_to_end():
     some, short, long = promises(), Answers(), Answers()
     for i in range(100):

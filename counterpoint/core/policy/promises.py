@@ -99,7 +99,7 @@ class Promises:
             scheduler = self.scheduler
             usual_s = scheduler.tpot_s or max(0.025, 3 * self._tempo_s())
             tpot_s = slo.tpot_s or usual_s
-            usual_gap_s = LONGEST_GAP * tpot_s if slo.tpot_s or not scheduler.itl_s else scheduler.itl_s
+            usual_gap_s = max(scheduler.itl_s, tpot_s) if scheduler.itl_s else LONGEST_GAP * tpot_s
             known = Targets(tpot_s, slo.itl_s or usual_gap_s)
             if len(self._by_slo) < 1024:
                 self._by_slo[slo] = known
