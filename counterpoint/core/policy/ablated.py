@@ -74,7 +74,7 @@ class NoEstimator(NoFusion):
 
     def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
         level = self.levels[min(len(self.levels) - 1, len(decodes) * len(self.levels) // self.scheduler.max_running)]
-        self.wanted = Option(0, level, 0.0, 0.0, 0.0, 0.0, 1.0)
+        self.wanted = Option(0, level, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         return self.wanted
 
     def _group(self, work: Work, units: int, state: State) -> int:

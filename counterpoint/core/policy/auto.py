@@ -229,11 +229,11 @@ class Auto:
         limit_s, gap_s, to_come = max(MARGIN * limits.mean_s, EASE * quiet_s), MARGIN * limits.gap_s, limits.to_come
         late: list[float] = []
         for option in found:
-            whole_s, period_s = option.whole_s, option.period_s
-            busy, crowded = min(1.0, load * whole_s), min(1.0, queue * whole_s / period_s / to_come)
-            mean_s = 1 / (busy / period_s + (1 - busy) / quiet_s)
-            felt_s = crowded * period_s + (1 - crowded) * mean_s
-            late.append(max(0.0, felt_s / limit_s - 1, period_s / gap_s - 1))
+            whole_s, step_s = option.whole_s, option.step_s
+            busy, crowded = min(1.0, load * whole_s), min(1.0, queue * whole_s / step_s / to_come)
+            mean_s = 1 / (busy / step_s + (1 - busy) / quiet_s)
+            felt_s = crowded * step_s + (1 - crowded) * mean_s
+            late.append(max(0.0, felt_s / limit_s - 1, option.period_s / gap_s - 1))
         return late
 
     def _best(self, found: list[Option], late: list[float], need: float, stakes: Stakes) -> Option:

@@ -25,12 +25,13 @@ GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 class Option(msgspec.Struct, frozen=True, gc=False):
     """`chunk` tokens in a step, decodes and prompt pieces together (0: a split), or `units` for decode beside prefill on the rest.
-    `period_s`: guarded time from one decode step to the next. `lag`: share of their time that decodes lose by the prefill.
-    `whole_s`: till all of the backlog is done; `first_s`: till the mean of its first tokens. `stretch`: `whole_s` as a multiple of
-    what prefill alone on the whole device would take."""
+    `step_s`: from one decode step to the next, expected; `period_s`: what most stay under. `lag`: share of their time that decodes
+    lose by the prefill. `whole_s`: till all of the backlog is done; `first_s`: till the mean of its first tokens. `stretch`:
+    `whole_s` as a multiple of what prefill alone on the whole device would take."""
 
     chunk: int
     units: int
+    step_s: float
     period_s: float
     lag: float
     whole_s: float
@@ -102,14 +103,14 @@ class Prices:
             step_s, guarded_s = belief.both(backlog.piece(taken, batch, context, self.layers), units)
             whole_s = backlog.tokens / taken * step_s
             first_s = whole_s if taken == backlog.tokens else whole_s * (backlog.prompts + 1) / (2 * backlog.prompts)
-            found.append(Option(chunk, units, guarded_s, 1 - decode_s / step_s, whole_s, first_s, whole_s / prefill_s))
+            found.append(Option(chunk, units, step_s, guarded_s, 1 - decode_s / step_s, whole_s, first_s, whole_s / prefill_s))
             if taken == backlog.tokens:
                 break
         for level in self.levels:
             rest = units - level
             step_s, guarded_s = belief.both(decode, level, (prefill, rest))
             whole_s = belief.seconds(prefill, rest, (decode, level))
-            found.append(Option(0, level, guarded_s, 1 - decode_s / step_s, whole_s, whole_s, whole_s / prefill_s))
+            found.append(Option(0, level, step_s, guarded_s, 1 - decode_s / step_s, whole_s, whole_s, whole_s / prefill_s))
         return found
 
 
