@@ -97,7 +97,8 @@ class Found:
 
 
 def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] = lambda: None) -> Found:
-    """The mode's goodput. `start`: the grid step at which the search begins. `tell` is called after every run."""
+    """The mode's goodput. `start`: the grid step at which the search begins. `tell` is called after every run. Raises ValueError if
+    the load is too small to be served late at any rate."""
     config = task.config.replace(**mode.settings)
     seen: dict[int, dict[str, Any] | None] = {}
 
@@ -108,6 +109,9 @@ def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] =
         return seen[step] is not None
 
     low = highest(holds, start)
+    if low is not None and low + 1 not in seen:
+        few = f"{len(task.queries)} requests are too few: {mode.name} serves them in time even when all come at once"
+        raise ValueError(f"{few}; give more requests or tighter targets")
     tried = tuple((task.at(step), result["slo_attainment"] if result else None) for step, result in sorted(seen.items()))
     result = seen[low] if low is not None else None
     if low is None or result is None:

@@ -53,6 +53,11 @@ def test_a_target_below_the_service_time_is_never_met():
     assert find_rate(one_server(0.1, 0.9, 0.05), SERIAL).rate == 0.0
 
 
+def test_a_load_that_is_in_time_at_any_rate_is_refused():
+    with pytest.raises(ValueError, match="200 requests are too few: serial"):
+        find_rate(one_server(0.1, 0.9, 25.0), SERIAL)
+
+
 def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
     queries = tuple(synthetic(40, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0))
     task = Task(H200, Config().replace(ttft_s=0.3, tpot_s=0.02), queries, precision=0.1)
@@ -77,7 +82,7 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     app = cyclopts.App()
     app.default(plan.command)
     path = tmp_path / "plan.json"
-    load = ["--requests", "20", "--prompt-tokens", "500", "--output-tokens", "10", "--precision", "0.2", "--jobs", "1"]
+    load = ["--requests", "60", "--prompt-tokens", "500", "--output-tokens", "10", "--precision", "0.2", "--jobs", "1"]
     app(
         [*load, "--modes", "serial,chunked:512", "--slo", "ttft=0.2,tpot=20ms", "--json", str(path)],
         exit_on_error=False,
