@@ -28,6 +28,10 @@ class Forecast:
     def factors(self) -> dict[str, float]:
         return {worker: self.factor(worker) for worker in self._logs}
 
+    def forget(self, worker: str) -> None:
+        """It is gone; under its name may come another machine."""
+        self._logs.pop(worker, None)
+
     def came(self, worker: str, priced_s: float, told_s: float, actual_s: float) -> None:
         """A first token came from `worker` after `actual_s`; its prices alone gave `priced_s`, and `told_s` was predicted."""
         if priced_s <= 0 or actual_s <= 0:

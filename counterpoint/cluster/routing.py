@@ -128,6 +128,7 @@ class Routing:
         self.seats.pop(worker, None)
         self.prefixes.forget(worker)
         self.router.wires.forget(worker)
+        self.forecast.forget(worker)
 
     def loads(self) -> list[Load]:
         """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
@@ -227,7 +228,7 @@ class Routing:
     def began(self, id: str, after_s: float) -> None:
         """The client has its first token, `after_s` seconds after request `id` was picked for."""
         booking = self.bookings.get(id)
-        if booking is not None:
+        if booking is not None and self.seats.get(booking.route.prefill) is booking.source:
             self.forecast.came(booking.route.prefill, booking.priced_s, booking.told_s, after_s)
 
     def sent(self, source: str, target: str, times: Times) -> None:

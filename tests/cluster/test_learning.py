@@ -95,6 +95,21 @@ def test_predictions_come_to_be_right_and_the_slow_worker_gets_less():
     assert given_to[200:].count("p") < given_to[200:].count("q")
 
 
+def test_nothing_is_kept_of_a_worker_that_is_gone():
+    book = routing(p=Role.PREFILL, d=Role.DECODE)
+    for n in range(FEWEST):
+        book.pick(arrive(f"r{n}"), "", "")
+        book.began(f"r{n}", 1.0)
+        book.sent("p", "d", Times(0, 0, 0, 0, 0, page_layers=4, sending_s=0.001))
+        book.ended(f"r{n}")
+    assert book.forecast.factors().keys() == {"p"} and book.router.wires.links
+    book.pick(arrive("late"), "", "")
+    book.unseat("p")
+    book.began("late", 1.0)
+    assert not book.forecast.factors() and not book.router.wires.links
+    assert book.router.wires.between("p", "d") != 1e9, "what all links carry is still known"
+
+
 def test_what_was_never_predicted_is_not_learnt_from():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
     book.pick(arrive("a"), "", "")

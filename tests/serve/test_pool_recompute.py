@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,5 @@ def test_with_recompute_every_answer_goes_on(tmp_path: Path, role: str):
             ends_whole(stream, whole)
             poll(pool.well, 60, "a worker does not come back")
             poll(lambda: pool.at_rest, 20, "something is still held")
+        places = re.findall(r"worker (\S+) \(\w+\) is ready at (\S+):", pool.said())
+        assert len(places) > 4 and len(set(places)) == 3, "a worker does not come back to its address"
