@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from held_pool import asked, held_pool
 from pool_process import text_of
 from serve_process import poll
-from test_pool_states import asked, held_pool
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from held_pool import STATES, asked, ends_whole, held_pool
 from pool_process import text_of
 from serve_process import poll
-from test_pool_states import STATES, asked, ends_whole, held_pool
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

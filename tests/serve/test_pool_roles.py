@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from held_pool import ASKED, HeldPool, asked, held_pool
 from pool_process import text_of
 from serve_process import poll
-from test_pool_states import ASKED, HeldPool, asked, held_pool
 
 DECODES = ("decode-0", "decode-1")
 EASY = {"ttft_s": 100.0}  # so that the router leaves the pools' roles as they are
@@ -52,6 +52,7 @@ def test_choices_of_one_prompt_send_its_kv_once(tmp_path: Path):
             answer = pool.post("/v1/completions", body).json()
             assert len({choice["text"] for choice in answer["choices"]}) == 1 and len(answer["choices"]) == n
             assert answer["usage"]["completion_tokens"] == 5 * n
+            poll(lambda: pool.metric("counterpoint_worker_handoff_sent_bytes_total") > before, what="nothing was sent")
             poll(lambda: pool.at_rest, 20, "something is still held")
             return pool.metric("counterpoint_worker_handoff_sent_bytes_total") - before
 
