@@ -13,7 +13,8 @@ from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
 
 ANSWERS = 256  # remembered
-FEWEST, USUAL = 8, 64  # answers beyond a length before that is relied on; tokens still to come till then
+FEWEST, USUAL = 8, 64  # answers beyond a length before that is relied on; tokens of an answer till then
+SOON, LINDY = 8, 4  # tokens still to come till then: what has run for long goes on for longer, but may end soon
 EARLY = 0.2  # share of answers that may end sooner
 
 
@@ -36,12 +37,15 @@ class Answers:
             self.mean = sum(self._ordered) / len(self._ordered)
 
     def still_to_come(self, tokens: int) -> int:
-        """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1."""
+        """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1. While few are known, what has run
+        for long is taken to go on for longer, but none for sure."""
         found = self._left.get(tokens)
         if found is None:
             longer = bisect.bisect_right(self._ordered, tokens)
             left = len(self._ordered) - longer
-            found = self._left[tokens] = self._ordered[longer + int(EARLY * left)] - tokens if left >= FEWEST else USUAL
+            known = left >= FEWEST
+            found = self._ordered[longer + int(EARLY * left)] - tokens if known else max(SOON, tokens // LINDY)
+            self._left[tokens] = found
         return found
 
 

@@ -13,7 +13,7 @@ from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Option
 from counterpoint.core.policy.promises import Limits, Promises, Stakes
 from counterpoint.core.request import Request
-from counterpoint.core.state import USUAL, Answers
+from counterpoint.core.state import SOON, Answers
 from counterpoint.types import Arrive, Sampling, Slo, Step, StepDone, Work
 
 
@@ -229,11 +229,12 @@ def test_a_lag_is_made_good_before_answers_are_likely_to_end():
 
 def test_what_is_likely_still_to_come_follows_the_latest_answers():
     answers = Answers()
-    assert answers.still_to_come(3) == USUAL
+    assert answers.still_to_come(3) == SOON, "it may end any time"
+    assert answers.still_to_come(400) == 100
     for i in range(300):
         answers.add(1000 if i < 44 else 10 + i % 10)  # the first ones are forgotten
     assert answers.still_to_come(0) in (11, 12)
-    assert answers.still_to_come(19) == USUAL
+    assert answers.still_to_come(19) == SOON
 
 
 def test_prompts_that_waited_very_long_go_first_and_are_not_overtaken():
@@ -447,6 +448,15 @@ def test_prefill_keeps_up_with_what_comes(demand, units):
     assert isinstance(policy, Auto)
     fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
     assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, demand, 1.0)).units == units
+
+
+@pytest.mark.parametrize(("load", "units"), [(0.1, 3), (0.6, 1)])
+def test_time_till_prompts_are_due_is_kept_for_those_that_come(load, units):
+    """The prompt that is here would be in time with the gentle split, if none came after it."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
+    assert policy._best([fast, gentle], [0.0, 0.0], 2.5, Stakes(0.1, 0.0, 1.0, 0.0, load, 0.0, 1.0)).units == units
 
 
 def test_a_mean_is_judged_by_what_is_expected_and_a_gap_by_what_may_happen():
