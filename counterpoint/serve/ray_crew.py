@@ -34,6 +34,7 @@ CONNECT_S = 60.0
 REACH_S = 5.0
 CLOSE_S = 5.0
 BEGIN_S = 60.0  # for Ray to take an actor
+LOOK_S, ANSWER_S = 5.0, 5.0  # pause between looks at the cluster, and what an answer may take
 ROOM_S = 60.0  # for Ray to find room for all workers
 STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
 
@@ -69,6 +70,7 @@ class Actors:
         self._bundle: dict[str, float] = {}
         self._group: Any = None
         self._actors: dict[str, Any] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     async def open(self, names: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -78,6 +80,7 @@ class Actors:
             await asyncio.wait_for(self._caller.call(self._open), CONNECT_S + ROOM_S)
         except OSError as error:  # TimeoutError is one
             raise EngineFailed(f"ray_address {self.address}: {str(error) or 'Ray does not respond'}", "user") from None
+        self._watching = asyncio.create_task(self._watch())
         with contextlib.suppress(ValueError):  # not the main thread: there is no handler of ours
             for number in (signal.SIGTERM, signal.SIGINT):  # Ray puts one before ours that prints a stack
                 signal.signal(number, signal.getsignal(number))
@@ -116,11 +119,27 @@ class Actors:
         try:
             return exit_words(await asyncio.wrap_future(await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)))
         except TimeoutError:
-            return "Ray does not respond: if the cluster's head is lost, start this server again when there is a new one"
+            return "Ray does not respond"
         except Exception as error:  # Ray has many kinds; whatever it is, the worker does not run, and is started again
             return str(error).strip().partition("\n")[0]
         finally:
             self.kill(start.name)
+
+    async def _watch(self) -> None:
+        """Say so when the cluster is lost: Ray itself would not, and nobody tells of the end of its actors any more."""
+        responds = True
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await asyncio.wait_for(self._caller.call(self.ray.nodes), ANSWER_S)
+            except Exception:  # TimeoutError, or one of Ray's
+                if responds:
+                    log.error("Ray does not respond: if the cluster's head is lost, start this server again for a new one")
+                responds = False
+            else:
+                if not responds:
+                    log.info("Ray responds again")
+                responds = True
 
     def _begin(self, start: Start) -> Any:
         """An actor in its place: the future of its exit status."""
@@ -145,6 +164,9 @@ class Actors:
             self.ray.kill(actor)
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         with contextlib.suppress(TimeoutError):  # a cluster that is lost
             await asyncio.wait_for(self._caller.call(self._close), CLOSE_S)
 

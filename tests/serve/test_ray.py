@@ -174,6 +174,7 @@ def test_a_lost_head_does_not_end_the_front(start, monkeypatch: pytest.MonkeyPat
     assert answer(pool) == before, "the worker of the other node lives"
     poll(lambda: pool.get("/health").status_code == 503, 60, "workers outlive their node")
     assert pool.process.poll() is None, "the front has gone with the head"
+    poll(lambda: "Ray does not respond" in pool.said(), 40, "nobody is told")
     assert pool.post("/v1/completions", GREEDY).status_code == 503
     pool.process.send_signal(signal.SIGTERM)
     assert pool.process.wait(40) == 0
