@@ -450,15 +450,6 @@ def test_prefill_keeps_up_with_what_comes(demand, units):
     assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, demand, 1.0)).units == units
 
 
-@pytest.mark.parametrize(("load", "units"), [(0.1, 3), (0.6, 1)])
-def test_time_till_prompts_are_due_is_kept_for_those_that_come(load, units):
-    """The prompt that is here would be in time with the gentle split, if none came after it."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
-    assert isinstance(policy, Auto)
-    fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, gentle], [0.0, 0.0], 2.5, Stakes(0.1, 0.0, 1.0, 0.0, load, 0.0, 1.0)).units == units
-
-
 def test_a_mean_is_judged_by_what_is_expected_and_a_gap_by_what_may_happen():
     """Now and then a pass takes twice as long. That is no reason against it, unless a longest gap was promised."""
     policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())

@@ -35,7 +35,6 @@ from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Wo
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.97  # share of the target that is aimed at
 EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
-RESERVED = 0.9  # of the time till prompts are due, at most, for those that will come
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 
 
@@ -239,10 +238,9 @@ class Auto:
 
     def _best(self, found: list[Option], late: list[float], need: float, stakes: Stakes) -> Option:
         """The least harm to targets, to one per cent; then the least delay of all requests together; rather the one before than
-        one hardly better. Of the time till prompts are due, those that will come meanwhile ask for their share."""
+        one hardly better."""
         before = self.wanted or self.choice
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
-        need *= 1 - min(RESERVED, stakes.load * found[0].whole_s / found[0].stretch)
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
             behind = max(option.stretch / need if need else math.inf, stakes.demand * option.whole_s)  # of those here, and to come
