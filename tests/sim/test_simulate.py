@@ -147,6 +147,8 @@ def test_answers_go_on_beside_documents_where_lanes_share_no_units(depth):
     documents = [record for record in came.records if record.prompt_tokens == 2000]
     assert max(itertools.chain.from_iterable(np.diff(record.token_s) for record in came.records)) < 2.0
     assert [record.id for record in sorted(documents, key=lambda r: r.token_s[0])] == [record.id for record in documents]
+    chats = [record for record in came.records if record.prompt_tokens < 2000]
+    assert max(record.token_s[0] - record.arrival_s for record in chats) < 2.0, "none waits for the pass of a document"
 
 
 def test_a_faster_device_answers_sooner():

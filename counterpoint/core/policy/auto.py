@@ -124,10 +124,20 @@ class Auto:
         admitted, aside = self._admitted(state.prefills(lane), state, now), state.lanes[1].aside
         if aside is not None:
             admitted = self._overtaking(admitted, aside, now)
-        picks = whole_prompts(admitted, self.scheduler.max_pass_tokens)
+        picks = self._in_time(whole_prompts(admitted, self.scheduler.max_pass_tokens), now)
         if not picks:
             return None
         return Fill(picks, units, self._group(backlog_of(picks).work(self.layers), units, state))
+
+    def _in_time(self, picks: list[tuple[Request, int]], now: float) -> list[tuple[Request, int]]:
+        """The first of `picks`, up to one that would make others late which are in time without it: a pass ends for all at once."""
+        ends_s, first_due = now, math.inf
+        for index, (request, _) in enumerate(picks):
+            before_s, ends_s = ends_s, ends_s + self.promises.takes_s(request)
+            if before_s <= first_due < ends_s:
+                return picks[:index]
+            first_due = min(first_due, self.promises.due(request))
+        return picks
 
     def _prefill_units(self, lane: Lane, state: State) -> int:
         kept = 0

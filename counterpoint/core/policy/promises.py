@@ -134,6 +134,10 @@ class Promises:
             known = self._prompt_s[key] = self.belief.seconds(work, self.units)
         return known
 
+    def takes_s(self, request: Request) -> float:
+        """The rest of its prompt at the pace in force."""
+        return self.stretch * self.prompt_s(request)
+
     # ------------------------------------------------------------ of many
 
     def by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
