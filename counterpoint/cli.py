@@ -79,7 +79,7 @@ def worker(
 
     counterpoint worker ./Qwen3-0.6B --join 10.0.0.1:7000 --role decode --cluster-token-file token
     """
-    from counterpoint.serve.worker import join as join_front
+    from counterpoint.serve.pool.worker import join as join_front
 
     return join_front(with_token(config), join, role, name)
 

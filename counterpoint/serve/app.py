@@ -45,7 +45,7 @@ from counterpoint.serve.openai import (
     parse,
 )
 from counterpoint.serve.page import page
-from counterpoint.serve.pool import Pool
+from counterpoint.serve.pool.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import ChatReply, CompletionReply, Json
 from counterpoint.serve.responses import ResponsesRequest

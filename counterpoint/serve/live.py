@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 import counterpoint
 from counterpoint.serve.client import EngineClient
 from counterpoint.serve.guard import Overloaded, Queue
-from counterpoint.serve.pool import Pool
+from counterpoint.serve.pool.pool import Pool
+from counterpoint.serve.pool.stage import about, told
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.replies import Json, event
-from counterpoint.serve.stage import about, told
 from counterpoint.serve.stream import ClientGone, unless_gone
 from counterpoint.types import LaneStep
 

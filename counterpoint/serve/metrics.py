@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from counterpoint.serve.guard import Queue
-from counterpoint.serve.pool_metrics import PoolMetrics
+from counterpoint.serve.pool.metrics import PoolMetrics
 from counterpoint.serve.wire import Hello
 from counterpoint.types import Finish, Record, Stats
 

@@ -23,7 +23,7 @@ from counterpoint.serve.client import EngineClient, EngineFailed
 from counterpoint.serve.intake import Intake
 from counterpoint.serve.logs import anything_ran, load_between, start_logging
 from counterpoint.serve.metrics import Metrics
-from counterpoint.serve.pool import Pool
+from counterpoint.serve.pool.pool import Pool
 from counterpoint.serve.pulse import Pulse
 from counterpoint.serve.structure.check import Checker
 from counterpoint.serve.text import Text, TextError

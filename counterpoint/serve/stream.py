@@ -21,7 +21,7 @@ from counterpoint.serve.client import EngineClient, EngineLost, Stream, TimedOut
 from counterpoint.serve.guard import Place
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.openai import ApiError
-from counterpoint.serve.pool import Pool
+from counterpoint.serve.pool.pool import Pool
 from counterpoint.serve.replies import Json, Reply, encode, usage_of
 from counterpoint.serve.text import Text
 from counterpoint.serve.trace import Traced, Tracing

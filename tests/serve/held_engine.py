@@ -61,7 +61,7 @@ def system(*args: Any) -> build.System:
 
 
 if __name__ == "__main__":
-    from counterpoint.serve import pool
+    from counterpoint.serve.pool import pool
     from counterpoint.serve.server import run
 
     config = Config().replace(model=sys.argv[1], **json.loads(sys.argv[2]))

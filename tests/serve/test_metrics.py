@@ -16,9 +16,9 @@ from counterpoint.cluster.router import Router
 from counterpoint.cluster.routing import Routing, Shape
 from counterpoint.cluster.wires import FEWEST, Wires
 from counterpoint.perf.roofline import Roofline
-from counterpoint.serve.joining import Census
 from counterpoint.serve.metrics import DISTRIBUTIONS, Metrics
-from counterpoint.serve.pool_metrics import PoolMetrics, WorkerState
+from counterpoint.serve.pool.joining import Census
+from counterpoint.serve.pool.metrics import PoolMetrics, WorkerState
 from counterpoint.serve.wire import Hello
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS

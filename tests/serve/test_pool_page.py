@@ -10,7 +10,7 @@ from pool_process import Pool
 from serve_process import poll
 from test_live import Frame, first, watching
 
-from counterpoint.serve.stage import Place, about, named_lanes, staged
+from counterpoint.serve.pool.stage import Place, about, named_lanes, staged
 from counterpoint.types import LaneStep, Stats
 
 BODY = {"prompt": "what two workers do " * 3, "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}

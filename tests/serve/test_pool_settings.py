@@ -9,9 +9,9 @@ import pytest
 
 from counterpoint.build import link_bytes_per_s, movers, sharers, take_gpu
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.crew import divided
-from counterpoint.serve.pool import make_elastic
-from counterpoint.serve.roster import shared_token
+from counterpoint.serve.pool.crew import divided
+from counterpoint.serve.pool.pool import make_elastic
+from counterpoint.serve.pool.roster import shared_token
 from counterpoint.serve.totals import counters, total
 from counterpoint.types import Stats
 

@@ -21,7 +21,7 @@ from serve_process import ROOT, poll
 from test_process_life import Reading
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.ray_crew import Actors, bundle
+from counterpoint.serve.pool.ray_crew import Actors, bundle
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra cluster)")
 GREEDY = {"prompt": "to be continued elsewhere ", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}

@@ -17,7 +17,7 @@ import msgspec
 
 from counterpoint.cluster.control import Address, ControlError, Wire
 from counterpoint.cluster.messages import WireError
-from counterpoint.serve.joining import Farewell, FromWorker, Join, Ready, Told, encode, hear_front, join
+from counterpoint.serve.pool.joining import Farewell, FromWorker, Join, Ready, Told, encode, hear_front, join
 from counterpoint.serve.wire import BEAT_S, Beat
 
 AGAIN_S = 1.0  # pause before the front is looked for again

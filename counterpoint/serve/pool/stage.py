@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from counterpoint.serve.pool_metrics import WorkerState
+from counterpoint.serve.pool.metrics import WorkerState
 from counterpoint.types import LaneStep, Stats
 
 LANES = 2  # of one worker, at most

@@ -21,11 +21,11 @@ from counterpoint.cluster.control import Address, ControlError, Wire
 from counterpoint.cluster.digest import Digest, refusal
 from counterpoint.cluster.messages import WireError
 from counterpoint.config import Config, ConfigError, host_and_port
-from counterpoint.serve import joining
 from counterpoint.serve.client import EngineFailed
-from counterpoint.serve.crew import Crew, Places, Processes
-from counterpoint.serve.joining import Census, Farewell, Join, Leaving, Ready, Said, token_of
-from counterpoint.serve.pool_metrics import WorkerState
+from counterpoint.serve.pool import joining
+from counterpoint.serve.pool.crew import Crew, Places, Processes
+from counterpoint.serve.pool.joining import Census, Farewell, Join, Leaving, Ready, Said, token_of
+from counterpoint.serve.pool.metrics import WorkerState
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Progress
 from counterpoint.types import Role, Stats
 
@@ -255,7 +255,7 @@ class Roster:
 def places_of(config: Config) -> Places:
     if config.cluster.ray_address is None:
         return Processes(config.device.cores)
-    from counterpoint.serve.ray_crew import Actors
+    from counterpoint.serve.pool.ray_crew import Actors
 
     return Actors(config)
 

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from counterpoint.cluster.nouns import Ended, Times
 from counterpoint.cluster.routing import Routing
-from counterpoint.serve.joining import Census
+from counterpoint.serve.pool.joining import Census
 from counterpoint.types import Stats
 
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

@@ -27,11 +27,11 @@ from counterpoint.cluster.wear import Quarantined, Replace, Wear
 from counterpoint.cluster.wires import Wires
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.client import EngineFailed, EngineLost, Listener, Mail, State, Stream
-from counterpoint.serve.joining import Farewell, Orders, Ready, Said, Told
-from counterpoint.serve.lives import Life, alike, delta_of, with_ends
-from counterpoint.serve.pool_metrics import PoolMetrics
-from counterpoint.serve.roster import Member, Roster
-from counterpoint.serve.stage import Place, named_lanes, staged
+from counterpoint.serve.pool.joining import Farewell, Orders, Ready, Said, Told
+from counterpoint.serve.pool.lives import Life, alike, delta_of, with_ends
+from counterpoint.serve.pool.metrics import PoolMetrics
+from counterpoint.serve.pool.roster import Member, Roster
+from counterpoint.serve.pool.stage import Place, named_lanes, staged
 from counterpoint.serve.totals import added_rows, counters, total
 from counterpoint.serve.wire import Hello, Outputs
 from counterpoint.spec.source import Source

@@ -27,8 +27,8 @@ from counterpoint.cluster.control import is_local
 from counterpoint.config import Config, ConfigError, host_and_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.serve.client import EngineFailed, exit_words
-from counterpoint.serve.crew import divided
-from counterpoint.serve.worker import Start, work
+from counterpoint.serve.pool.crew import divided
+from counterpoint.serve.pool.worker import Start, work
 
 CONNECT_S = 60.0
 REACH_S = 5.0

@@ -24,7 +24,7 @@ from counterpoint.cluster.control import Address
 from counterpoint.config import Config
 from counterpoint.device.cores import usable_cores
 from counterpoint.serve.client import exit_words
-from counterpoint.serve.worker import Start
+from counterpoint.serve.pool.worker import Start
 from counterpoint.types import Role
 
 PAUSE_S = (0.2, 30.0)  # before a worker is started again: at first, at most
@@ -137,7 +137,7 @@ class Processes:
 
     async def run(self, start: Start) -> str:
         process = self._processes[start.name] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "counterpoint.serve.worker", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", "counterpoint.serve.pool.worker", stdin=asyncio.subprocess.PIPE
         )
         rank = list(self._cores).index(start.name)
         start = msgspec.structs.replace(start, cores=self._cores[start.name], engines=len(self._cores), rank=rank)

@@ -1,4 +1,4 @@
-"""A worker's process: one engine of a pool, `python -m counterpoint.serve.worker` or `counterpoint worker`.
+"""A worker's process: one engine of a pool, `python -m counterpoint.serve.pool.worker` or `counterpoint worker`.
 
 Owns: the life of this process, and what passes between engine, courier and front. Promises: whatever the front was told of a
 request goes to it in order; when the front is lost, every request here is given up, and none of its pages is kept; a failure to
@@ -40,9 +40,9 @@ from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.timeline import Timeline, Transfer
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
-from counterpoint.serve.frontline import FrontLine
-from counterpoint.serve.joining import Census, Join, Leaving, Ready, Said, Told, token_of
 from counterpoint.serve.logs import start_logging
+from counterpoint.serve.pool.frontline import FrontLine
+from counterpoint.serve.pool.joining import Census, Join, Leaving, Ready, Said, Told, token_of
 from counterpoint.serve.wire import Failed, Progress
 from counterpoint.spec.model import ModelError
 from counterpoint.types import Arrive, Delta, Output, Release, Role
@@ -70,7 +70,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> int:
-    """Started by serve/crew.py, which writes a Start to standard input, and watched by its other end."""
+    """Started by serve/pool/crew.py, which writes a Start to standard input, and watched by its other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what they mean
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
