@@ -14,9 +14,9 @@ import pytest
 from cuda_rig import HAS_GPU
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
-from conftest import TINY
 from pool_process import Pool, answers, mixed_requests, others
 from serve_process import poll
+from tiny_model import TINY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
 

@@ -13,11 +13,11 @@ from typing import Any, TextIO
 
 import psutil
 import pytest
-from conftest import TINY
 from held_engine import FOLDER, POINTS
 from pool_process import FLAGS, Pool, text_of
 from serve_process import HERE, Running, poll
 from test_process_life import Reading
+from tiny_model import TINY
 
 PROMPT = "what is prefilled here is decoded there, and all of it is told to the client " * 3
 ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "stream": True}

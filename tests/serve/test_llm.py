@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from tiny_model import TINY
 
 import counterpoint
 from counterpoint import LLM, SamplingParams

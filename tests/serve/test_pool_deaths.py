@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from conftest import TINY
 from pool_process import Pool, text_of
 from serve_process import poll
 from test_process_life import Reading
+from tiny_model import TINY
 
 LONG = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True, "stream": True}
 LOST_S = 2.0
