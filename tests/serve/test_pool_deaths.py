@@ -6,13 +6,12 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from pool_process import Pool, text_of
+from pool_process import Pool
 from serve_process import poll
 from test_process_life import Reading
 from tiny_model import TINY
@@ -163,17 +162,3 @@ def test_clients_that_leave_while_kv_moves_leak_nothing(pool: Pool):
     left = asyncio.run(ask_all())
     assert sum(left) > 30, "hardly one has left early"
     assert stream(pool, "one who stays ", max_tokens=20).end()[-1] == "[DONE]"
-
-
-def test_answers_go_on_elsewhere_if_that_is_wanted(start_pool: Callable[..., Pool], pool: Pool, tmp_path: Path):
-    other = start_pool(prefill=1, decode=2, on_loss="recompute", transport="tcp")
-    prompts = [f"to be continued, {n} " for n in range(4)]
-    streams = [stream(other, prompt) for prompt in prompts]
-    wait_for_both(other)
-    other.worker("decode-0").kill()
-    disturbed = [one.end() for one in streams]
-    assert all(events[-1] == "[DONE]" for events in disturbed)
-    poll(lambda: is_well(other), 60)
-    undisturbed = [stream(other, prompt).end() for prompt in prompts]
-    assert [text_of(events) for events in disturbed] == [text_of(events) for events in undisturbed]
-    poll(lambda: other.at_rest, 20, "something is still held")
