@@ -151,7 +151,7 @@ class Partitions:
         """Give the contexts back. Nothing runs on their streams, and graphs captured on them are gone."""
         if not (self._handles.streams or self._handles.contexts):
             return
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         for stream in self._handles.streams:
             driver.cuStreamDestroy(stream)
@@ -160,7 +160,7 @@ class Partitions:
         self._handles = _Handles()
 
     def _split(self, level: int) -> Pair:
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         torch.empty(1, device=torch.device("cuda", self.device))  # the primary context exists
         device = _done(driver.cuDeviceGet(self.device), "cuDeviceGet")

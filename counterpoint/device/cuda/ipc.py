@@ -54,7 +54,7 @@ class CudaGpu:
 
     def __init__(self, device: int = 0, staged: bool = False) -> None:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise LinkError("CUDA IPC needs the package cuda-bindings: pip install 'counterpoint[cuda]'") from None
         self._driver: Any = driver

@@ -126,7 +126,7 @@ class Problem:
 
 def flashinfer_decode(problem: Problem) -> Callable[[int, torch.Tensor], Any]:
     """FlashInfer's tensor-core decode as released, planned once (its plan doesn't know the partition)."""
-    import flashinfer
+    import flashinfer  # pyright: ignore[reportMissingImports]
 
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, problem.layout, use_tensor_cores=True, backend="fa2")
