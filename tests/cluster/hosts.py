@@ -30,6 +30,9 @@ import httpx
 
 from counterpoint.cluster.transfer import visible_s
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+from serve_process import poll
+
 HERE, THERE = "cp-decode", "cp-prefill"  # namespaces
 ADDRESS = {HERE: "10.77.0.1", THERE: "10.77.0.2"}
 PORT, JOIN = 8000, 7000
@@ -95,11 +98,7 @@ def served(model: str, grain: str, folder: Path) -> Iterator[None]:
 def ask(requests: int, seed: int) -> dict[str, Any]:
     """Run inside the server's namespace: one prompt after another; what the metrics say of their handoffs."""
     http = httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=300)
-    deadline = time.monotonic() + READY_S
-    while not ready(http):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the two workers were not ready in time")
-        time.sleep(0.2)
+    poll(lambda: ready(http), READY_S, "the two workers are ready")
     before, first_s = summed(http), []
     for number in range(requests + 1):
         prompt = [1000 + (seed * 7919 + number * 104_729 + i * 31) % 20_000 for i in range(PROMPT_TOKENS)]

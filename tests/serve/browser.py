@@ -26,14 +26,15 @@ FLAGS = [
 
 
 class NoBrowser(Exception):
-    """What is called so here is none (a stand-in of a package that is not installed, say)."""
+    """There is none here, or what is called so is none (a stand-in of a package that is not installed, say)."""
 
 
 class Browser:
     """`folder` must be fresh: it becomes the profile."""
 
     def __init__(self, folder: Path) -> None:
-        assert CHROMIUM is not None
+        if CHROMIUM is None:
+            raise NoBrowser("no chromium here (Debian: apt install chromium)")
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         told = folder / "DevToolsActivePort"

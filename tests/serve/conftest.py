@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser, NoBrowser
 from serve_process import Running
 from tiny_model import TINY
 
@@ -47,3 +48,13 @@ def own_server(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         if running.process.poll() is None:
             running.process.kill()
             running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    try:
+        running = Browser(tmp_path_factory.mktemp("chromium"))
+    except NoBrowser as none:
+        pytest.skip(str(none))
+    yield running
+    running.close()

@@ -10,22 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser, NoBrowser, Tab
+from browser import Browser, Tab
 from serve_process import ROOT, Running, poll
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt install chromium)")
 Start = Callable[..., Running]
 READY = "document.getElementById('state').dataset.state === 'ready'"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    try:
-        running = Browser(tmp_path_factory.mktemp("chromium"))
-    except NoBrowser as none:
-        pytest.skip(str(none))
-    yield running
-    running.close()
 
 
 @pytest.fixture

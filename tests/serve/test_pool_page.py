@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import CHROMIUM, Browser, NoBrowser
+from browser import Browser
 from pool_process import Pool
 from serve_process import poll
 from test_live import Frame, first, watching
@@ -56,29 +56,21 @@ def test_frames_tell_of_each_worker_and_its_steps(pool: Pool):
         assert all("busy" in busy["lanes"][name] for name in ("prefill-0", "decode-0"))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt install chromium)")
-def test_the_page_shows_the_workers(pool: Pool, tmp_path_factory: pytest.TempPathFactory):
-    try:
-        browser = Browser(tmp_path_factory.mktemp("chromium"))
-    except NoBrowser as none:
-        pytest.skip(str(none))
-    try:
-        tab = browser.tab(pool.url + "/")
-        tab.until("document.querySelectorAll('#workers li').length === 3")
-        assert pool.post("/v1/completions", BODY).is_success
-        tab.until("view.steps.some(s => s[0] === 0) && view.steps.some(s => s[0] === 2)")
-        rows = tab.run("[...document.querySelectorAll('#workers li')].map(row => row.textContent)")
-        assert [row.startswith(name) for row, name in zip(rows, ("prefill-0", "decode-0", "replica-0"), strict=True)] == [True] * 3
-        assert "running" in rows[0] and not tab.run("document.getElementById('pool').hidden")
-        places = tab.run("(b => [[0,0,0,0,1,1,0],[2,0,0,0,1,0,1]].map(s => place(s, b)[0] - b.staff.y))(layout())")
-        assert places[0] == 0 < places[1], "each worker has a band of its own"
-        pool.worker("replica-0").kill()
-        tab.until("[...document.querySelectorAll('#workers small')].some(words => words.textContent === 'not there')")
-        poll(lambda: pool.get("/health").json()["status"] == "ok", 60, "the worker does not come back")
-        assert not tab.problems
-        tab.close()
-    finally:
-        browser.close()
+def test_the_page_shows_the_workers(pool: Pool, browser: Browser):
+    tab = browser.tab(pool.url + "/")
+    tab.until("document.querySelectorAll('#workers li').length === 3")
+    assert pool.post("/v1/completions", BODY).is_success
+    tab.until("view.steps.some(s => s[0] === 0) && view.steps.some(s => s[0] === 2)")
+    rows = tab.run("[...document.querySelectorAll('#workers li')].map(row => row.textContent)")
+    assert [row.startswith(name) for row, name in zip(rows, ("prefill-0", "decode-0", "replica-0"), strict=True)] == [True] * 3
+    assert "running" in rows[0] and not tab.run("document.getElementById('pool').hidden")
+    places = tab.run("(b => [[0,0,0,0,1,1,0],[2,0,0,0,1,0,1]].map(s => place(s, b)[0] - b.staff.y))(layout())")
+    assert places[0] == 0 < places[1], "each worker has a band of its own"
+    pool.worker("replica-0").kill()
+    tab.until("[...document.querySelectorAll('#workers small')].some(words => words.textContent === 'not there')")
+    poll(lambda: pool.get("/health").json()["status"] == "ok", 60, "the worker does not come back")
+    assert not tab.problems
+    tab.close()
 
 
 # ---------------------------------------------------------------- the arithmetic

@@ -10,8 +10,9 @@ to pay: what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, do
     split      moves for a gain of some per cent (hysteresis), at layer-group edges, once a group at most
     pause      decode may sit out layer groups that its slack pays for, when a first token is about to be late
     overtake   a short prompt goes before a long one between layer groups, if the long one can still be in time
+    cut        a pass ends before a prompt that would make the others in it late
 
-Owns: all of that. Promises: a decision in well under a millisecond. Must not: know what kind of device runs.
+Owns: all of that. Promises: a decision takes a millisecond or so at most. Must not: know what kind of device runs.
 """
 
 from __future__ import annotations
