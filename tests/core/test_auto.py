@@ -151,6 +151,28 @@ def test_a_broken_reading_moves_little():
     assert belief.seconds(work, 4) <= 5 * raw
 
 
+def test_what_is_slow_once_or_was_slow_long_ago_is_not_believed_in():
+    belief = Belief(Priced())
+    works = [Work(decode_batch=n, decode_context=400, samples=n, last_layer=6, layers=6) for n in (1, 2)]
+    raw_s = belief.seconds(works[0], 4)
+
+    def observe(work: Work, units: int, times: float) -> None:
+        took_s = times * belief.estimator.seconds(work, units)
+        belief.observe(Step(1, 0, 1, 0, 6, units, (), work), StepDone(1, 0, started_s=0.0, ended_s=took_s, units=units), None)
+
+    observe(works[0], 4, 20.0)
+    assert belief.seconds(works[0], 4) == raw_s, "the first of its kind may have waited for what is done once"
+    for times in (1.0, 1.0, 1.0, 20.0):
+        observe(works[0], 4, times)
+    assert belief.seconds(works[0], 4) < 1.03 * raw_s
+    for _ in range(40):
+        observe(works[0], 4, 3.0)
+    assert belief.seconds(works[0], 4) > 2 * raw_s
+    for _ in range(4000):
+        observe(works[1], 2, 1.0)
+    assert belief.seconds(works[0], 4) < 1.05 * raw_s, "nobody knows any more"
+
+
 def test_a_step_says_what_it_took_beside_another_only_of_the_time_in_which_there_was_one():
     """A decode runs 2 s: half of it beside a prefill, which halves its speed. Nothing was wrong with the prices."""
     belief = Belief(Priced(contention=2.0))
@@ -160,8 +182,9 @@ def test_a_step_says_what_it_took_beside_another_only_of_the_time_in_which_there
     beside_s, alone_s = belief.seconds(prompt, 3, (decode, 1)), belief.seconds(decode, 1)
     together_s = beside_s  # the prompt starts at 0 with the decode, and is done first
     ended_s = together_s + alone_s * (1 - together_s / (2 * alone_s))
-    belief.observe(other, StepDone(2, 1, started_s=0.0, ended_s=together_s, units=3), one)
-    belief.observe(one, StepDone(1, 0, started_s=0.0, ended_s=ended_s, units=1), None)
+    for _ in range(2):  # the first of a kind does not count
+        belief.observe(other, StepDone(2, 1, started_s=0.0, ended_s=together_s, units=3), one)
+        belief.observe(one, StepDone(1, 0, started_s=0.0, ended_s=ended_s, units=1), None)
     assert [(ratio, guard) for _, ratio, guard in belief.cells()] == [(pytest.approx(1.0), pytest.approx(1.0))] * 2
     assert all(high == pytest.approx(0.0, abs=1e-9) for _, _, high, _ in belief.errors())
 

@@ -7,7 +7,7 @@ Must not: be the physics of anything (the simulator has its own).
 Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of
 that ratio (after MuxWise's contention guard, ASPLOS'26): it rises fast when a step took longer than guarded, and decays slowly.
 A cell is (kind of step, units) for a step alone; beside another also the prompt tokens and the decode context that meet, in powers
-of four. A cell without a step of its own takes over from the nearest one that has had some.
+of four. A cell that has learned nothing yet takes over from the nearest one that has.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import msgspec
 from counterpoint.ports import Estimator
 from counterpoint.types import Step, StepDone, Work
 
-LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of a cell's first one
+LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of the first one that counts
 RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
 FADES, FADE = 64, 0.5  # every so many steps, what is left of the guard of a cell that none of them was in
+FORGET = 0.9  # and of its ratio, as a power: what is never chosen would else never be found to have become better
 MOSTLY = 0.5  # share of a step's time from which on it says something about the cell
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
+ODD, ODD_FIRST = 1.25, 2.0  # what took so many times longer or shorter than expected teaches no more than what took just that
 KEPT = 512  # latest errors of each kind
 SMALL_BITS, SIZES = 11, 4  # sizes: under 2K, 8K, 32K, and beyond
 FARTHER = 16  # one size up is as far away as so many units, another kind of company as all of them
@@ -89,6 +91,7 @@ class Belief:
         self.estimator = estimator
         self.version = 0  # grows when corrections have moved by some per cent
         self._known: dict[Cell, Correction] = {}
+        self._met: set[Cell] = set()
         self._stand_in: dict[Cell, Correction] = {}  # of the known cell that speaks for this one
         self._errors: dict[str, deque[float]] = {}
         self._moved = 0.0
@@ -137,12 +140,15 @@ class Belief:
         elsewhere = sum([share / self._correction(each).ratio for each, share in progress.items() if each != cell])
         over = elsewhere + progress[cell] / before  # the share of the step that was expected to be done by now: over 1, it is slow
         self._errors.setdefault(cell.kind, deque(maxlen=KEPT)).append(abs(1 / over - 1))
-        own, learn = self._known.get(cell), LEARN
+        own, learn, odd = self._known.get(cell), LEARN, ODD
         if own is None:
-            own, learn = self._known.setdefault(cell, Correction()), FIRST
+            if cell not in self._met:  # the first of its kind may have waited for what is done once
+                self._met.add(cell)
+                return
+            own, learn, odd = self._known.setdefault(cell, Correction()), FIRST, ODD_FIRST
             self._stand_in.clear()
         actual = progress[cell] / max(1 - elsewhere, progress[cell] / MOST)
-        own.ratio = before + learn * (max(LEAST, actual) - before)
+        own.ratio = before + learn * (max(LEAST, before / odd, min(before * odd, actual)) - before)
         own.guard = max(1.0, own.guard + (RAISE if over > own.guard else DECAY) * (min(over, 2.0) - own.guard))
         own.fresh = True
         self._moved += abs(own.ratio / before - 1)
@@ -170,11 +176,13 @@ class Belief:
         return ran_s, progress
 
     def _fade(self) -> None:
-        """Guards of what has not been tried lately: one bad experience must not rule it out for good."""
+        """What has not been tried lately: a bad experience must not rule it out for good."""
         for own in self._known.values():
-            if not own.fresh and own.guard > 1.01:
+            if not own.fresh:
+                before = own.ratio * own.guard
+                own.ratio **= FORGET
                 own.guard = 1 + (own.guard - 1) * FADE
-                self._moved += 0.01
+                self._moved += abs(own.ratio * own.guard / before - 1)
             own.fresh = False
 
     def errors(self) -> tuple[tuple[str, float, float, int], ...]:
