@@ -19,7 +19,7 @@ from torch import Tensor
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import Limits
 from counterpoint.core.loop import run
-from counterpoint.device.cuda.attend import Plan, TorchPlanner, attention, best_decode, best_planner, decode_by_torch
+from counterpoint.device.cuda.attend import Attention, TorchPlanner, best_decode, best_planner, decode_by_torch
 from counterpoint.device.cuda.driver import CudaDriver, Driver
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
@@ -118,10 +118,7 @@ def in_place_ops() -> Ops:
     def gather(k_pages: Tensor, v_pages: Tensor, rows_L: Tensor) -> tuple[Tensor, Tensor]:
         return k_pages.flatten(0, 1)[rows_L.long()], v_pages.flatten(0, 1)[rows_L.long()]
 
-    def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
-        return attention(q_THA, k_pages, v_pages, plan, gather)
-
-    return dataclasses.replace(reference_ops(), name="in place", attention=attend)
+    return dataclasses.replace(reference_ops(), name="in place", attention=Attention(gather))
 
 
 @functools.cache

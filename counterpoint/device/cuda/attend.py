@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from counterpoint.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from counterpoint.device.cuda.kernels.attention import DecodeAttention
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +58,13 @@ class Planner(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Attention of one pass. The first `len(length_B)` rows are decodes; the others belong to `prefill`, whose context lies in rows
-    `context_L` of the pool (None: there are none). `out_TE`: where the result goes (None: to memory of its own)."""
+    `context_L` of the pool (None: there are none)."""
 
     table_BP: Tensor  # int32
     length_B: Tensor  # int32
     decode: DecodeKernel
     prefill: Prefill | None = None
     context_L: Tensor | None = None  # int32
-    out_TE: Tensor | None = None
 
     def close(self) -> None:
         if self.prefill is not None:
@@ -70,21 +72,50 @@ class Plan:
 
 
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
 
 
-def attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, gather: Gather) -> Tensor:
-    """[T, H * A]. `gather` copies rows of the pool into one piece."""
-    decodes, out_TE = plan.length_B.shape[0], plan.out_TE
-    if plan.prefill is None and out_TE is None:
-        return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
-    out_TE = torch.empty_like(q_THA).flatten(1) if out_TE is None else out_TE
-    if plan.prefill is not None:
-        assert plan.context_L is not None
-        k_LKA, v_LKA = gather(k_pages, v_pages, plan.context_L)
-        plan.prefill.run(q_THA[decodes:], k_LKA, v_LKA, out_TE[decodes:].view(-1, *q_THA.shape[1:]))
-    if decodes:
-        out_TE[:decodes] = plan.decode(q_THA[:decodes], k_pages, v_pages, plan.table_BP, plan.length_B)
-    return out_TE
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """The op. `gather` copies rows of the pool into one piece."""
+
+    gather: Gather
+
+    def __call__(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
+        """[T, H * A]."""
+        if plan.prefill is None:
+            return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
+        out_TE = torch.empty_like(q_THA).flatten(1)
+        self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
+        return out_TE
+
+    def over_layers(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, out_TE: Tensor) -> Attend:
+        """Attention in one layer after another, whose queries and results lie in the same memory each time, and whose pages are all
+        as these are: what does not change costs the host once."""
+        decodes, prefill, context_L = plan.length_B.shape[0], plan.prefill, plan.context_L
+        out_THA = out_TE.view(q_THA.shape)
+        prompts_THA, results_THA = q_THA[decodes:], out_THA[decodes:]
+        decode = decode_over_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes]) if decodes else None
+
+        def attend(k_pages: Tensor, v_pages: Tensor) -> None:
+            if prefill is not None:
+                assert context_L is not None
+                prefill.run(prompts_THA, *self.gather(k_pages, v_pages, context_L), results_THA)
+            if decode is not None:
+                decode(k_pages, v_pages)
+
+        return attend
+
+
+def decode_over_layers(q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, out_BHA: Tensor) -> Attend:
+    if isinstance(plan.decode, Frugal):
+        return plan.decode.kernel.over_layers(q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B, out_BHA)
+    out_BE = out_BHA.flatten(1)
+
+    def attend(k_pages: Tensor, v_pages: Tensor) -> None:
+        out_BE.copy_(plan.decode(q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B))
+
+    return attend
 
 
 # ---------------------------------------------------------------- prefill by torch
@@ -221,10 +252,17 @@ def best_decode(
         log.warning("decode attention by Triton: %s", error)
         return "Triton", by_triton
 
-    def frugal(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
-        return kernel(q, k, v, table_BP, length_B).flatten(1)
+    return "frugal", Frugal(kernel)
 
-    return "frugal", frugal
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frugal:
+    """The kernel for few SMs, as a DecodeKernel."""
+
+    kernel: DecodeAttention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
+        return self.kernel(q, k, v, table_BP, length_B).flatten(1)
 
 
 def decode_by_torch(q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:

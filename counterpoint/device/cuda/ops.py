@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.device.cuda.attend import Plan, Planner, attention, best_planner, decode_by_torch
+from counterpoint.device.cuda.attend import Attention, Plan, Planner, best_planner, decode_by_torch
 from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.products import Packed, Products, Quantise, quantised, scaled
@@ -61,9 +61,6 @@ def cuda_ops(
     layer = None if fixed else layer_kernels(spec, dtype, device, units=0, chained=False)
     gather = functools.partial(fused.gather_context, dtype=dtype) if layer is None else layer.gather_context
 
-    def attend(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
-        return attention(q_THA, k_pages, v_pages, plan, gather)
-
     def plan_attention(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> Plan:
         """For callers outside the executor: every segment is a prefill. Tensors are on the CPU."""
         ends_S = start_S + tokens_S
@@ -93,7 +90,7 @@ def cuda_ops(
         rope_angles=rope_angles,
         rope_and_append=fused.rope_and_append,
         plan_attention=plan_attention,
-        attention=attend,
+        attention=Attention(gather),
     )
     return with_layer_kernels(record, layer), planner
 

@@ -19,7 +19,6 @@ Shapes: T tokens of the pass, R rows of a graph, D hidden, H query heads, A head
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from counterpoint.device.cuda.attend import Attention
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.places import Place
 from counterpoint.device.cuda.tables import DeviceTables, PassInputs
@@ -93,19 +93,20 @@ class CapturedPass:
         pieces, seat = self.passes.pieces(place, self.size)
         seat.take(self)
         x_TD, q_THA, attended_TE = seat.x_RD[:rows], seat.q_RHA[:rows], seat.attended_RE[:rows]
-        plan, attention = dataclasses.replace(self.inputs.plan, out_TE=attended_TE), decoder.ops.attention
+        assert isinstance(decoder.ops.attention, Attention)
+        attend = decoder.ops.attention.over_layers(q_THA, kv.k[first_layer], kv.v[first_layer], self.inputs.plan, attended_TE)
         if first_layer == 0:
             seat.fill(self.inputs.place_2T)
             pieces[0]()
         for index in range(first_layer, last_layer - ends):
-            attention(q_THA, kv.k[index], kv.v[index], plan)
+            attend(kv.k[index], kv.v[index])
             pieces[index + 1]()
         if not ends:
             return None
         seat.leave()
         if only_B is not None and not len(only_B):
             return x_TD[:0]
-        attention(q_THA, kv.k[last_layer - 1], kv.v[last_layer - 1], plan)
+        attend(kv.k[last_layer - 1], kv.v[last_layer - 1])
         if only_B is not None:
             x_TD, attended_TE = x_TD[only_B], attended_TE[only_B]
         x_TD, ffn_TD = decoder.behind_attention(x_TD, attended_TE, last_layer - 1)

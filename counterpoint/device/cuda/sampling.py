@@ -47,6 +47,7 @@ IN_GRAPH = Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P | ADJUSTED | Sta
 
 
 @functools.lru_cache
+@functools.cache  # it is asked for every step, and flags are slow
 def tail_for(stages: int) -> Tail:
     """`stages`: what any of the rows asks for, as settings.Stage."""
     if stages & ~int(IN_GRAPH):  # also what this device has never heard of

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -120,20 +121,38 @@ class DecodeAttention:
         the same for both). q and out: [S, H, D] with contiguous heads. Raises ValueError for a tensor that doesn't fit.
         """
         out = torch.empty_like(q_SHD) if out_SHD is None else out_SHD
-        self._refuse(q_SHD, out, k_pool, v_pool, tables_SP, lengths_S)
-        args, seqs = self._args, q_SHD.shape[0]
-        if not seqs:
-            return out
+        self.over_layers(q_SHD, k_pool, v_pool, tables_SP, lengths_S, out)(k_pool, v_pool)
+        return out
+
+    def over_layers(
+        self,
+        q_SHD: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        tables_SP: torch.Tensor,
+        lengths_S: torch.Tensor,
+        out_SHD: torch.Tensor,
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """The same for the pools of one layer after another, which are all as these are, on the stream that is current now.
+        What costs the host more than the launch, checking and filling in the arguments, is done once. Raises ValueError as above."""
+        self._refuse(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
+        if not q_SHD.shape[0]:
+            return lambda k_pool, v_pool: None
+        args = _Args.from_buffer_copy(self._args)
         page_stride, a, b, _ = k_pool.stride()
         args.head_stride, args.token_stride = (a, b) if self.layout == "HND" else (b, a)
         args.page_stride, args.pages = page_stride, k_pool.shape[0]
         args.page_tokens = k_pool.shape[2 if self.layout == "HND" else 1]
-        args.q, args.out, args.k, args.v = q_SHD.data_ptr(), out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr()
+        args.q, args.out = q_SHD.data_ptr(), out_SHD.data_ptr()
         args.table, args.lengths, args.table_stride = tables_SP.data_ptr(), lengths_S.data_ptr(), tables_SP.stride(0)
-        args.q_stride, args.out_stride, args.seqs = q_SHD.stride(0), out.stride(0), seqs
-        stream = torch.cuda.current_stream(q_SHD.device).cuda_stream
-        check(self._launch(ctypes.byref(args), stream), "decode attention")
-        return out
+        args.q_stride, args.out_stride, args.seqs = q_SHD.stride(0), out_SHD.stride(0), q_SHD.shape[0]
+        stream, where, launch = torch.cuda.current_stream(q_SHD.device).cuda_stream, ctypes.byref(args), self._launch
+
+        def attend(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
+            args.k, args.v = k_pool.data_ptr(), v_pool.data_ptr()
+            check(launch(where, stream), "decode attention")
+
+        return attend
 
     def _refuse(
         self, q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
