@@ -3,7 +3,8 @@
     python recipes/kv_heavy.py > kv_heavy.jsonl
 
 The 128 share their prompt, so that it is computed once (reading it back costs each of them its whole length), and have no target
-for the first token. Arguments: the number of prompts that arrive, and a seed.
+for the first token. Arguments: the number of prompts that arrive, a seed, and the mean length of the 128 answers (shorter ones make
+a shorter run).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ PROMPT, REPLY = 4000, 32
 BLOCK = 16
 
 
-def main(arriving: int = 200, seed: int = 0) -> None:
+def main(arriving: int = 200, seed: int = 0, answer: int = ANSWER) -> None:
     dice = random.Random(seed)
     blocks = list(range(CONTEXT // BLOCK))
     for _ in range(READERS):
-        row = {"arrival_s": 0.0, "prompt_tokens": CONTEXT + 8, "output_tokens": dice.randint(ANSWER * 2 // 3, ANSWER * 4 // 3)}
+        row = {"arrival_s": 0.0, "prompt_tokens": CONTEXT + 8, "output_tokens": dice.randint(answer * 2 // 3, answer * 4 // 3)}
         print(json.dumps(row | {"prefix_ids": blocks, "block_tokens": BLOCK, "ttft_s": 1e6}))
     at_s = 2.0
     for _ in range(arriving):

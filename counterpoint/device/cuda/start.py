@@ -280,8 +280,8 @@ def captured_places(config: Config, places: Places) -> list[Place]:
 
 
 def fused_places(config: Config, places: Places) -> list[Place]:
-    """Where graphs of passes with prompt tokens are wanted from the first request on: a capture takes 20 ms, and a policy that prices
-    steps would take that for theirs. `auto` decodes and fuses in one place."""
+    """Where graphs of passes with prompt tokens are wanted from the first request on: a capture takes 20 ms, which a policy that
+    prices steps would hold against the step. `auto` decodes and fuses in one place."""
     fused = places.of(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
     return places.of(Role.PREFILL) + fused
 
