@@ -134,7 +134,7 @@ class DecodeAttention:
         out_SHD: torch.Tensor,
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The same for the pools of one layer after another, which are all as these are, on the stream that is current now.
-        Checking and filling in the arguments, which costs the host more than the launch, is done once. Raises ValueError as above."""
+        Checking and filling in the arguments costs the host more than the launch, and is done once. Raises ValueError as above."""
         self._refuse(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
         if not q_SHD.shape[0]:
             return lambda k_pool, v_pool: None
