@@ -5,7 +5,8 @@ bounded, so one odd step changes little.
 Must not: be the physics of anything (the simulator has its own).
 
 Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of
-that ratio (after MuxWise's contention guard, ASPLOS'26): it rises fast when a step took longer than guarded, and decays slowly.
+that ratio (after MuxWise's contention guard, ASPLOS'26): it rises by much when a step took longer than guarded, and sinks by little
+when not, so how many are slow counts, not how slow they are (stochastic approximation of a quantile: Robbins and Monro 1951).
 A cell is (kind of step, units) for a step alone; beside another also the prompt tokens and the decode context that meet, in powers
 of four. A cell that has learned nothing yet takes over from the nearest one that has.
 """
@@ -22,7 +23,7 @@ from counterpoint.ports import Estimator
 from counterpoint.types import Step, StepDone, Work
 
 LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of the first one that counts
-RAISE, DECAY = 0.3, 0.01  # of the guard's distance to a slower, a faster step
+HIGH, PACE = 0.9, 0.05  # the quantile that the guard follows; a slower step raises it by HIGH * PACE, others lower it by the rest
 FADES, FADE = 64, 0.5  # every so many steps, what is left of the guard of a cell that none of them was in
 FORGET = 0.9  # and of its ratio, as a power: what is never chosen would else never be found to have become better
 MOSTLY = 0.5  # share of a step's time from which on it says something about the cell
@@ -149,7 +150,7 @@ class Belief:
             self._stand_in.clear()
         actual = progress[cell] / max(1 - elsewhere, progress[cell] / MOST)
         own.ratio = before + learn * (max(LEAST, before / odd, min(before * odd, actual)) - before)
-        own.guard = max(1.0, own.guard + (RAISE if over > own.guard else DECAY) * (min(over, 2.0) - own.guard))
+        own.guard = max(1.0, own.guard + PACE * (HIGH if over > own.guard else HIGH - 1))
         own.fresh = True
         self._moved += abs(own.ratio / before - 1)
         if self._moved > 0.05:
