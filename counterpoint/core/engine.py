@@ -21,7 +21,7 @@ import itertools
 from counterpoint.core.limits import Limits
 from counterpoint.core.pages import Pages
 from counterpoint.core.parts import Parts
-from counterpoint.core.passes import make_pass, some_layers
+from counterpoint.core.passes import by_segment, make_pass, some_layers
 from counterpoint.core.prefixes import Prefixes
 from counterpoint.core.recent import Recent
 from counterpoint.core.request import DONE, PREFILL, Phase, Request
@@ -183,14 +183,10 @@ class Engine:
         for segment, request, told in zip(whole.segments, whole.requests, done.prompt_logprobs, strict=False):
             if told and request.phase is not DONE:
                 self._tell_prompt(request, segment, told)
-        size, logprobs = self.limits.page_tokens, done.logprobs
-        tokens, row = done.tokens or (None,) * len(whole.segments), -1
-        for segment, request in zip(whole.segments, whole.requests, strict=True):
+        segments, size = whole.segments, self.limits.page_tokens
+        tokens, logprobs = by_segment(done.tokens, segments), by_segment(done.logprobs, segments)
+        for segment, request, token, logprob in zip(segments, whole.requests, tokens, logprobs, strict=True):
             request.passes -= 1
-            token = None
-            if segment.sample:
-                row += 1
-                token = tokens[row]
             if request.phase is DONE:
                 self._leave(request)
                 continue
@@ -200,7 +196,7 @@ class Engine:
             if computed >= (request.published + 1) * size and (token is None or token >= 0):
                 self.prefixes.publish(request)  # what gave no finite logits is no one's prefix
             if token is not None:
-                self._token(request, now, token, logprobs[row] if logprobs else None)
+                self._token(request, now, token, logprob)
             if request.yielding and not request.passes and request.phase is not DONE:
                 self._preempt(request)
 

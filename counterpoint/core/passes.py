@@ -1,18 +1,22 @@
 """From a policy's wish to a pass.
 
-Owns: how picked tokens become segments, and the sums that they cost. Promises: a pass names only requests that have pages for all
-its tokens. Must not: choose.
+Owns: how picked tokens become segments, the sums that they cost, and which segment has which of what is sampled. Promises: a pass
+names only requests that have pages for all its tokens. Must not: choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from counterpoint.core.limits import Limits
 from counterpoint.core.request import DECODE, Request
 from counterpoint.core.state import Pass
 from counterpoint.ports import Fill
 from counterpoint.types import Segment, Work
+
+T = TypeVar("T")
 
 
 def make_pass(
@@ -71,3 +75,13 @@ def some_layers(work: Work, first: int, last: int) -> Work:
         last,
         work.layers,
     )
+
+
+def by_segment(sampled: tuple[T, ...], segments: tuple[Segment, ...]) -> Iterable[T | None]:
+    """What each segment has of `sampled`, which holds one for each with `sample`, or none at all."""
+    if len(sampled) == len(segments):
+        return sampled
+    if not sampled:
+        return itertools.repeat(None, len(segments))
+    left = iter(sampled)
+    return [next(left) if segment.sample else None for segment in segments]

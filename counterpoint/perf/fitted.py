@@ -106,6 +106,9 @@ class Fitted:
         self.table = table
         self.prior = prior
         self.launching = Launching(table)
+        # What is below under "products", remembered: a load has few sizes of batches.
+        self._pass_products_s: Callable[[int, int, int, int], float] = lru_cache(1 << 14)(self._fit_pass_products_s)
+        self._step_products_s: Callable[[int, int, bool, int, int], float] = lru_cache(1 << 14)(self._fit_step_products_s)
         telling = [p for p in table.points if not p.held_out and not self.launching.waited(p)]
         solo = [p for p in telling if p.beside is None]
         self.decodes = self._fit_kind([p for p in solo if not p.work.prefill_tokens], self._decode_terms)
@@ -146,7 +149,7 @@ class Fitted:
         seconds, floor_s, prior = self._device_s(work, units), self.launching.floor_s(work), self.prior
         if not seconds:
             return Alone(Cost(0.0, 0.0, 0.0), floor_s, 0.0)
-        known = prior.alone(work, units)
+        known = prior.alone(work, prior.device.units)  # bytes and FLOPs are the same on any number of units
         pull, burn = known.bytes / (seconds * prior.read[-1]), known.flops / (seconds * units * prior.unit_flops)
         return Alone(Cost(seconds, known.bytes, known.flops, pull, min(1.0, burn)), floor_s, seconds / max(seconds, floor_s))
 
@@ -176,45 +179,36 @@ class Fitted:
         return price(work, units, below) * (1 - share) + price(work, units, above) * share
 
     def _prefill_s(self, work: Work, units: int, level: int) -> float:
-        return self._sum(self.prefills[level], self._prefill_terms, work, units, level)
+        own, reused = self.prefills[level].others
+        own_s, reused_s = self._attention_s(work, units)
+        products_s = self._pass_products_s(self._pass_rows(work), work.last_layer - work.first_layer, units, level)
+        return self._head_s(work, units) + products_s + own * own_s + reused * reused_s
 
     def _decode_s(self, work: Work, units: int, level: int) -> float:
-        return self._sum(self.decodes[level], self._decode_terms, work, units, level)
+        (read,) = self.decodes[level].others
+        rows, layers = filled(work.decode_batch, self.table.buckets), work.last_layer - work.first_layer
+        products_s = self._step_products_s(rows, layers, work.last_layer == work.layers, units, level)
+        return products_s + read * (layers * self.prior.decode_attention(work, units).seconds)
 
     def _mixed_s(self, work: Work, units: int, level: int) -> float:
-        known = self.mixed.get(level)
+        terms, known = self._mixed_terms(work, units), self.mixed.get(level)
         if known is None:
-            return self._mixed_terms(work, units).prior_s + self._mixed_terms(work, units).rest_s
-        return self._sum(known, self._mixed_terms, work, units, level)
-
-    @staticmethod
-    def _sum(factors: Factors, terms_of: Callable[[Work, int], Terms], work: Work, units: int, level: int) -> float:
-        terms = terms_of(work, units)
-        total, products_s = terms.rest_s, terms.products_s
-        if products_s:
-            here_s = products_s if units == level else terms_of(work, level).products_s
-            total += terms.times * factors.products.at(terms.rows, here_s) * products_s / here_s
-        for factor, term in zip(factors.others, terms.others, strict=True):
+            return terms.prior_s + terms.rest_s
+        total = terms.rest_s
+        for factor, term in zip(known.others, terms.others, strict=True):
             total += factor * term
         return total
 
     # ------------------------------------------------------------ the terms: rows, what has a factor, what has none
 
     def _prefill_terms(self, work: Work, units: int) -> Terms:
-        prior, layers = self.prior, work.last_layer - work.first_layer
-        rows = filled(work.prefill_tokens + work.decode_batch, self.table.pass_buckets)
-        products_s = prior.layer_cost(on_grid(rows), units).seconds
-        own_s = layers * prior.prefill_attention(work, units, reused=False).seconds
-        reused_s = layers * prior.prefill_attention(work, units).seconds - own_s if work.prefill_reused else 0.0
-        return Terms(rows, layers, products_s, (own_s, reused_s), self._head_s(work, units))
+        rows, layers = self._pass_rows(work), work.last_layer - work.first_layer
+        return Terms(rows, layers, self._layer_s(rows, units), self._attention_s(work, units), self._head_s(work, units))
 
     def _decode_terms(self, work: Work, units: int) -> Terms:
-        prior, layers = self.prior, work.last_layer - work.first_layer
-        rows = filled(work.decode_batch, self.table.buckets)
-        products_s = layers * prior.layer_cost(on_grid(rows), units).seconds
-        if work.last_layer == work.layers:
-            products_s += prior.head_cost(rows, units).seconds
-        return Terms(rows, 1, products_s, (layers * prior.decode_attention(work, units).seconds,), 0.0)
+        rows, layers = filled(work.decode_batch, self.table.buckets), work.last_layer - work.first_layer
+        products_s = self._layers_s(rows, layers, work.last_layer == work.layers, units)
+        return Terms(rows, 1, products_s, (layers * self.prior.decode_attention(work, units).seconds,), 0.0)
 
     def _mixed_terms(self, work: Work, units: int) -> Terms:
         layers = work.last_layer - work.first_layer
@@ -231,6 +225,35 @@ class Fitted:
     def _head_s(self, work: Work, units: int) -> float:
         ends = work.last_layer == work.layers and work.samples
         return self.prior.head_cost(work.samples, units).seconds if ends else 0.0
+
+    def _attention_s(self, work: Work, units: int) -> tuple[float, float]:
+        """Of prompts: over their own tokens, and over reused ones."""
+        prior, layers = self.prior, work.last_layer - work.first_layer
+        own_s = layers * prior.prefill_attention(work, units, reused=False).seconds
+        return own_s, layers * prior.prefill_attention(work, units).seconds - own_s if work.prefill_reused else 0.0
+
+    def _pass_rows(self, work: Work) -> int:
+        return filled(work.prefill_tokens + work.decode_batch, self.table.pass_buckets)
+
+    def _layer_s(self, rows: int, units: int) -> float:
+        return self.prior.layer_cost(on_grid(rows), units).seconds
+
+    def _layers_s(self, rows: int, layers: int, head: bool, units: int) -> float:
+        """Of a step of decodes."""
+        products_s = layers * self._layer_s(rows, units)
+        return products_s + self.prior.head_cost(rows, units).seconds if head else products_s
+
+    # ------------------------------------------------------------ products, with the factors of `level`
+
+    def _fit_pass_products_s(self, rows: int, layers: int, units: int, level: int) -> float:
+        factor_s = self.prefills[level].products.at(rows, self._layer_s(rows, level))
+        return layers * factor_s * self._layer_s(rows, units) / self._layer_s(rows, level)
+
+    def _fit_step_products_s(self, rows: int, layers: int, head: bool, units: int, level: int) -> float:
+        here_s = self._layers_s(rows, layers, head, level)
+        if not here_s:
+            return 0.0
+        return self.decodes[level].products.at(rows, here_s) * self._layers_s(rows, layers, head, units) / here_s
 
     # ------------------------------------------------------------ fitting
 

@@ -94,6 +94,7 @@ class Roofline:
         self.gemm_flops = [busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps]  # FLOP/s
         self.layer_products = layer_products(model)
         self.plain_bytes = plain_bytes(model)
+        self.query_bytes = 2 * self.weight_bytes * model.heads * model.head_dim  # of a token in a layer: its query and its output
         self.layer_cost: Callable[[int, int], Cost] = lru_cache(1 << 16)(self._layer_products_cost)
         self.head_cost: Callable[[int, int], Cost] = lru_cache(1 << 14)(self._head_cost)
         self.alone: Callable[[Work, int], Cost] = lru_cache(1 << 12)(self._alone)
@@ -202,12 +203,11 @@ class Roofline:
     def prefill_attention(self, work: Work, units: int, reused: bool = True) -> Cost:
         """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
         mean, weighted by n."""
-        model, tokens = self.model, work.prefill_tokens
-        products = work.prefill_reused if reused else 0
+        tokens, products = work.prefill_tokens, work.prefill_reused if reused else 0
         flops = 2.0 * self.prefill_width * ((work.prefill_squares + tokens) / 2 + products)
         read_again = work.prefill_requests * products / tokens
-        moved = self.kv_bytes * (tokens + read_again) + 2 * self.weight_bytes * tokens * model.heads * model.head_dim
-        busy = busy_units(model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
+        moved = self.kv_bytes * (tokens + read_again) + self.query_bytes * tokens
+        busy = busy_units(self.model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
         compute_s = flops / (busy * self.attention_flops)
         return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 
