@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -246,11 +247,17 @@ def targets(query: Query, config: Config) -> Slo:
     ttft_s = scheduler.ttft_s
     if scheduler.ttft_per_token_s is not None:
         ttft_s = max(ttft_s or 0.0, scheduler.ttft_per_token_s * query.prompt_tokens)
-    return Slo(
+    return one_slo(
         ttft_s if own.ttft_s is None else own.ttft_s,
         scheduler.tpot_s if own.tpot_s is None else own.tpot_s,
         scheduler.itl_s if own.itl_s is None else own.itl_s,
     )
+
+
+@lru_cache(1 << 10)
+def one_slo(ttft_s: float | None, tpot_s: float | None, itl_s: float | None) -> Slo:
+    """Equal targets are one object: policies need not look into it again."""
+    return Slo(ttft_s, tpot_s, itl_s)
 
 
 def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Backlog, Option, Prices
 from counterpoint.core.policy.pick import chunks, whole_prompts
 from counterpoint.core.policy.promises import Limits, Promises, Stakes
-from counterpoint.core.request import Phase, Request
+from counterpoint.core.request import DECODE, Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Estimator, Fill
 from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Work
@@ -164,7 +164,7 @@ class Auto:
         """Those of `prefills` that may start, by urgency. Once prefilled, each makes every later decode step longer: one is held
         back while what it adds to the running ones' excess over their target, weighed, is more than its own lateness, weighed."""
         prefills = self.promises.by_urgency(prefills, now)
-        joining = [r for r in state.running.values() if r.phase is Phase.DECODE] if prefills else []
+        joining = [r for r in state.running.values() if r.phase is DECODE] if prefills else []
         if not joining:
             return prefills
         scheduler, target_s = self.scheduler, self.promises.tightest_tpot_s(joining)

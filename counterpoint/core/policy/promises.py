@@ -60,6 +60,15 @@ class Stakes(NamedTuple):
     queue: float
 
 
+class Plan(NamedTuple):
+    """A prompt in the order of service. `alone_s`: the rest of it on the whole device."""
+
+    request: Request
+    in_time: bool
+    due: float
+    alone_s: float
+
+
 class Promises:
     def __init__(self, scheduler: SchedulerConfig, belief: Belief, units: int, layers: int) -> None:
         self.scheduler = scheduler
@@ -144,55 +153,49 @@ class Promises:
         """Order of prefills: by priority; in each, first those that have waited too long; then those that can all be in time at the
         pace in force, by due time; then the others, the shortest first."""
         known = list(requests)
-        return known if len(known) < 2 else [request for request, _ in self._planned(known, now, self.stretch)]
+        return known if len(known) < 2 else [plan.request for plan in self._planned(known, now, self.stretch)]
 
     def bearable(self, running: Iterable[Request], waiting: Sequence[Request], now: float, stretch: float) -> float:
         """How many times as long as alone on the whole device prompts may take, for all to be in time that can be at `stretch`."""
         spent_s, least = 0.0, math.inf
-        for request, in_time in self._planned([*running, *waiting[:LOOK_AHEAD]], now, stretch):
-            if in_time:
-                spent_s += self.prompt_s(request)
-                least = min(least, (self.due(request) - now - self.step_s) / spent_s)
+        for plan in self._planned([*running, *waiting[:LOOK_AHEAD]], now, stretch):
+            if plan.in_time:
+                spent_s += plan.alone_s
+                least = min(least, (plan.due - now - self.step_s) / spent_s)
         return max(0.0, least)
 
-    def _planned(self, requests: Iterable[Request], now: float, stretch: float) -> list[tuple[Request, bool]]:
+    def _planned(self, requests: Iterable[Request], now: float, stretch: float) -> list[Plan]:
         """Requests in order of service, and which of them will be in time. One after another by due time; whenever one would be
         late, the longest until then is put behind: so the fewest are late (Moore, Management Science 15, 1968)."""
-        planned: list[tuple[Request, bool]] = []
+        ranked: list[tuple[int, bool, float, int, float, Request]] = []
+        for request in requests:
+            ttft_s, arrival_s = self.ttft_s(request), request.arrival_s
+            patient, due = now <= arrival_s + PATIENCE * ttft_s, arrival_s + ttft_s
+            ranked.append((-request.arrive.priority, patient, due, request.serial, self.prompt_s(request), request))
+        ranked.sort()
+        planned: list[Plan] = []
         ends_s = now + self.step_s
-        for (_, patient), group in itertools.groupby(
-            sorted(requests, key=lambda r: (*self._class(r, now), self.due(r), r.serial)), lambda r: self._class(r, now)
-        ):
-            ordered = list(group)
-            takes_s = [stretch * self.prompt_s(request) for request in ordered]
-            lost: list[int] = []
-            if patient:
-                longest: list[tuple[float, int]] = []
-                so_far_s = ends_s
-                for index, request in enumerate(ordered):
-                    so_far_s += takes_s[index]
-                    heapq.heappush(longest, (-takes_s[index], index))
-                    if so_far_s > self.due(request):
-                        lost.append(heapq.heappop(longest)[1])
-                        so_far_s -= takes_s[lost[-1]]
-                lost.sort(key=lambda index: (takes_s[index], index))
+        for (_, patient), group in itertools.groupby(ranked, lambda row: row[:2]):
+            plans = [Plan(request, patient, due, alone_s) for _, _, due, _, alone_s, request in group]
+            takes_s = [stretch * plan.alone_s for plan in plans]
+            lost = too_late(plans, takes_s, ends_s) if patient else []
             gone = set(lost)
-            planned += [(request, patient) for index, request in enumerate(ordered) if index not in gone]
-            planned += [(ordered[index], False) for index in lost]
+            planned += [plan for index, plan in enumerate(plans) if index not in gone]
+            planned += [plans[index]._replace(in_time=False) for index in lost]
             ends_s += sum(takes_s)
         return planned
-
-    def _class(self, request: Request, now: float) -> tuple[int, bool]:
-        return (-request.arrive.priority, not self.impatient(request, now))
 
     def limits(self, decodes: Sequence[Request], answers: Answers, now: float, quiet_s: float) -> Limits:
         """What the next decode steps may take, where one without prefill takes `quiet_s`."""
         mean_s = gap_s = next_s = math.inf
         to_come, stake, mean_tokens = 1, 0.0, answers.mean
-        known = self._by_slo
+        slo, tpot_s = None, 0.0
         for request in decodes:
-            slo, tokens = request.arrive.slo, len(request.output)
-            tpot_s, itl_s = known.get(slo) or self.targets(slo)
+            if request.arrive.slo is not slo:  # most share one
+                slo = request.arrive.slo
+                tpot_s, itl_s = self.targets(slo)
+                gap_s = min(gap_s, itl_s)
+            tokens = len(request.output)
             left = answers.still_to_come(tokens)
             ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
             own_s = tpot_s + ahead_s / left
@@ -200,11 +203,10 @@ class Promises:
                 own_s = tpot_s  # it can't catch up: no reason to hold up others, nor to let it fall farther behind
             if own_s < mean_s:
                 mean_s, to_come = own_s, left
-            if itl_s < gap_s:
-                gap_s = itl_s
             if tpot_s + ahead_s < next_s:
                 next_s = tpot_s + ahead_s
-            stake += 1 / (tpot_s * max(left, mean_tokens - tokens))
+            usual = mean_tokens - tokens
+            stake += 1 / (tpot_s * (left if left > usual else usual))
         return Limits(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
 
     def stakes(self, running: Iterable[Request], waiting: Sequence[Request], decodes: float, tokens: int) -> Stakes:
@@ -217,8 +219,26 @@ class Promises:
         return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
-        return min((self.targets(r.arrive.slo).tpot_s for r in decodes), default=math.inf)
+        tightest_s, slo = math.inf, None
+        for request in decodes:
+            if request.arrive.slo is not slo:  # most share one
+                slo = request.arrive.slo
+                tightest_s = min(tightest_s, self.targets(slo).tpot_s)
+        return tightest_s
 
     def _tempo_s(self) -> float:
         """A decode step of one request with a short context, on the whole device: the device's own tempo."""
         return self.belief.seconds(Work(0, 0, 0, 0, 1, 512, 1, 0, self.layers, self.layers), self.units)
+
+
+def too_late(plans: Sequence[Plan], takes_s: Sequence[float], begins_s: float) -> list[int]:
+    """Which of `plans`, one after another by due time, are to give way for the fewest to be late: the shortest first."""
+    lost: list[int] = []
+    longest: list[tuple[float, int]] = []
+    for index, own_s in enumerate(takes_s):
+        begins_s += own_s
+        heapq.heappush(longest, (-own_s, index))
+        if begins_s > plans[index].due:
+            lost.append(heapq.heappop(longest)[1])
+            begins_s -= takes_s[lost[-1]]
+    return sorted(lost, key=lambda index: (takes_s[index], index))
