@@ -5,8 +5,8 @@ what was measured is on disk after every point, and a second run goes on from th
 and are never fitted. Must not: fit (perf/fitted.py does), or run a step by itself (device/probe.py does).
 
 In this order, so that a run that ends early still knows something of everything: some steps of each kind alone on each number of
-units, prefill beside decode on each split, the rest of both in turn, and last the points held out, for which a fifth of the time is
-kept.
+units, prefill beside decode on each split, the rest of both in turn, the points held out, for which a fifth of the time is kept.
+Last, how much longer passes take that run on and on.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ PAIRS = (
     (Prompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
+ON_AND_ON = (((Prompt(960, 1024),), (64, 1024)), ((Prompt(2048),), None))  # passes with and without decodes
+ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 2.0  # of the time, for each of these, and at most so long
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
 RESERVE = 0.2  # of the time, for the points held out
 MOST = 0.04  # of the time, for one point
@@ -253,6 +255,22 @@ class Calibration:
             self.table.points.append(Point(work, units, each.seconds, beside, job.held_out, each.host_s, each.steps, each.start_s))
         self.keep(self.table)
 
+    def go_on_and_on(self, room: Room, budget_s: float) -> None:
+        """Measure what is in ON_AND_ON and not known yet, if it is no more than its share of the time."""
+        for_s = min(ON_AND_ON_S, ON_AND_ON_SHARE * budget_s)
+        for prompts, beside in ON_AND_ON:
+            contexts = uneven(min(beside[0], room.batch), beside[1]) if beside else ()
+            job = Job(prompts, contexts, self.probe.units, fused=bool(contexts))
+            work, _ = job.works(self.probe.layers)
+            if work is None or work.kind in self.table.on_and_on or not room.holds(job):
+                continue
+            if self.expected_s(job) > MOST * budget_s:
+                continue
+            if contexts:
+                self.probe.decoding(contexts)
+            self.table.on_and_on[work.kind] = self.probe.slower_on_and_on(work, prompts, for_s)
+            self.keep(self.table)
+
     def _prices(self) -> Estimator:
         """What is expected of steps, by what has been measured until now."""
         if len(self.table.points) >= max(8, 1.2 * self._guessed_from):
@@ -341,7 +359,9 @@ def command(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=notes, refresh_per_second=2) as bar:
             task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)
-            left_out = calibrate(calibration, jobs, judges, budget, lambda done, of: bar.update(task, completed=done, total=of))
+            most_s = budget * (1 - ON_AND_ON_SHARE * len(ON_AND_ON))
+            left_out = calibrate(calibration, jobs, judges, most_s, lambda done, of: bar.update(task, completed=done, total=of))
+            calibration.go_on_and_on(room, budget)
     finally:
         system.executor.close()
     result = report(table, calibration.prior) | {"left_out": left_out, "table": str(path)}

@@ -227,6 +227,28 @@ class Probe:
             start_s = max(0.0, done.ended_s - done.started_s - seconds)
         return Took(seconds, middle(launches_s[1:]), 1, start_s)
 
+    def slower_on_and_on(self, work: Work, prompts: Sequence[Prompt], for_s: float) -> float:
+        """How many times longer a pass takes (fused, if its work has decodes) among others that run for `for_s` seconds than in a
+        short run."""
+
+        def make() -> Step:
+            if work.decode_batch:
+                return self.fused_step(work, prompts)
+            return self.prefill_steps(work, prompts, self.units, self.layers)[0]
+
+        short_s = self._in_a_row(make, LEAST_PASSES, MOST_PASSES_ALONE).seconds
+        ends: list[float] = []
+        running = 0
+        while running or not ends:
+            while running < self.depth and (not ends or ends[-1] - ends[0] < for_s):
+                self._submit(make())
+                running += 1
+            for done in self._done():
+                running -= 1
+                ends.append(done.ended_s)
+        late = [b - a for a, b in itertools.pairwise(ends) if a >= (ends[0] + ends[-1]) / 2]
+        return middle(late) / short_s
+
     def _enough(self, one_s: float, least: int, most: int) -> int:
         """How many to count, if the first took `one_s`."""
         if one_s > LONG_S:

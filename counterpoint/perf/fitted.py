@@ -143,7 +143,7 @@ class Fitted:
     # ------------------------------------------------------------ one step, alone
 
     def _solo_s(self, work: Work, units: int) -> float:
-        return max(self._device_s(work, units), self.launching.floor_s(work))
+        return max(self._device_s(work, units) * self.table.on_and_on.get(work.kind, 1.0), self.launching.floor_s(work))
 
     def _alone(self, work: Work, units: int) -> Alone:
         seconds, floor_s, prior = self._device_s(work, units), self.launching.floor_s(work), self.prior

@@ -49,12 +49,14 @@ class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 class Table(msgspec.Struct, kw_only=True):
     """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not); `pass_buckets`: and those of passes
-    with prompt tokens, by their rows; larger ones are not filled up. `about`: date, versions, command."""
+    with prompt tokens, by their rows; larger ones are not filled up. `on_and_on`: how many times longer than its points steps of a
+    kind take alone, among others for seconds (a card's power limit slows its clocks by then). `about`: date, versions, command."""
 
     key: Key
     about: dict[str, str] = {}
     buckets: tuple[int, ...] = ()
     pass_buckets: tuple[int, ...] = ()
+    on_and_on: dict[str, float] = {}
     points: list[Point] = []
 
     @property

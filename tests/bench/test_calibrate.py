@@ -16,7 +16,7 @@ from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
 from counterpoint.perf import shelf
 from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Key, Table, decode_work, filled, prefill_work, shape_of
+from counterpoint.perf.table import Key, Table, decode, decode_work, encode, filled, prefill_work, shape_of
 from counterpoint.ports import Estimator
 from counterpoint.spec.device import H200, Curve
 from counterpoint.spec.presets import PRESETS
@@ -127,6 +127,32 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     assert fitted.launching.seconds(decode_work([100] * 200, 32)) == pytest.approx(5e-4, rel=0.1)
     unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
     assert unaware["all, alone"]["p95"] > found["all, alone"]["p95"]
+
+
+class Tiring:
+    """REAL, but passes with prompt tokens take 1.2 times as long from half a second after the first one on."""
+
+    def __init__(self) -> None:
+        self.inbox: VirtualInbox | None = None
+
+    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+        tired = self.inbox is not None and self.inbox.now > 0.5 and work.prefill_tokens
+        return REAL.seconds(work, units, beside) * (1.2 if tired else 1.0)
+
+
+def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judged_without():
+    physics = Tiring()
+    b = bench(physics)
+    physics.inbox = b.inbox
+    b.calibration.measure(c.Job((Prompt(2048),), (), 132, held_out=True))
+    judged = report(b.table, PRIOR)["held_out"]["fitted"]
+    b.calibration.go_on_and_on(ROOM, 240.0)
+    assert b.table.on_and_on["mixed"] == pytest.approx(1.2, rel=0.02)
+    prefill, fresh = prefill_work(2048, 0, 1, 32), msgspec.structs.replace(b.table, on_and_on={})
+    b.table.on_and_on["prefill"] = 1.1
+    assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132))
+    assert report(b.table, PRIOR)["held_out"]["fitted"] == judged
+    assert decode(encode(b.table)) == b.table
 
 
 def test_a_step_that_waits_for_the_host_takes_as_long_as_its_launch():
