@@ -40,8 +40,9 @@ from counterpoint.bench.workload import Query, TokenRange, describe
 from counterpoint.config import Config, ConfigError
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
+from counterpoint.machine import Machine
 from counterpoint.plan import Mode, parse_modes
-from counterpoint.simulate import Machine, What, simulate
+from counterpoint.simulate import What, simulate
 from counterpoint.types import Finish, Record, Stats
 
 COMPARISON = Group("Comparison", sort_key=0)

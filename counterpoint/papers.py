@@ -21,9 +21,9 @@ import msgspec
 
 from counterpoint.bench.load import Load, parse_slo
 from counterpoint.config import Config
+from counterpoint.machine import Machine
 from counterpoint.perf.roofline import Product, Roofline, busy_units
 from counterpoint.plan import Found, Mode, Task, find_rate, guessed_rate, play
-from counterpoint.simulate import Machine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 

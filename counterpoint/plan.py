@@ -33,7 +33,8 @@ from counterpoint.bench.workload import Query, describe
 from counterpoint.config import Config
 from counterpoint.device.cores import usable_cores
 from counterpoint.flags import settings
-from counterpoint.simulate import JSON, Machine, What, simulate, targets
+from counterpoint.machine import Machine
+from counterpoint.simulate import JSON, What, simulate, targets
 from counterpoint.types import Record, Slo, Work
 
 SEARCH = Group("Search", sort_key=0)
@@ -59,6 +60,11 @@ class Mode:
 
     name: str
     settings: Mapping[str, Any]
+
+    @property
+    def machines(self) -> int:
+        """Those that it names itself."""
+        return self.settings.get("prefill", 0) + self.settings.get("decode", 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,25 +185,36 @@ def search(task: Task, modes: Sequence[Mode], jobs: int, start: int = 0) -> Iter
 
 
 def parse_modes(text: str, machine: Machine) -> list[Mode]:
-    """Modes as "serial,chunked:512,multiplex:32,auto"; chunked takes a budget in tokens, multiplex the units of decode (without:
-    several). Raises ValueError naming the part that is wrong."""
-    found: list[Mode] = []
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        policy, colon, value = part.partition(":")
-        if policy not in ("serial", "chunked", "multiplex", "auto") or (colon and not value.isdigit()):
-            raise ValueError(f"--modes {part!r}: write serial, chunked:TOKENS, multiplex:UNITS or auto, joined by commas")
-        if policy == "multiplex":
-            splits = [int(value)] if colon else static_splits(machine)
-            found += [Mode(f"multiplex:{split}", {"policy": policy, "split": split}) for split in splits]
-        elif policy == "chunked" and colon:
-            found.append(Mode(part, {"policy": policy, "chunk_tokens": int(value)}))
-        elif colon:
-            raise ValueError(f"--modes {part!r}: {policy} takes no number")
-        else:
-            found.append(Mode(policy, {"policy": policy}))
+    """Modes as "serial,chunked:512,multiplex:32,auto,pools:1:1"; chunked takes a budget in tokens, multiplex the units of decode
+    (without: several), pools machines that prefill and that decode. Beside pools, the other modes have as many machines, each with
+    all of the engine. Raises ValueError naming the part that is wrong."""
+    parts = [part for part in (p.strip() for p in text.split(",")) if part]
+    found = [mode for part in parts for mode in parse_mode(part, machine)]
     if not found:
         raise ValueError("--modes names no mode")
-    return found
+    sizes = {mode.machines for mode in found} - {0}
+    if len(sizes) > 1:
+        raise ValueError(f"--modes {text!r}: compare pools of one size, not of {' and '.join(map(str, sorted(sizes)))} machines")
+    alike = {"prefill": 0, "decode": 0, "replicas": sizes.pop()} if sizes else {}
+    return [mode if mode.machines else Mode(mode.name, {**mode.settings, **alike}) for mode in found]
+
+
+def parse_mode(part: str, machine: Machine) -> list[Mode]:
+    policy, colon, value = part.partition(":")
+    prefill, _, decode = value.partition(":")
+    if policy == "pools" and prefill.isdigit() and decode.isdigit() and int(prefill) * int(decode):
+        return [Mode(part, {"prefill": int(prefill), "decode": int(decode), "replicas": 0})]
+    if policy not in ("serial", "chunked", "multiplex", "auto") or (colon and not value.isdigit()):
+        known = "serial, chunked:TOKENS, multiplex:UNITS, auto or pools:PREFILL:DECODE"
+        raise ValueError(f"--modes {part!r}: write {known}, joined by commas")
+    if policy == "multiplex":
+        splits = [int(value)] if colon else static_splits(machine)
+        return [Mode(f"multiplex:{split}", {"policy": policy, "split": split}) for split in splits]
+    if policy == "chunked" and colon:
+        return [Mode(part, {"policy": policy, "chunk_tokens": int(value)})]
+    if colon:
+        raise ValueError(f"--modes {part!r}: {policy} takes no number")
+    return [Mode(policy, {"policy": policy})]
 
 
 def static_splits(machine: Machine) -> list[int]:
@@ -216,7 +233,12 @@ class Search:
     """What is tried."""
 
     modes: Annotated[
-        str, flag("serial, chunked[:TOKENS], multiplex[:UNITS], auto; multiplex alone tries several splits", SEARCH)
+        str,
+        flag(
+            "serial, chunked[:TOKENS], multiplex[:UNITS], auto, pools:PREFILL:DECODE (machines; the others get as many); multiplex "
+            "alone tries several splits",
+            SEARCH,
+        ),
     ] = MODES
     slo: Annotated[str, flag("targets of every request without its own, e.g. ttft=1.0,tpot=50ms,itl=0.2", SEARCH)] = (
         "ttft=1.0,tpot=50ms"
@@ -255,15 +277,17 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
     machine = what.machine(config)
     trace = load.make()
     modes = parse_modes(search_for.modes, machine)
+    machines = max(1, *(config.replace(**mode.settings).cluster.workers for mode in modes))
     task = Task(machine, config, trace.queries, search_for.share, search_for.precision, load.seed)
-    start = round(math.log(guessed_rate(task)) / math.log(1 + task.precision))
+    start = round(math.log(guessed_rate(task) * machines) / math.log(1 + task.precision))
     found: dict[str, Found] = {}
     with Progress(console=Console(stderr=True)) as bar:
         row = bar.add_task("searching", total=len(modes))
         for one in search(task, modes, search_for.jobs or len(usable_cores()), start):
             found[one.mode] = one
             bar.update(row, advance=1, description=f"{one.mode}: {number(one.rate, 2)} requests/s")
-    result = report(task, search_for, load, [found[mode.name] for mode in modes], trace.notes)
+    notes = [*trace.notes, *([f"{machines} such machines in each mode: rates are of all together"] if machines > 1 else [])]
+    result = report(task, search_for, load, [found[mode.name] for mode in modes], notes)
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if search_for.json == "-":
         print(text.decode())

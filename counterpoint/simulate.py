@@ -7,7 +7,7 @@ policies that serve; deterministic; no torch. Must not: decide anything that ser
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,87 +19,40 @@ from rich.console import Console
 from counterpoint import __version__
 from counterpoint.bench import reshape, tables
 from counterpoint.bench.load import Load, flag, parse_slo
-from counterpoint.bench.report import summarise
+from counterpoint.bench.report import bubbles, summarise
 from counterpoint.bench.trace import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
-from counterpoint.build import find_model, make_limits
-from counterpoint.config import Config, ConfigError, ModelConfig
+from counterpoint.build import find_model
+from counterpoint.config import Config, ModelConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import EventLog, run
-from counterpoint.core.policy import make_policy
+from counterpoint.core.loop import Deliver, EventLog, run
 from counterpoint.core.policy.ablated import ABLATIONS
-from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
+from counterpoint.device.sim import VirtualInbox
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
+from counterpoint.machine import Machine, dtypes, make_pool, make_rig
 from counterpoint.perf import shelf
-from counterpoint.perf.active import ActiveUnits
-from counterpoint.perf.fitted import Fitted
-from counterpoint.perf.host import Launching
-from counterpoint.perf.perturbed import Perturbed
-from counterpoint.perf.roofline import ELEMENT_BYTES, Roofline
-from counterpoint.perf.table import Table, shape_of
-from counterpoint.ports import Estimator, Executor, Inbox
-from counterpoint.spec.device import DeviceSpec, device_spec
-from counterpoint.spec.model import ModelSpec
+from counterpoint.perf.table import shape_of
+from counterpoint.ports import Executor, Inbox
+from counterpoint.serve.totals import total
+from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
 from counterpoint.types import Arrive, Output, Record, Sampling, Slo, Stats
 
-MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
-SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
 MODEL = "llama-3.1-8b"
-HOST_S = 0.0003
-TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
-    calibration says of the host and its launches, and then a turn of the loop takes TURN_S beside them; else HOST_S). `depth`:
-    steps in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take:
-    as `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it. `without`: the part that
-    auto lacks (core/policy/ablated.py)."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    host_s: float | None = None
-    depth: int = 2
-    belief_error: float = 0.0
-    physics: Estimator | None = None
-    calibration: Table | None = None
-    without: str | None = None
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Decode units of the splits that a policy may choose from: where there is a calibration, those measured, as on the device
-        itself."""
-        if self.calibration is not None:
-            return self.calibration.splits
-        levels = self.device.partitions()
-        return levels[:: -(-len(levels) // SPLITS)]
-
-    def host(self, physics: Estimator) -> Host:
-        if self.host_s is None and isinstance(physics, Fitted) and physics.launching.known:
-            return physics.launching
-        return Latency(HOST_S if self.host_s is None else self.host_s)
-
-    def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
-        """Physics, for the device, and belief, for the policy."""
-        physics = self.physics
-        if physics is None:
-            prior = Roofline(self.model, self.device, *dtypes(config, self.device))
-            physics = prior if self.calibration is None else Fitted(self.calibration, prior)
-        return physics, Perturbed(physics, self.belief_error) if self.belief_error else physics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a load. Times are seconds since its start; `records` are in the order of the queries, `errors` by request id."""
+    """What came of a load. Times are seconds since its start; `records` are in the order of the queries, `errors` by request id.
+    `stats`: of all engines together; `workers`: each one's, by name."""
 
     records: tuple[Record, ...]
     errors: dict[str, str]
     stats: Stats
     notes: tuple[str, ...] = ()
+    workers: tuple[tuple[str, Stats], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,49 +61,6 @@ class Files:
 
     timeline: str | None = None
     event_log: str | None = None
-
-
-# ---------------------------------------------------------------- the machine
-
-
-def dtypes(config: Config, device: DeviceSpec) -> tuple[str, str]:
-    """Element types of weights and of the KV cache that `config` means on `device`."""
-    asked = None if config.model.dtype == "auto" else config.model.dtype
-    weights = "fp8" if config.device.quantization == "fp8" else asked or device.dtype
-    kv = "fp8" if config.device.kv_cache_dtype == "fp8" else asked or device.kv_dtype
-    return weights, kv
-
-
-def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
-    """Pages of the KV cache: as configured, or what nine tenths of the memory hold beside the weights.
-    Raises ConfigError if nothing is left."""
-    if config.device.kv_pages is not None:
-        return config.device.kv_pages
-    weights, kv = dtypes(config, device)
-    weight_bytes = model.weight_bytes(ELEMENT_BYTES[weights])
-    copies = device.degree * model.sharded(device.degree).cached_features / model.cached_features  # of the cache, over all devices
-    left = config.device.kv_memory_bytes or int(device.memory_bytes * MEMORY_SHARE) - weight_bytes
-    pages = int(left // (copies * model.kv_bytes_per_token(ELEMENT_BYTES[kv]) * config.device.page_tokens))
-    if pages < 1:
-        raise ConfigError(
-            f"{model.name} has {weight_bytes / 1e9:.1f} GB of {weights} weights, which leaves no room for a KV cache in the "
-            f"{device.memory_bytes / 1e9:.0f} GB of {device.name}: choose a larger device or a smaller model"
-        )
-    return pages
-
-
-def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
-    """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
-    model, device = machine.model, machine.device
-    limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
-    scheduler, variant = config.scheduler, ABLATIONS.get(machine.without or "")
-    if variant is not None and scheduler.policy == "auto":
-        return Engine(limits, variant(scheduler, device.units, model.layers, machine.levels, belief, machine.depth))
-    try:
-        policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return Engine(limits, policy)
 
 
 # ---------------------------------------------------------------- the run
@@ -166,24 +76,33 @@ def simulate(
     watched: bool = False,
     on_record: Callable[[Record], None] | None = None,
 ) -> Simulated:
-    """Play `queries` in virtual time; what came of each, and the engine's counters. `seed`: of the made prompts. `watched`: hold
-    every command against the executor's contract. `on_record` is shown each request's record as it ends; what it raises ends the
-    simulation. Raises ConfigError or ValueError if the machine can't be as it is asked."""
-    physics, belief = machine.estimators(config)
-    engine = make_engine(machine, config, belief)
-    host = machine.host(physics)
-    inbox = VirtualInbox(TURN_S if isinstance(host, Launching) else 0.0)
+    """Play `queries` in virtual time; what came of each, and the engine's counters. With workers in `config`, each of them is such
+    a machine. `seed`: of the made prompts. `watched`: hold every command against the executor's contract. `on_record` is shown
+    each request's record as it ends; what it raises ends the simulation. Raises ConfigError or ValueError if the machine can't be
+    as it is asked."""
+    queries = reshape.without_texts(queries)
     tokens = TokenRange.within(machine.model.vocab)
-    for query in reshape.without_texts(queries):
+    collected = Collected({query.id: query.arrival_s for query in queries}, on_record)
+    if config.cluster.workers:
+        if files != Files() or watched:
+            raise ValueError("--timeline, --event-log and --watch are for one engine: leave out prefill, decode and replicas")
+        pool = make_pool(machine, config, collected.keep)
+        for query in queries:
+            pool.post(query.arrival_s, arrival(query, tokens, seed, config))
+        pool.run()
+        engines = {name: worker.engine for name, worker in pool.workers.items()}
+        return simulated(machine, config, queries, collected, engines)
+    engine, executor, inbox = make_rig(machine, config)
+    for query in queries:
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
-    roofline = physics.prior if isinstance(physics, Fitted) else physics
-    active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
-    executor: Executor = SimExecutor(physics, inbox, machine.model.layers, host, active=active)
+    play(engine, executor, inbox, collected.deliver, files, watched)
+    return simulated(machine, config, queries, collected, {"engine": engine})
+
+
+def play(engine: Engine, executor: Executor, inbox: VirtualInbox, deliver: Deliver, files: Files, watched: bool) -> None:
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
-    collected = Collected({query.id: query.arrival_s for query in queries}, on_record)
-    deliver = collected.deliver
     timeline = None
     if files.timeline:
         timeline = Timeline(executor, source, {lane.id: str(lane.role) for lane in engine.policy.lanes})
@@ -195,8 +114,19 @@ def simulate(
         log.close()
     if timeline and files.timeline:
         timeline.write(files.timeline)
+
+
+def simulated(
+    machine: Machine, config: Config, queries: Sequence[Query], collected: Collected, engines: Mapping[str, Engine]
+) -> Simulated:
+    """What came of it. Times of several engines are added up, so their units are those of one."""
+    workers = tuple((name, engine.stats()) for name, engine in engines.items())
+    stats = workers[0][1]
+    if len(workers) > 1:
+        stats = msgspec.structs.replace(total([one for _, one in workers]), units_total=machine.device.units)
     records = tuple(collected.records[q.id] for q in queries)
-    return Simulated(records, collected.errors, engine.stats(), notes(machine, config, engine))
+    engine = next(iter(engines.values()))
+    return Simulated(records, collected.errors, stats, notes(machine, config, engine), workers)
 
 
 class Collected:
@@ -212,12 +142,17 @@ class Collected:
     def deliver(self, outputs: list[Output], _: Engine) -> None:
         for output in outputs:
             if isinstance(output, Record):
-                record = msgspec.structs.replace(output, arrival_s=self.sent_s[output.id])
-                self.records[record.id] = record
-                if self.on_record:
-                    self.on_record(record)
+                self.keep(output)
             elif output.error:
                 self.errors[output.id] = output.error
+
+    def keep(self, record: Record, error: str = "") -> None:
+        record = msgspec.structs.replace(record, arrival_s=self.sent_s[record.id])
+        self.records[record.id] = record
+        if error:
+            self.errors[record.id] = error
+        if self.on_record:
+            self.on_record(record)
 
 
 def watch(engine: Engine, executor: Executor, inbox: Inbox) -> Watch:
@@ -273,6 +208,10 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
         found.append(f"auto without {machine.without}")
     elif runs != asked:
         found.append(f"policy {asked} runs as {runs} here")
+    cluster = config.cluster
+    if cluster.workers:
+        kinds = (("prefill", cluster.prefill), ("decode", cluster.decode), ("do both", cluster.replicas))
+        found.append(f"{cluster.workers} such machines: {', '.join(f'{count} {kind}' for kind, count in kinds if count)}")
     if machine.belief_error:
         found.append(f"the policy's prices are off by up to {machine.belief_error:.0%}")
     return tuple(found)
@@ -281,6 +220,7 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
 # ---------------------------------------------------------------- the command
 
 MACHINE = Group("Simulated machine", sort_key=0)
+POOL = Group("Several of them", sort_key=0)
 OUTPUT = Group("Output", sort_key=4)
 JSON = Parameter(
     help="write the result to this file; - : standard output, which then has JSON alone", group=OUTPUT, allow_leading_hyphen=True
@@ -301,6 +241,13 @@ class What:
     kv_cache_dtype: Annotated[str | None, flag("of the KV cache: auto, fp8", MACHINE)] = None
     kv_pages: Annotated[int | None, flag("pages of the KV cache; unset: what the memory holds beside the weights", MACHINE)] = None
     max_context_tokens: Annotated[int | None, flag("prompt and answer together; unset: what the model allows", MACHINE)] = None
+    prefill: Annotated[int | None, flag("such machines that prefill, for others to decode", POOL)] = None
+    decode: Annotated[int | None, flag("such machines that decode what others have prefilled", POOL)] = None
+    replicas: Annotated[int | None, flag("such machines that do both", POOL)] = None
+    local_tokens: Annotated[
+        int | None, flag("a prompt of which no more must be computed is prefilled where it is decoded; 0: never; unset: 512", POOL)
+    ] = None
+    link_bytes_per_s: Annotated[float | None, flag("what a link between two carries; unset: 1e11 a GPU, CPUs 1e9", POOL)] = None
     host_overhead: Annotated[
         float | None, flag("seconds from launching a step to its earliest start; unset: as calibrated, else 0.0003", MACHINE)
     ] = None
@@ -317,6 +264,7 @@ class What:
     def configured(self, config: Config) -> Config:
         """`config` with what is said here."""
         names = ("dtype", "quantization", "kv_cache_dtype", "kv_pages", "max_context_tokens")
+        names += ("prefill", "decode", "replicas", "local_tokens", "link_bytes_per_s")
         said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         named = config.model.model if config.model.model != ModelConfig().model else MODEL
         return config.replace(model=self.model or named, **said)
@@ -409,6 +357,7 @@ def report(machine: Machine, config: Config, trace: Trace, came: Simulated, load
             errors=came.errors,
             detailed=detailed,
         ),
+        "bubbles": bubbles(came.workers, came.records),
         "pages_leaked": came.stats.pages_total - came.stats.pages_free - came.stats.pages_cached,
         "notes": [*trace.notes, *came.notes],
     }

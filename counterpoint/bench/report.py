@@ -215,6 +215,22 @@ def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
     }
 
 
+def bubbles(engines: Iterable[tuple[str, Stats]], records: Sequence[Record]) -> dict[str, float | None]:
+    """Of each engine, by name, and of all: the share of its units times seconds in which no step had them, of the time in which any
+    request was anywhere between arrival and end. So a worker of a pool that has nothing to do while another has is idle. (Units
+    that a step has and does not use are another matter: `active_share`.)"""
+    present_s, until_s = 0.0, -math.inf
+    for record in sorted(records, key=lambda r: r.arrival_s):
+        present_s += max(0.0, record.finished_s - max(until_s, record.arrival_s))
+        until_s = max(until_s, record.finished_s)
+    idle: dict[str, float | None] = {}
+    for name, stats in engines:
+        used_s = sum(seconds * min(stats.units_total, prefill + decode) for prefill, decode, seconds in stats.split_s)
+        idle[name] = max(0.0, 1 - used_s / (stats.units_total * present_s)) if present_s else None
+    known = [share for share in idle.values() if share is not None]
+    return idle | {"all": sum(known) / len(known) if known else None}
+
+
 def _policy(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
     """Errors are of the latest steps and corrections those in force at the end; counts are of this run."""
     return {

@@ -31,7 +31,7 @@ from counterpoint.cluster.handoff import Handoffs
 from counterpoint.cluster.messages import HandoffId
 from counterpoint.cluster.transfer import NoLink, Reach, choose_link
 from counterpoint.device.link.memory import Paged
-from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
+from counterpoint.device.link.port import Completed, Link, LinkError, Notice
 from counterpoint.types import Admitted, Computed, Delta, Part
 
 TICK_S = 0.05
@@ -206,13 +206,7 @@ class Courier:
             posted = self._posted.pop(notice.op, None)
             if posted is not None and self.on_sent is not None:
                 self.on_sent(posted._replace(ended_s=time.monotonic(), error=notice.error))
-            return nouns.Wrote(notice.op, notice.error, notice.checksum)
-        if isinstance(notice, Quiet):
-            return nouns.Revoked(notice.generation)
-        if isinstance(notice, Severed):
-            return nouns.Fenced(notice.link)
-        assert isinstance(notice, Lost)
-        return nouns.Unlinked(notice.link)
+        return nouns.event_of(notice)
 
     # ------------------------------------------------------------ commands
 

@@ -13,6 +13,7 @@ import enum
 import msgspec
 
 from counterpoint.cluster.messages import HandoffId, Message, Sampled
+from counterpoint.device.link.port import Completed, Notice, Quiet, Severed
 from counterpoint.types import Abort as EngineAbort
 from counterpoint.types import Admitted, Adopt, Arrive, Computed, Delta, Part, Release
 
@@ -284,3 +285,12 @@ def handoff_of(id: str) -> tuple[HandoffId, Part] | None:
     request, _, rest = id.partition("\x1f")
     attempt, _, part = rest.partition("\x1f")
     return (HandoffId(request, int(attempt)), Part(part)) if part else None
+
+
+def event_of(notice: Notice) -> Wrote | Revoked | Fenced | Unlinked:
+    """What a mover has to say, for the handoffs."""
+    if isinstance(notice, Completed):
+        return Wrote(notice.op, notice.error, notice.checksum)
+    if isinstance(notice, Quiet):
+        return Revoked(notice.generation)
+    return Fenced(notice.link) if isinstance(notice, Severed) else Unlinked(notice.link)

@@ -26,11 +26,16 @@ def run(engine: Engine, inbox: Inbox, executor: Executor, deliver: Deliver, log:
         now, events = got
         if events and log is not None:
             log.write(now, events)
-        for event in events:
-            engine.handle(now, event)
-        for command in engine.pump(now) if events else ():
-            executor.submit(command)
-        deliver(engine.take_outputs(), engine)
+        turn(engine, now, events, executor, deliver)
+
+
+def turn(engine: Engine, now: float, events: Sequence[Event], executor: Executor, deliver: Deliver) -> None:
+    """One turn of it."""
+    for event in events:
+        engine.handle(now, event)
+    for command in engine.pump(now) if events else ():
+        executor.submit(command)
+    deliver(engine.take_outputs(), engine)
 
 
 class EventLog:

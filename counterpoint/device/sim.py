@@ -8,6 +8,7 @@ Must not: decide, check what it is told (device/watch.py does), or import torch.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class VirtualInbox:
         self.free_s = 0.0  # when the host has done what it was told so far
         self._queue: list[tuple[float, int, Event | Alarm]] = []
         self._serial = 0
+        self._heard: list[Event] = []  # has come, and the host has not been told yet:
+        self._told_s = math.inf  # that it is then
 
     def post(self, at_s: float, event: Event) -> None:
         """Let `event` come at `at_s`. Events of one time come in the order in which they were posted."""
@@ -75,21 +78,35 @@ class VirtualInbox:
         """The host is busy for so long, with this after what it does already."""
         self.free_s = max(self.free_s, self.now) + seconds
 
-    def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Go to the next time at which there is an event and the host is free; that time and all that came until then, or None when
-        nothing is left."""
-        events: list[Event] = []
-        queue, free_s = self._queue, self.free_s
-        while queue and (not events or queue[0][0] <= self.now or queue[0][0] <= free_s):
+    @property
+    def next_s(self) -> float:
+        """When something happens next; infinite if nothing is left."""
+        return min(self._told_s, self._queue[0][0]) if self._queue else self._told_s
+
+    def move(self) -> tuple[float, Sequence[Event]] | None:
+        """Let the next thing happen. If it is that the host is told what has come: that time and those events."""
+        queue = self._queue
+        if queue and queue[0][0] <= self._told_s:
             self.now, _, item = heapq.heappop(queue)
             event = item() if callable(item) else item
             if event is not None:
-                events.append(event)
-        if not events:
+                if not self._heard:
+                    self._told_s = max(self.now, self.free_s)
+                self._heard.append(event)
             return None
-        self.now = max(self.now, free_s)
+        self.now, self._told_s = self._told_s, math.inf
+        events, self._heard = self._heard, []
         self.free_s = self.now + self.turn_s
         return self.now, events
+
+    def get(self) -> tuple[float, Sequence[Event]] | None:
+        """Go to the next time at which there is an event and the host is free; that time and all that came until then, or None when
+        nothing is left."""
+        while self._queue or self._heard:
+            told = self.move()
+            if told is not None:
+                return told
+        return None
 
     def _push(self, at_s: float, item: Event | Alarm) -> None:
         if at_s < self.now:

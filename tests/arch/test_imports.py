@@ -18,6 +18,7 @@ FLOORS = [
     {"compare", "papers"},
     {"plan"},
     {"simulate"},
+    {"machine"},
     {"serve", "bench"},
     {"build"},
     {"cluster"},

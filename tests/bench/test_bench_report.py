@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from counterpoint.bench.report import summarise, wilson
+from counterpoint.bench.report import bubbles, summarise, wilson
 from counterpoint.types import Finish, PolicyReport, Slo, Stats
 
 
@@ -205,3 +205,17 @@ def test_the_engines_inside_is_of_this_run_only(record):
     assert result["prediction_error"] == {"decode": {"p50": 0.1, "p95": 0.2, "steps": 9}}
     assert result["prediction_cells"] == [{"cell": "decode on 2", "ratio": 1.1, "guard": 1.3}]
     assert result["decisions"] == {"split": 2} and result["fallbacks"] == {"fused gains more": 1}
+
+
+def test_bubbles_are_units_that_nobody_has_while_somebody_waits(record):
+    """Requests are there in [0, 2) and [1, 4) and [6, 7): 5 s. One engine has all its 10 units for 2 s and 4 and 2 of them for 1 s;
+    the other, of the same size, mixed steps on all for 5 s."""
+    there = [
+        record("b", 1.0, (3.0,), finished_s=4.0),
+        record("a", 0.0, (1.0,), finished_s=2.0),
+        record("c", 6.0, (7.0,), finished_s=7.0),
+    ]
+    one = Stats(units_total=10, split_s=((0, 10, 2.0), (4, 2, 1.0)))
+    two = Stats(units_total=10, split_s=((10, 10, 5.0),))
+    assert bubbles([("one", one), ("two", two)], there) == pytest.approx({"one": 1 - 26 / 50, "two": 0.0, "all": 0.24})
+    assert bubbles([("one", one)], []) == {"one": None, "all": None}

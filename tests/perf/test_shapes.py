@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.config import Config
+from counterpoint.machine import kv_pages
 from counterpoint.model.checkpoint import Dummy
 from counterpoint.model.ops import reference_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.perf.roofline import Product, Roofline
 from counterpoint.perf.table import decode_work, prefill_work
-from counterpoint.simulate import kv_pages
 from counterpoint.spec.device import H200, device_spec
 from counterpoint.spec.model import ModelError
 from counterpoint.spec.presets import PRESETS

@@ -8,7 +8,7 @@ import pytest
 
 from counterpoint.cli import status_of
 from counterpoint.compare import cut, read_cells
-from counterpoint.simulate import Machine
+from counterpoint.machine import Machine
 from counterpoint.spec.device import H200
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Finish, Record

@@ -37,6 +37,20 @@ def test_an_alarm_that_gives_nothing_is_no_event():
     assert inbox.get() is None
 
 
+def test_one_thing_happens_at_a_time_where_clocks_are_joined():
+    """The host is busy until 3: what comes till then is told it together, but alarms keep their times."""
+    inbox, at = VirtualInbox(), []
+    inbox.post(1.0, Abort("a"))
+    inbox.call(2.0, lambda: at.append(inbox.now))
+    inbox.post(2.5, Abort("b"))
+    inbox.spend(3.0)
+    seen = []
+    while inbox.next_s < float("inf"):
+        seen.append((inbox.next_s, inbox.move()))
+    assert seen == [(1.0, None), (2.0, None), (2.5, None), (3.0, (3.0, [Abort("a"), Abort("b")]))]
+    assert at == [2.0]
+
+
 def test_the_past_is_closed():
     inbox = VirtualInbox()
     inbox.post(5.0, Abort("a"))

@@ -11,8 +11,8 @@ from sim_builders import Constant
 from counterpoint import plan
 from counterpoint.bench.workload import Lengths, Query, synthetic
 from counterpoint.config import Config
+from counterpoint.machine import Machine
 from counterpoint.plan import Mode, Task, find_rate, highest, parse_modes, search
-from counterpoint.simulate import Machine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 
@@ -73,9 +73,18 @@ def test_modes_are_read_and_wrong_ones_named():
     assert modes["multiplex:48"] == {"policy": "multiplex", "split": 48} and set(modes) >= {"serial", "auto"}
     several = parse_modes("multiplex", H200)
     assert len(several) > 2 and all(8 <= mode.settings["split"] <= 66 for mode in several)
-    for wrong in ("fast", "chunked:many", "auto:3", ""):
+    for wrong in ("fast", "chunked:many", "auto:3", "pools", "pools:1", "pools:0:1", "pools:1:1,pools:1:2", ""):
         with pytest.raises(ValueError, match="--modes"):
             parse_modes(wrong, H200)
+
+
+def test_beside_pools_the_others_have_as_many_machines():
+    modes = parse_modes("chunked:512,pools:1:2,pools:2:1", H200)
+    assert [Config().replace(**mode.settings).cluster.workers for mode in modes] == [3, 3, 3]
+    queries = tuple(synthetic(60, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0))
+    task = Task(H200, Config().replace(ttft_s=0.3, tpot_s=0.02), queries, precision=0.1)
+    alone, three = find_rate(task, parse_modes("chunked:512", H200)[0]).rate, find_rate(task, modes[0]).rate
+    assert three > 2 * alone
 
 
 def test_the_command_writes_what_it_found(tmp_path, capsys):

@@ -19,7 +19,8 @@ from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.loop import read_log, replay
 from counterpoint.device.sim import SimExecutor
-from counterpoint.simulate import Files, Machine, command, kv_pages, make_engine, simulate
+from counterpoint.machine import Machine, kv_pages, make_engine
+from counterpoint.simulate import Files, command, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Finish, Step, Work

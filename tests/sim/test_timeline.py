@@ -12,7 +12,8 @@ from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.device.sim import SimExecutor, VirtualInbox
 from counterpoint.device.timeline import Timeline
-from counterpoint.simulate import Files, Machine, simulate
+from counterpoint.machine import Machine
+from counterpoint.simulate import Files, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Segment
