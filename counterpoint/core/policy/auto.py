@@ -95,7 +95,7 @@ class Auto:
             return None
         prefill_lane = state.lanes[1]
         prefilling = bool(state.prefilling) and (prefill_lane.open is not None or bool(prefill_lane.in_flight))
-        prefills = [] if prefilling else self._admitted(state.prefills(self.lanes[1]), state, now)
+        prefills = [] if prefilling else self._admitted(state.prefills(lane), state, now)
         picks = [(r, 1) for r in decodes]
         if not prefilling and not prefills:
             self.choice, self.wanted, self._paused = None, None, False
@@ -220,8 +220,9 @@ class Auto:
         quiet_s = self.prices.decode_s(batch, context, self.units)
         limits = self.promises.limits(decodes, state.answers, now, quiet_s)
         fastest = min([option.stretch for option in found])
-        need = self.promises.bearable(state.prefilling.values(), self._waiting, now, fastest)
-        stakes = self.promises.stakes(state.prefilling.values(), self._waiting, limits.stake, backlog.tokens)
+        waiting, blocked = self._parted(state)
+        need = self.promises.bearable(state.prefilling.values(), waiting, now, fastest)
+        stakes = self.promises.stakes(state.prefilling.values(), waiting, blocked, limits.stake, backlog.tokens)
         late = self._late(found, limits, quiet_s, stakes.load, stakes.queue)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
@@ -232,6 +233,16 @@ class Auto:
         self._note(best, found, late, need)
         self.promises.pace(best.stretch, best.period_s)
         return best
+
+    def _parted(self, state: State) -> tuple[list[Request], list[Request]]:
+        """Of the requests that wait: those that prefill alone holds up, and those for which no slot or page is left: they wait for
+        a decode to end."""
+        room = self.scheduler.max_running - len(state.running)
+        waiting, blocked = list[Request](), list[Request]()
+        for request in self._waiting:
+            if request.phase is Phase.WAITING:
+                (waiting if len(waiting) < room and request.blocked_s is None else blocked).append(request)
+        return waiting, blocked
 
     def _late(self, found: list[Option], limits: Limits, quiet_s: float, load: float, queue: float) -> list[float]:
         """By which share decode steps would be too long, of each option. All have prefill till the prompts that wait are done
@@ -254,7 +265,8 @@ class Auto:
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
-            behind = max(option.stretch / need if need else math.inf, stakes.demand * option.whole_s)  # of those here, and to come
+            held = 0.0 if option.chunk and option.whole_s <= option.step_s else stakes.demand * option.whole_s  # it could take more
+            behind = max(option.stretch / need if need else math.inf, held)  # of those here, and to come
             slow = min(1.0, max(0.0, behind - 1))
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:
@@ -272,7 +284,7 @@ class Auto:
         whole_s = option.whole_s
         decodes_s = whole_s if option.chunk else whole_s + option.period_s / 2
         prompts = stakes.next * option.first_s + (stakes.behind + stakes.future * whole_s / 2) * whole_s
-        return prompts + stakes.decodes * option.lag * decodes_s
+        return prompts + (stakes.decodes + stakes.blocked) * option.lag * decodes_s
 
     def _note(self, best: Option, found: list[Option], late: list[float], need: float) -> None:
         """Count what was decided, and why the device is not split."""

@@ -49,7 +49,7 @@ class Stakes(NamedTuple):
     """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of the
     running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. As multiples of the
     prompts that are next: `load`, what was computed in each of the last seconds; `demand`, that and what waits; `queue`, all that
-    is there."""
+    is there. `blocked`: of the prompts that wait for a decode to end, since no slot or page is left."""
 
     next: float
     behind: float
@@ -58,6 +58,7 @@ class Stakes(NamedTuple):
     load: float
     demand: float
     queue: float
+    blocked: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -209,14 +210,17 @@ class Promises:
             stake += 1 / (tpot_s * (left if left > usual else usual))
         return Limits(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
 
-    def stakes(self, running: Iterable[Request], waiting: Sequence[Request], decodes: float, tokens: int) -> Stakes:
+    def stakes(
+        self, running: Iterable[Request], waiting: Sequence[Request], blocked: Sequence[Request], decodes: float, tokens: int
+    ) -> Stakes:
         """`decodes`: stake of the running decodes. `tokens`: of the prompts that run."""
         behind_tokens = sum([len(r.arrive.prompt) for r in waiting])
         next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
         queue = 1 + behind_tokens / tokens
         demand = self.load + behind_tokens / LATELY_S
         future = demand * (next_ + behind) / (tokens + behind_tokens)
-        return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue)
+        held = sum([1 / self.ttft_s(r) for r in blocked])
+        return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue, held)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         tightest_s, slo = math.inf, None
