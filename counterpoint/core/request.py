@@ -20,7 +20,7 @@ class Phase(enum.Enum):
     DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
 
 
-PREFILL, DECODE, DONE = Phase.PREFILL, Phase.DECODE, Phase.DONE  # for loops: an Enum is slow to look into
+WAITING, PREFILL, DECODE, DONE = Phase.WAITING, Phase.PREFILL, Phase.DECODE, Phase.DONE  # for loops: an Enum is slow to look into
 
 
 @dataclass(slots=True, eq=False)

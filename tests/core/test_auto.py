@@ -164,7 +164,7 @@ def test_what_is_slow_once_or_was_slow_long_ago_is_not_believed_in():
     assert belief.seconds(works[0], 4) == raw_s, "the first of its kind may have waited for what is done once"
     for times in (1.0, 1.0, 1.0, 20.0):
         observe(works[0], 4, times)
-    assert belief.seconds(works[0], 4) < 1.03 * raw_s
+    assert belief.seconds(works[0], 4) < 1.06 * raw_s
     for _ in range(40):
         observe(works[0], 4, 3.0)
     assert belief.seconds(works[0], 4) > 2 * raw_s
@@ -197,7 +197,7 @@ def test_one_slow_step_rules_nothing_out_for_good():
     for i in range(1, 5):
         belief.observe(Step(i, 0, i, 0, 6, 4, (), mixed), StepDone(i, 0, started_s=0.0, ended_s=took_s, units=4), None)
     expected_s, wary_s = belief.both(mixed, 4)
-    assert wary_s > 1.2 * expected_s
+    assert wary_s > 1.1 * expected_s
     for i in range(5, 600):
         belief.observe(Step(i, 0, i, 0, 6, 4, (), quiet), StepDone(i, 0, started_s=0.0, ended_s=alone_s, units=4), None)
     expected_s, wary_s = belief.both(mixed, 4)

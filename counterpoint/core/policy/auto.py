@@ -28,7 +28,7 @@ from counterpoint.core.policy.belief import Belief
 from counterpoint.core.policy.options import Backlog, Option, Prices
 from counterpoint.core.policy.pick import chunks, whole_prompts
 from counterpoint.core.policy.promises import Limits, Promises, Stakes
-from counterpoint.core.request import DECODE, Request
+from counterpoint.core.request import DECODE, WAITING, Request
 from counterpoint.core.state import Pass, State
 from counterpoint.ports import Estimator, Fill
 from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Work
@@ -222,7 +222,7 @@ class Auto:
         fastest = min([option.stretch for option in found])
         waiting, blocked = self._parted(state)
         need = self.promises.bearable(state.prefilling.values(), waiting, now, fastest)
-        stakes = self.promises.stakes(state.prefilling.values(), waiting, blocked, limits.stake, backlog.tokens)
+        stakes = self.promises.stakes(state.prefilling.values(), waiting, blocked, limits.stake, backlog)
         late = self._late(found, limits, quiet_s, stakes.load, stakes.queue)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
@@ -240,7 +240,7 @@ class Auto:
         room = self.scheduler.max_running - len(state.running)
         waiting, blocked = list[Request](), list[Request]()
         for request in self._waiting:
-            if request.phase is Phase.WAITING:
+            if request.phase is WAITING:
                 (waiting if len(waiting) < room and request.blocked_s is None else blocked).append(request)
         return waiting, blocked
 
@@ -265,8 +265,9 @@ class Auto:
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
-            held = 0.0 if option.chunk and option.whole_s <= option.step_s else stakes.demand * option.whole_s  # it could take more
-            behind = max(option.stretch / need if need else math.inf, held)  # of those here, and to come
+            takes_all = stakes.last and option.chunk and option.whole_s <= option.step_s  # and could take more
+            to_come = 0.0 if takes_all else stakes.demand * option.whole_s
+            behind = max(option.stretch / need if need else math.inf, to_come)  # of those here, and to come
             slow = min(1.0, max(0.0, behind - 1))
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:

@@ -26,6 +26,7 @@ LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of the f
 HIGH, PACE = 0.9, 0.05  # the quantile that the guard follows; a slower step raises it by HIGH * PACE, others lower it by the rest
 FADES, FADE = 64, 0.5  # every so many steps, what is left of the guard of a cell that none of them was in
 FORGET = 0.9  # and of its ratio, as a power: what is never chosen would else never be found to have become better
+EVEN = 0.005  # a step that is slower by no more than so much is as expected
 MOSTLY = 0.5  # share of a step's time from which on it says something about the cell
 LEAST, MOST = 0.2, 5.0  # bounds of a correction
 ODD, ODD_FIRST = 1.5, 2.0  # what took so many times longer or shorter than expected teaches no more than what took just that
@@ -150,7 +151,7 @@ class Belief:
             self._stand_in.clear()
         actual = progress[cell] / max(1 - elsewhere, progress[cell] / MOST)
         own.ratio = before + learn * (max(LEAST, before / odd, min(before * odd, actual)) - before)
-        own.guard = max(1.0, own.guard + PACE * (HIGH if over > own.guard else HIGH - 1))
+        own.guard = max(1.0, own.guard + PACE * (HIGH if over > own.guard + EVEN else HIGH - 1))
         own.fresh = True
         self._moved += abs(own.ratio / before - 1)
         if self._moved > 0.05:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.belief import Belief
+from counterpoint.core.policy.options import Backlog
 from counterpoint.core.request import Request
 from counterpoint.core.state import Answers
 from counterpoint.types import Slo, Work
@@ -49,7 +50,8 @@ class Stakes(NamedTuple):
     """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of the
     running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. As multiples of the
     prompts that are next: `load`, what was computed in each of the last seconds; `demand`, that and what waits; `queue`, all that
-    is there. `blocked`: of the prompts that wait for a decode to end, since no slot or page is left."""
+    is there. `blocked`: of the prompts that wait for a decode to end, since no slot or page is left. `last`: nothing comes behind
+    the prompts that are next."""
 
     next: float
     behind: float
@@ -59,6 +61,7 @@ class Stakes(NamedTuple):
     demand: float
     queue: float
     blocked: float = 0.0
+    last: bool = False
 
 
 class Plan(NamedTuple):
@@ -211,16 +214,23 @@ class Promises:
         return Limits(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
 
     def stakes(
-        self, running: Iterable[Request], waiting: Sequence[Request], blocked: Sequence[Request], decodes: float, tokens: int
+        self,
+        running: Collection[Request],
+        waiting: Sequence[Request],
+        blocked: Sequence[Request],
+        decodes: float,
+        backlog: Backlog,
     ) -> Stakes:
-        """`decodes`: stake of the running decodes. `tokens`: of the prompts that run."""
+        """Of the prompts that run, of which `backlog` is next, of those that wait for them, and of those that wait for a decode to
+        end. `decodes`: stake of the running decodes."""
+        tokens, last = backlog.tokens, not waiting and backlog.prompts == len(running)
         behind_tokens = sum([len(r.arrive.prompt) for r in waiting])
         next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
         queue = 1 + behind_tokens / tokens
         demand = self.load + behind_tokens / LATELY_S
         future = demand * (next_ + behind) / (tokens + behind_tokens)
         held = sum([1 / self.ttft_s(r) for r in blocked])
-        return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue, held)
+        return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue, held, last)
 
     def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
         tightest_s, slo = math.inf, None
