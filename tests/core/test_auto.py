@@ -10,7 +10,7 @@ from driver import Harness
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.belief import Belief
-from counterpoint.core.policy.options import Option
+from counterpoint.core.policy.options import Backlog, Option
 from counterpoint.core.policy.promises import Limits, Promises, Stakes
 from counterpoint.core.request import Request
 from counterpoint.core.state import SOON, Answers
@@ -413,6 +413,51 @@ def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
             ending += 1
             assert {step.id for step, _ in decode.in_flight} <= before
     assert ending
+    h.drain()
+
+
+def test_chunks_of_a_prompt_follow_each_other_without_a_step_between():
+    """Lanes two steps deep: the next chunk is queued while the last one runs."""
+    estimator = Priced(fixed=5.0, prefill=0.01, context=0.0, contention=50.0)
+    scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
+    h.arrive("a", range(8), max_tokens=100)
+    while not h.got.get("a"):
+        h.step()
+    h.arrive("b", range(30, 330), max_tokens=2)
+    while "b" not in h.got:
+        h.step()
+    steps = [step for commands in h.commands for step in commands if isinstance(step, Step)]
+    chunked = [number for number, step in enumerate(steps) if step.work.decode_batch and step.work.prefill_tokens]
+    assert len(chunked) == 3
+    assert chunked == list(range(chunked[0], chunked[-1] + 1))
+    h.drain()
+
+
+@pytest.mark.parametrize(("blocked", "units"), [(0, 1), (100, 3)])
+def test_those_who_wait_for_a_slot_count_with_the_decodes_they_wait_for(blocked, units):
+    """Both splits meet all targets. One is done with the prompt in half the time, but answers end much later by it."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
+    known = promises()
+    requests = [request(str(n), 8, ttft_s=100.0) for n in range(blocked)]
+    stakes = known.stakes([request("next", 8, ttft_s=10.0)], [], requests, 0.001, Backlog(8, 64, 0, 1))
+    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, stakes).units == units
+
+
+def test_who_waits_for_a_slot_is_not_taken_for_work_of_the_prefill():
+    scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, max_running=2, tpot_s=80.0, ttft_s=1e5)
+    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    h = Harness(policy, Priced(), max_running=2)
+    for name in ("a", "b", "c", "d"):
+        h.arrive(name, range(8), max_tokens=30)
+    while len(h.engine.state.running) < 2:
+        h.step()
+    waiting, blocked = policy._parted(h.engine.state)
+    assert (waiting, {r.id for r in blocked}) == ([], {"c", "d"})
     h.drain()
 
 
