@@ -93,6 +93,7 @@ def simulate(
         engines = {name: worker.engine for name, worker in pool.workers.items()}
         return simulated(machine, config, queries, collected, engines)
     engine, executor, inbox = make_rig(machine, config)
+    engine.tells = False
     for query in queries:
         inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
     play(engine, executor, inbox, collected.deliver, files, watched)

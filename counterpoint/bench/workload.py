@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -217,7 +218,13 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
         stream[:known] = np.repeat(blocks, query.block_tokens)[:known]
         position[:known] %= np.uint64(query.block_tokens)
     word = _mix(_mix(stream ^ _mix(np.array([seed], dtype=np.uint64))) + position)
-    return tuple((np.uint64(tokens.first) + word % np.uint64(tokens.last - tokens.first)).tolist())
+    return tuple(_ids(tokens)[word % np.uint64(tokens.last - tokens.first)].tolist())
+
+
+@lru_cache(4)
+def _ids(tokens: TokenRange) -> NDArray[np.object_]:
+    """Every id of the range as a Python number, of which prompts then hold no copies."""
+    return np.array(range(tokens.first, tokens.last), dtype=object)
 
 
 def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -59,6 +59,7 @@ class Engine:
 
     def __init__(self, limits: Limits, policy: Policy, active: ActiveUnits | None = None) -> None:
         self.limits = limits
+        self.tells = True  # of each token; a simulation has nobody who listens, and turns it off
         self.policy = policy
         self.pages = Pages(limits.pages)
         self.state = State(policy.lanes, limits.units, limits.layers, limits.overlap)
@@ -224,8 +225,9 @@ class Engine:
             finish, stopped_by = Finish.STOP, token
         elif len(output) >= arrive.sampling.max_tokens:
             finish = Finish.LENGTH
-        told = () if logprobs is None else (logprobs,)
-        self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, cached))
+        if self.tells:
+            told = () if logprobs is None else (logprobs,)
+            self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, cached))
         if finish is not None:
             self._end(request, now, finish)
 

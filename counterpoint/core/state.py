@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import Lane, Segment, Step, Work
@@ -24,7 +26,7 @@ class Answers:
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._ordered: list[int] = []
-        self._left: dict[int, int] = {}  # what `still_to_come` has said since the last one
+        self.still_to_come: Callable[[int], int] = cache(self._still_to_come)  # until the next one is added
         self.mean: float = USUAL  # tokens of an answer
 
     def add(self, tokens: int) -> None:
@@ -32,21 +34,18 @@ class Answers:
             del self._ordered[bisect.bisect_left(self._ordered, self._latest.popleft())]
         self._latest.append(tokens)
         bisect.insort(self._ordered, tokens)
-        self._left.clear()
+        self.still_to_come = cache(self._still_to_come)
         if len(self._ordered) >= FEWEST:
             self.mean = sum(self._ordered) / len(self._ordered)
 
-    def still_to_come(self, tokens: int) -> int:
+    def _still_to_come(self, tokens: int) -> int:
         """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1. While few are known, what has run
         for long is taken to go on for longer, but none for sure."""
-        found = self._left.get(tokens)
-        if found is None:
-            longer = bisect.bisect_right(self._ordered, tokens)
-            left = len(self._ordered) - longer
-            known = left >= FEWEST
-            found = self._ordered[longer + int(EARLY * left)] - tokens if known else max(SOON, tokens // LINDY)
-            self._left[tokens] = found
-        return found
+        longer = bisect.bisect_right(self._ordered, tokens)
+        left = len(self._ordered) - longer
+        if left < FEWEST:
+            return max(SOON, tokens // LINDY)
+        return self._ordered[longer + int(EARLY * left)] - tokens
 
 
 @dataclass(slots=True, eq=False)

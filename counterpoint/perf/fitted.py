@@ -191,13 +191,13 @@ class Fitted:
         return products_s + read * (layers * self.prior.decode_attention(work, units).seconds)
 
     def _mixed_s(self, work: Work, units: int, level: int) -> float:
-        terms, known = self._mixed_terms(work, units), self.mixed.get(level)
+        head_s = self._head_s(work, units)
+        prefill_s, read_s, kernels_s = self._mixed_others(work, units, head_s)
+        known = self.mixed.get(level)
         if known is None:
-            return terms.prior_s + terms.rest_s
-        total = terms.rest_s
-        for factor, term in zip(known.others, terms.others, strict=True):
-            total += factor * term
-        return total
+            return prefill_s + read_s + kernels_s + head_s
+        prefill, read, kernels = known.others
+        return head_s + prefill * prefill_s + read * read_s + kernels * kernels_s
 
     # ------------------------------------------------------------ the terms: rows, what has a factor, what has none
 
@@ -211,16 +211,20 @@ class Fitted:
         return Terms(rows, 1, products_s, (layers * self.prior.decode_attention(work, units).seconds,), 0.0)
 
     def _mixed_terms(self, work: Work, units: int) -> Terms:
+        head_s = self._head_s(work, units)
+        return Terms(0, 1, 0.0, self._mixed_others(work, units, head_s), head_s)
+
+    def _mixed_others(self, work: Work, units: int, head_s: float) -> tuple[float, float, float]:
+        """All rows as a prefill, the decodes' attention, and the pauses of its kernels."""
         layers = work.last_layer - work.first_layer
-        rest_s = self._head_s(work, units)
         if self.prefills:
-            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_s) - rest_s
+            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_s) - head_s
         else:
             prefill_s = self._prefill_terms(work, units).prior_s
         known = self.decodes
         level = units if units in known else min(known, key=lambda level: abs(level - units), default=0)
         read_s = layers * self.prior.decode_attention(work, units).seconds * (known[level].others[0] if known else 1.0)
-        return Terms(0, 1, 0.0, (prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s), rest_s)
+        return prefill_s, read_s, layers * KERNELS_PER_LAYER * self.prior.device.kernel_s
 
     def _head_s(self, work: Work, units: int) -> float:
         ends = work.last_layer == work.layers and work.samples

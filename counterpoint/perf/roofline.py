@@ -86,6 +86,8 @@ class Roofline:
         self.weight_bytes = ELEMENT_BYTES[dtype]
         self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features  # of a token in a layer
         self.prefill_width, self.decode_width = attention_widths(model)
+        self.prefill_flops = 2.0 * self.prefill_width  # of a query and a key
+        self.query_heads, self.query_rows = model.heads, device.attention.tile_rows  # that make tiles
         self.read = [device.read_bandwidth.at(count) for count in range(device.units + 1)]  # bytes/s by units
         self.attention_read = [device.attention.read_bandwidth.at(count) for count in range(device.units + 1)]
         self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
@@ -204,10 +206,10 @@ class Roofline:
         """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
         mean, weighted by n."""
         tokens, products = work.prefill_tokens, work.prefill_reused if reused else 0
-        flops = 2.0 * self.prefill_width * ((work.prefill_squares + tokens) / 2 + products)
+        flops = self.prefill_flops * ((work.prefill_squares + tokens) / 2 + products)
         read_again = work.prefill_requests * products / tokens
         moved = self.kv_bytes * (tokens + read_again) + self.query_bytes * tokens
-        busy = busy_units(self.model.heads * math.ceil(tokens / self.device.attention.tile_rows), units)
+        busy = busy_units(self.query_heads * -(-tokens // self.query_rows), units)
         compute_s = flops / (busy * self.attention_flops)
         return Cost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
 

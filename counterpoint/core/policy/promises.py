@@ -193,14 +193,14 @@ class Promises:
         """What the next decode steps may take, where one without prefill takes `quiet_s`."""
         mean_s = gap_s = next_s = math.inf
         to_come, stake, mean_tokens = 1, 0.0, answers.mean
-        slo, tpot_s = None, 0.0
+        slo, tpot_s, still_to_come = None, 0.0, answers.still_to_come
         for request in decodes:
             if request.arrive.slo is not slo:  # most share one
                 slo = request.arrive.slo
                 tpot_s, itl_s = self.targets(slo)
                 gap_s = min(gap_s, itl_s)
             tokens = len(request.output)
-            left = answers.still_to_come(tokens)
+            left = still_to_come(tokens)
             ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
             own_s = tpot_s + ahead_s / left
             if own_s < quiet_s:
