@@ -28,16 +28,16 @@ class ActiveUnits:
     def __call__(self, work: Work, units: int) -> float:
         """Units with work, on average over the step."""
         roofline = self.roofline
-        seconds = roofline.seconds(work, units)
+        parts = roofline.parts(work, units)
+        seconds = roofline.total(work, units, parts).seconds
         if not seconds:
             return 0.0
+        _, reading, attention, _ = parts
         layer = self._layer(on_grid(work.prefill_tokens + work.decode_batch), units)
         if work.prefill_tokens:
             model, tile_rows = roofline.model, roofline.device.attention.tile_rows
-            busy = busy_units(model.heads * math.ceil(work.prefill_tokens / tile_rows), units)
-            layer += busy * roofline.prefill_attention(work, units).seconds
-        if work.decode_batch:
-            layer += units * roofline.decode_attention(work, units).seconds
+            layer += busy_units(model.heads * math.ceil(work.prefill_tokens / tile_rows), units) * attention.seconds
+        layer += units * reading.seconds
         active = layer * (work.last_layer - work.first_layer)
         if work.last_layer == work.layers and work.samples:
             active += self._head(work.samples, units)

@@ -50,6 +50,11 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
 
 
+NOTHING = Cost(0.0, 0.0, 0.0)
+# Of a step: in a layer its products and what lies between them, its attention of decodes, that of prompts; and the head.
+Parts = tuple[Cost, Cost, Cost, Cost]
+
+
 class Product(NamedTuple):
     """A weight matrix: `columns` outputs from `inner` inputs. `experts` of them, of which each row takes `taken`."""
 
@@ -120,27 +125,32 @@ class Roofline:
 
     # ------------------------------------------------------------ one step, alone
 
-    def _alone(self, work: Work, units: int) -> Cost:
+    def parts(self, work: Work, units: int) -> Parts:
         if not 1 <= units <= self.device.units:
             raise ValueError(f"{units} units asked of {self.device.name}, which has {self.device.units}")
-        layer = self.layer_cost(on_grid(work.prefill_tokens + work.decode_batch), units)
-        seconds, moved, flops = layer.seconds, layer.bytes, layer.flops
-        if work.decode_batch:
-            attention = self.decode_attention(work, units)
-            seconds, moved, flops = seconds + attention.seconds, moved + attention.bytes, flops + attention.flops
+        return (
+            self.layer_cost(on_grid(work.prefill_tokens + work.decode_batch), units),
+            self.decode_attention(work, units) if work.decode_batch else NOTHING,
+            self.prefill_attention(work, units) if work.prefill_tokens else NOTHING,
+            self.head_cost(work.samples, units) if work.last_layer == work.layers and work.samples else NOTHING,
+        )
+
+    def total(self, work: Work, units: int, parts: Parts) -> Cost:
+        layer, reading, attention, head = parts
+        seconds = layer.seconds + reading.seconds + attention.seconds
         if work.prefill_tokens:
-            attention = self.prefill_attention(work, units)
-            seconds, moved, flops = seconds + attention.seconds, moved + attention.bytes, flops + attention.flops
             seconds = max(seconds, self.device.layer_launch_s)
         layers = work.last_layer - work.first_layer
-        seconds, moved, flops = layers * seconds, layers * moved, layers * flops
-        if work.last_layer == work.layers and work.samples:
-            head = self.head_cost(work.samples, units)
-            seconds, moved, flops = seconds + head.seconds, moved + head.bytes, flops + head.flops
+        seconds = layers * seconds + head.seconds
         if not seconds:
-            return Cost(0.0, 0.0, 0.0)
+            return NOTHING
+        moved = layers * (layer.bytes + reading.bytes + attention.bytes) + head.bytes
+        flops = layers * (layer.flops + reading.flops + attention.flops) + head.flops
         burn = min(1.0, flops / seconds / (units * self.unit_flops))
         return Cost(seconds, moved, flops, moved / seconds / self.read[-1], burn)
+
+    def _alone(self, work: Work, units: int) -> Cost:
+        return self.total(work, units, self.parts(work, units))
 
     def _layer_products_cost(self, rows: int, units: int) -> Cost:
         """The products of one layer and what lies between them, without attention."""
