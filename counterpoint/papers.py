@@ -19,18 +19,24 @@ from typing import Any
 
 import msgspec
 
+from counterpoint.bench import reshape
 from counterpoint.bench.load import Load, parse_slo
+from counterpoint.bench.report import presence_s, summarise
+from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config
-from counterpoint.machine import Machine
+from counterpoint.machine import Machine, make_pool
 from counterpoint.perf.roofline import Product, Roofline, busy_units
-from counterpoint.plan import Found, Mode, Task, find_rate, guessed_rate, play
+from counterpoint.plan import Found, Hopeless, Mode, Task, find_rate, guessed_rate, highest, judge, play
+from counterpoint.simulate import Collected, arrival, targets
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
+from counterpoint.types import Stats
 
 SHAREGPT = {"prompt_tokens": 161, "output_tokens": 338, "prompt_spread": 1.0, "output_spread": 0.8}  # means: vLLM, SOSP'23, 6.1
 CODE, CONVERSATION = {"trace": "azure_2023_code.csv"}, {"trace": "azure_2023_conv.csv"}
 CHUNKS = (256, 512, 1024, 2048)
 PRECISION = 0.05
+CONTEXT = 16384
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,25 +77,35 @@ def modes_of(machine: Machine) -> list[Mode]:
     return [*found, Mode("auto", {"policy": "auto"})]
 
 
-def run(setting: Setting, traces: Path, requests: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The goodput of each mode, and chunked 1024 and auto at the rate that chunked 1024 holds."""
+def task_of(setting: Setting, traces: Path, requests: int) -> Task:
     machine = Machine(PRESETS[setting.model], device_spec(setting.gpu))
     flags: dict[str, Any] = {key: str(traces / value) if key == "trace" else value for key, value in setting.load.items()}
     queries = Load(requests=requests, arrivals="poisson", **flags).make().queries
+    longest = machine.model.max_context_tokens
     config = Config().replace(
-        **msgspec.structs.asdict(parse_slo(setting.slo)), ttft_per_token_s=setting.per_token_s, max_context_tokens=16384
-        if PRESETS[setting.model].max_context_tokens > 16384 else None,
-    )  # fmt: skip
-    queries = tuple(q for q in queries if q.prompt_tokens + q.output_tokens < min(16384, machine.model.max_context_tokens))
-    task = Task(machine, config, queries, precision=PRECISION)
+        **msgspec.structs.asdict(parse_slo(setting.slo)),
+        ttft_per_token_s=setting.per_token_s,
+        max_context_tokens=CONTEXT if longest > CONTEXT else None,
+    )
+    queries = tuple(q for q in queries if q.prompt_tokens + q.output_tokens < min(CONTEXT, longest))
+    return Task(machine, config, queries, precision=PRECISION)
+
+
+def run(setting: Setting, traces: Path, requests: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The goodput of each mode, and chunked 1024 and auto at the rate that chunked 1024 holds."""
+    task = task_of(setting, traces, requests)
     start, found = None, dict[str, Found]()
-    for mode in modes_of(machine):
+    for mode in modes_of(task.machine):
         if start is None:
             start = step_of(guessed_rate(task))
         one = found[mode.name] = find_rate(task, mode, start)
         start = step_of(one.rate) if one.rate else start
-        tell(f"{setting.paper}, {setting.model} on {setting.gpu}, {setting.name}: {mode.name} {one.rate:.2f} requests/s")
+        tell(f"{title(setting)}: {mode.name} {one.rate:.2f} requests/s")
     return summary(setting, task, found)
+
+
+def title(setting: Setting) -> str:
+    return f"{setting.paper}, {setting.model} on {setting.gpu}, {setting.name}"
 
 
 def step_of(rate: float) -> int:
@@ -128,6 +144,125 @@ def at_rate(task: Task, name: str, rate: float) -> dict[str, Any]:
 
 def ratio(one: float, other: float) -> float | None:
     return one / other if other else None
+
+
+# ---------------------------------------------------------------- bubbles
+
+TOO_LARGE = ("qwen3-235b-a22b",)  # for half of its setting's GPUs
+SETTLED = 0.2  # of the time in which requests come, after which idle time counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fleet:
+    """Machines that share a load: so many `gpus` in all. `strict`: pools of which one prefills everything and the other decodes
+    everything, whatever the targets, as DistServe does."""
+
+    name: str
+    machine: Machine
+    gpus: int
+    settings: Mapping[str, Any]
+    strict: bool = False
+
+
+def fleets(setting: Setting, split: int, wanted: int) -> list[Fleet]:
+    """`wanted` GPUs as replicas of one mode (`split`: for decode, of the fixed one), as strict pools and as pools that serve. A
+    model that takes several GPUs is served by all of them at once, by two halves alike, or by pools of such halves."""
+    whole = Machine(PRESETS[setting.model], device_spec(setting.gpu))
+    degree = whole.device.degree
+    part = whole if degree == 1 else Machine(whole.model, device_spec(f"{degree // 2}x{setting.gpu.partition('x')[2]}"))
+    gpus, parts = (wanted, wanted) if degree == 1 else (degree, 2)
+    chunked, auto = {"policy": "chunked", "chunk_tokens": 1024}, {"policy": "auto"}
+    fixed = {"policy": "multiplex", "split": split}
+    found = [
+        Fleet(name, whole, gpus, {**flags, "replicas": gpus // degree})
+        for name, flags in (("chunked:1024", chunked), (f"multiplex:{split}", fixed), ("auto", auto))
+    ]
+    if degree > 1:
+        found += [
+            Fleet(f"{name}, two halves", part, gpus, {**flags, "replicas": 2})
+            for name, flags in (("chunked:1024", chunked), ("auto", auto))
+        ]
+    for prefill in range(1, parts):
+        workers = {"prefill": prefill, "decode": parts - prefill}
+        name = f"{prefill * gpus // parts}:{workers['decode'] * gpus // parts}"
+        found.append(Fleet(f"strict pools {name}", part, gpus, {"policy": "serial", **workers}, strict=True))
+        found.append(Fleet(f"pools {name}", part, gpus, {**auto, **workers}))
+    return found
+
+
+def work(fleet: Fleet, task: Task, rate: float) -> dict[str, Any] | None:
+    """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss their targets. `idle`: the share of
+    all units x time that no step had, while new requests came and any was there."""
+    queries = reshape.at_rate(task.queries, rate * fleet.gpus)
+    slo = {query.id: targets(query, task.config) for query in queries}
+    config = task.config.replace(**fleet.settings)
+    if fleet.strict:
+        config = config.replace(ttft_s=None, ttft_per_token_s=None, tpot_s=None, local_tokens=0, spill_s=1e9)
+    collected = Collected(
+        {query.id: query.arrival_s for query in queries}, judge(slo, int(len(queries) * (1 - task.wanted) + 1e-9))
+    )
+    pool = make_pool(fleet.machine, config, collected.keep)
+    tokens = TokenRange.within(fleet.machine.model.vocab)
+    for query in queries:
+        pool.post(query.arrival_s, arrival(query, tokens, task.seed, config))
+    seen: list[dict[str, float]] = []
+    last_s = queries[-1].arrival_s
+    for at_s in (SETTLED * last_s, last_s):
+        pool.door.call(at_s, lambda: seen.append({name: used_s(worker.engine.stats()) for name, worker in pool.workers.items()}))
+    try:
+        pool.run()
+    except Hopeless:
+        return None
+    records = list(collected.records.values())
+    room_s = presence_s(records, SETTLED * last_s, last_s) * fleet.machine.device.units
+    idle = {name: max(0.0, 1 - (used - seen[0][name]) / room_s) for name, used in seen[1].items()}
+    result = summarise(records, slo=slo)
+    kept = {key: result[key] for key in ("slo_attainment", "mean_ttft_ms", "mean_tpot_ms")}
+    return kept | {"idle": sum(idle.values()) / len(idle), "idle by worker": idle}
+
+
+def used_s(stats: Stats) -> float:
+    """Units times seconds that steps have had."""
+    return sum([seconds * min(stats.units_total, prefill + decode) for prefill, decode, seconds in stats.split_s])
+
+
+def bubble_rows(setting: Setting, traces: Path, requests: int, gpus: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Of each fleet: what it holds, its idle share there, and at the rate that the best strict pools hold."""
+    degree = device_spec(setting.gpu).degree
+    start = step_of(guessed_rate(task_of(setting, traces, requests)) / degree)
+    known = fleets(setting, best_split(task_of(setting, traces, requests)), gpus)
+    task = task_of(setting, traces, requests * gpus)
+    rows: list[dict[str, Any]] = []
+    for fleet in known:
+        rate, there = held(fleet, task, start)
+        start = step_of(rate) if rate else start
+        rows.append({"setting": dataclasses.asdict(setting), "fleet": fleet.name, "rate": rate, "there": there})
+        tell(f"{title(setting)}: {fleet.name} {rate:.2f} requests/s a GPU, {percent(there['idle'] if there else None)} idle")
+    common = max(row["rate"] for row, fleet in zip(rows, known, strict=True) if fleet.strict)
+    for row, fleet in zip(rows, known, strict=True):
+        row["common rate"] = common
+        row["at the common rate"] = work(fleet, dataclasses.replace(task, wanted=0.0), common)
+    return rows
+
+
+def best_split(task: Task) -> int:
+    """Units for decode of the fixed split that holds most on one machine."""
+    splits = [mode for mode in modes_of(task.machine) if "split" in mode.settings]
+    start = step_of(guessed_rate(task))
+    return max(splits, key=lambda mode: find_rate(task, mode, start).rate).settings["split"]
+
+
+def held(fleet: Fleet, task: Task, start: int) -> tuple[float, dict[str, Any] | None]:
+    """The highest rate per GPU at which enough requests keep their targets, and what is seen there."""
+    seen: dict[int, dict[str, Any] | None] = {}
+
+    def holds(step: int) -> bool:
+        if step not in seen:
+            seen[step] = work(fleet, task, task.at(step))
+        return seen[step] is not None
+
+    low = highest(holds, start)
+    return (task.at(low), seen[low]) if low is not None else (0.0, None)
 
 
 # ---------------------------------------------------------------- waves
@@ -184,6 +319,28 @@ def show(results: Sequence[Mapping[str, Any]], waves: Sequence[Mapping[str, floa
     return "\n".join(lines)
 
 
+def show_bubbles(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = [
+        "paper",
+        "setting",
+        "GPUs",
+        "requests/s a GPU",
+        "idle",
+        "common rate",
+        "within targets",
+        "idle",
+        "mean TTFT, TPOT ms",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        s, there, same = row["setting"], row["there"], row["at the common rate"]
+        cells = [s["paper"], f"{s['model']}, {s['gpu']}, {s['name']}", row["fleet"], f"{row['rate']:.2f}"]
+        cells += [percent(there["idle"] if there else None), f"{row['common rate']:.2f}", percent(same["slo_attainment"])]
+        cells += [percent(same["idle"]), f"{same['mean_ttft_ms']:.0f}, {same['mean_tpot_ms']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
@@ -196,15 +353,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m counterpoint.papers", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder with azure_2023_code.csv and azure_2023_conv.csv")
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--part", choices=("all", "goodput", "bubbles"), default="all")
+    parser.add_argument("--gpus", type=int, default=4, help="in each fleet whose bubbles are asked, where one holds the model")
+    parser.add_argument("--only", type=int, nargs="+", help="settings by number, from 0")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    waves = list(wave_rows())
-    results: list[dict[str, Any]] = []
-    for setting in SETTINGS:
-        results.append(run(setting, options.traces, options.requests, lambda line: print(line, flush=True)))
+    waves, results, bubbles = list(wave_rows()), list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    for number, setting in enumerate(SETTINGS):
+        if options.only is not None and number not in options.only:
+            continue
+        if options.part != "bubbles":
+            results.append(run(setting, options.traces, options.requests, tell))
+        if options.part != "goodput" and setting.model not in TOO_LARGE:
+            bubbles += bubble_rows(setting, options.traces, options.requests, options.gpus, tell)
         if options.json is not None:
-            options.json.write_text(json.dumps({"waves": waves, "settings": results}, indent=1) + "\n")
+            found = {"waves": waves, "settings": results, "bubbles": bubbles}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(show(results, waves))
+    print(show_bubbles(bubbles))
 
 
 if __name__ == "__main__":

@@ -215,14 +215,21 @@ def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
     }
 
 
+def presence_s(records: Iterable[Record], since_s: float = -math.inf, until_s: float = math.inf) -> float:
+    """For how long, between two moments, any request was there."""
+    found_s, seen_s = 0.0, since_s
+    for record in sorted(records, key=lambda r: r.arrival_s):
+        ends_s = min(record.finished_s, until_s)
+        found_s += max(0.0, ends_s - max(seen_s, record.arrival_s))
+        seen_s = max(seen_s, ends_s)
+    return found_s
+
+
 def bubbles(engines: Iterable[tuple[str, Stats]], records: Sequence[Record]) -> dict[str, float | None]:
     """Of each engine, by name, and of all: the share of its units times seconds in which no step had them, of the time in which any
     request was anywhere between arrival and end. So a worker of a pool that has nothing to do while another has is idle. (Units
     that a step has and does not use are another matter: `active_share`.)"""
-    present_s, until_s = 0.0, -math.inf
-    for record in sorted(records, key=lambda r: r.arrival_s):
-        present_s += max(0.0, record.finished_s - max(until_s, record.arrival_s))
-        until_s = max(until_s, record.finished_s)
+    present_s = presence_s(records)
     idle: dict[str, float | None] = {}
     for name, stats in engines:
         used_s = sum(seconds * min(stats.units_total, prefill + decode) for prefill, decode, seconds in stats.split_s)

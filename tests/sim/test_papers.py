@@ -5,9 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from sim_builders import Constant
 
 from counterpoint import papers
+from counterpoint.bench.workload import Query
+from counterpoint.config import Config
+from counterpoint.machine import Machine
 from counterpoint.perf.roofline import Product
+from counterpoint.plan import Task
+from counterpoint.spec.device import device_spec
+from counterpoint.spec.presets import PRESETS
 
 
 def test_waves_by_hand():
@@ -37,3 +44,27 @@ def test_a_setting_runs_to_its_table(tmp_path, monkeypatch):
     text = papers.show([result], list(papers.wave_rows()))
     assert "| MuxWise | llama-3.1-8b, a100, ShareGPT-like |" in text
     assert "19.4%" in text
+
+
+def test_idle_by_hand():
+    """Prompts of a second's work each, every four seconds, and answers of two tokens: while a request is there, the prefill worker
+    works for the first half of the time and the decode worker for the second; of two replicas, one works."""
+    machine = Machine(PRESETS["llama-3.1-8b"], device_spec("a100"), host_s=0.0, depth=1, physics=Constant(1.0))
+    config = Config().replace(ttft_s=1.5, tpot_s=1.5, prefix_cache=False)
+    queries = tuple(Query(i, 4.0 * i, 600, 2) for i in range(41))
+    task = Task(machine, config, queries, precision=0.1)
+    pools = papers.Fleet("strict", machine, 1, {"policy": "serial", "prefill": 1, "decode": 1}, strict=True)
+    found = papers.work(pools, task, 0.25)
+    assert found is not None and found["idle by worker"] == pytest.approx({"prefill-0": 0.5, "decode-0": 0.5}, abs=0.02)
+    replicas = papers.Fleet("replicas", machine, 1, {"policy": "serial", "replicas": 2})
+    assert papers.work(replicas, task, 0.25)["idle"] == pytest.approx(0.5, abs=0.02)
+    assert papers.work(replicas, task, 50.0) is None, "too many would be late"
+
+
+def test_fleets_have_equal_numbers_of_gpus():
+    one, eight = papers.fleets(papers.SETTINGS[1], 20, 4), papers.fleets(papers.SETTINGS[4], 20, 4)
+    for fleet in (*one, *eight):
+        workers = Config().replace(**fleet.settings).cluster.workers
+        assert workers * fleet.machine.device.degree == fleet.gpus, fleet.name
+    assert {fleet.gpus for fleet in one} == {4} and {fleet.gpus for fleet in eight} == {8}
+    assert [fleet.name for fleet in eight if fleet.strict] == ["strict pools 4:4"]
