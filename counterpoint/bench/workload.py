@@ -212,7 +212,7 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
         raise ValueError(f"query {query.number} is a text: it must be tokenised first")
     position = np.arange(query.prompt_tokens, dtype=np.uint64)
     known = min(query.prompt_tokens, len(query.prefix_ids) * query.block_tokens)
-    stream = np.full(query.prompt_tokens, np.uint64(2 * query.number + 1))
+    stream = np.full(query.prompt_tokens if known else 1, np.uint64(2 * query.number + 1))
     if known:
         blocks = np.asarray(query.prefix_ids, dtype=np.uint64) * np.uint64(2)
         stream[:known] = np.repeat(blocks, query.block_tokens)[:known]

@@ -79,7 +79,7 @@ class LaneState:
     @property
     def units(self) -> int:
         """Units that its steps in flight take."""
-        return max((step.units for step, _ in self.in_flight), default=0)
+        return max([step.units for step, _ in self.in_flight], default=0)
 
 
 class State:
@@ -132,9 +132,12 @@ class State:
 
     def free_units(self, lane: Lane) -> int:
         """Units that no other lane's step in flight takes (all of them where lanes may overlap)."""
-        if self.overlap:
-            return self.units
-        return self.units - sum(other.units for id, other in self.lanes.items() if id != lane.id)
+        free = self.units
+        if not self.overlap:
+            for id, other in self.lanes.items():
+                if id != lane.id and other.in_flight:
+                    free -= other.units
+        return free
 
     @property
     def in_flight(self) -> bool:

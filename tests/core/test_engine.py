@@ -58,6 +58,19 @@ def test_stop_token_ends_and_is_named(name):
     assert (h.ends["a"].finish, h.ends["a"].stopped_by) == (Finish.STOP, stop)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_engine_that_tells_nobody_of_tokens_does_the_same(name):
+    told, untold = harness(name), harness(name)
+    untold.engine.tells = False
+    for h in (told, untold):
+        for number in range(4):
+            h.arrive(f"r{number}", range(number, 20 + 5 * number), max_tokens=4 + number)
+        h.drain()
+    assert told.got and not untold.got
+    assert untold.records == told.records
+    assert untold.engine.stats() == told.engine.stats()
+
+
 def test_eos_ends_unless_ignored():
     prompt = (3, 1, 4)
     eos = answer(prompt, 5)[1]

@@ -53,9 +53,10 @@ class Backlog(NamedTuple):
     def piece(self, chunk: int, batch: int, context: int, layers: int) -> Work:
         """A chunk out of the middle of the backlog, with the decodes in the same pass. Positions before it in the same prompts
         count as reused: on average half of each prompt."""
-        chunk = min(chunk, self.tokens)
-        inside = max(0.0, (self.squares / self.tokens - chunk) / 2)  # tokens of its own prompt before the chunk
-        before = self.products / self.tokens + inside
+        tokens = self.tokens
+        chunk = min(chunk, tokens)
+        inside = max(0.0, (self.squares / tokens - chunk) / 2)  # tokens of its own prompt before the chunk
+        before = self.products / tokens + inside
         return Work(chunk, chunk * chunk, int(chunk * before), 1, batch, context, batch + 1, 0, layers, layers)
 
 
