@@ -36,7 +36,7 @@ from counterpoint.flags import settings
 from counterpoint.perf import shelf
 from counterpoint.perf.fitted import Fitted
 from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Point, Table, decode_work, file_name, filled, fused_work, prefill_work
+from counterpoint.perf.table import BESIDE_EACH_OTHER, Point, Table, decode_work, file_name, filled, fused_work, prefill_work
 from counterpoint.ports import Estimator
 from counterpoint.types import Work
 
@@ -64,7 +64,11 @@ PAIRS = (
     (Prompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
-ON_AND_ON = (((Prompt(960, 1024),), (64, 1024)), ((Prompt(2048),), None))  # passes with and without decodes
+ON_AND_ON = (
+    ("mixed", Prompt(960, 1024), (64, 1024)),
+    ("prefill", Prompt(2048), None),
+    (BESIDE_EACH_OTHER, Prompt(2048), (64, 1024)),
+)
 ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 2.0  # of the time, for each of these, and at most so long
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
 RESERVE = 0.2  # of the time, for the points held out
@@ -255,21 +259,30 @@ class Calibration:
             self.table.points.append(Point(work, units, each.seconds, beside, job.held_out, each.host_s, each.steps, each.start_s))
         self.keep(self.table)
 
-    def go_on_and_on(self, room: Room, budget_s: float) -> None:
-        """Measure what is in ON_AND_ON and not known yet, if it is no more than its share of the time."""
+    def go_on_and_on(self, room: Room, levels: Sequence[int], budget_s: float) -> None:
+        """Measure what is in ON_AND_ON and not known yet, if it is no more than its share of the time. Both sides of a pair count
+        alike, on the middle one of the `levels`."""
         for_s = min(ON_AND_ON_S, ON_AND_ON_SHARE * budget_s)
-        for prompts, beside in ON_AND_ON:
+        for kind, prompt, beside in ON_AND_ON:
             contexts = uneven(min(beside[0], room.batch), beside[1]) if beside else ()
-            job = Job(prompts, contexts, self.probe.units, fused=bool(contexts))
-            work, _ = job.works(self.probe.layers)
-            if work is None or work.kind in self.table.on_and_on or not room.holds(job):
-                continue
-            if self.expected_s(job) > MOST * budget_s:
+            units = levels[len(levels) // 2] if kind == BESIDE_EACH_OTHER else self.probe.units
+            job = Job((prompt,), contexts, units, fused=kind == "mixed")
+            if kind in self.table.on_and_on or not room.holds(job) or self.expected_s(job) > MOST * budget_s:
                 continue
             if contexts:
                 self.probe.decoding(contexts)
-            self.table.on_and_on[work.kind] = self.probe.slower_on_and_on(work, prompts, for_s)
+            self.table.on_and_on[kind] = self._slower_on_and_on(job, for_s)
             self.keep(self.table)
+
+    def _slower_on_and_on(self, job: Job, for_s: float) -> float:
+        prefill, decode = job.works(self.probe.layers)
+        assert prefill is not None
+        if decode is None:
+            return self.probe.slower_on_and_on(prefill, job.prompts, for_s)
+        prices, rest = self._prices(), self.probe.units - job.units
+        guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
+        short, long = (self.probe.together_s(decode, job.units, prefill, job.prompts, guess, s) for s in (0.0, for_s))
+        return math.sqrt(long[0].seconds / short[0].seconds * long[1].seconds / short[1].seconds)
 
     def _prices(self) -> Estimator:
         """What is expected of steps, by what has been measured until now."""
@@ -361,7 +374,7 @@ def command(
             task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)
             most_s = budget * (1 - ON_AND_ON_SHARE * len(ON_AND_ON))
             left_out = calibrate(calibration, jobs, judges, most_s, lambda done, of: bar.update(task, completed=done, total=of))
-            calibration.go_on_and_on(room, budget)
+            calibration.go_on_and_on(room, pricing.levels, budget)
     finally:
         system.executor.close()
     result = report(table, calibration.prior) | {"left_out": left_out, "table": str(path)}

@@ -75,4 +75,4 @@ def show(console: Console, result: dict[str, Any]) -> None:
         sheet.add_row(kind, str(off["points"]), *values, f"{bare[kind]['p50']:.1%}", f"{bare[kind]['p95']:.1%}")
     console.print(sheet)
     for kind, factor in result["on_and_on"].items():
-        console.print(f"{kind} passes that run on and on take {factor:.3f} times as long as in short runs")
+        console.print(f"{kind}: {factor:.3f} times as long where steps run on and on")

@@ -256,11 +256,17 @@ class Probe:
         return min(most, max(least, int(LEAST_S / max(1e-4, one_s))))
 
     def together_s(
-        self, decode: Work, level: int, prefill: Work, prompts: Sequence[Prompt], alone: tuple[float, float]
+        self,
+        decode: Work,
+        level: int,
+        prefill: Work,
+        prompts: Sequence[Prompt],
+        alone: tuple[float, float],
+        for_s: float = 0.0,
     ) -> tuple[Took, Took]:
-        """A decode step on `level` units and of a prefill pass on the rest, both again and again side by side; `alone`:
-        what they take alone there, at a guess. Prefill goes in layer groups that take about as long as a decode step, as it is
-        served."""
+        """A decode step on `level` units and a prefill pass on the rest, both again and again side by side; `alone`: what they take
+        alone there, at a guess. Prefill goes in layer groups that take about as long as a decode step, as it is served. `for_s`: at
+        least so long, and what counts is the second half."""
         rest = self.units - level
         decode_s, prefill_s = alone
         group = max(1, min(self.layers, -(-int(1e6 * decode_s) * self.layers // max(1, int(1e6 * prefill_s)))))
@@ -278,6 +284,7 @@ class Probe:
             nonlocal made, running
             self.host_s = 0.0
             more = made < passes or (len(ends[DECODE]) < LEAST_STEPS and made < MOST_PASSES * passes)  # the guess may be far off
+            more = more or (len(pass_ends) > 0 and pass_ends[-1] - pass_ends[0] < for_s)
             step = None
             if lane == PREFILL:
                 if not queue and more:
@@ -304,6 +311,9 @@ class Probe:
                 if done.lane == PREFILL and len(ends[PREFILL]) % per_pass == 0:
                     pass_ends.append(done.ended_s)
                 feed(done.lane)
+        if for_s:
+            half_s = (pass_ends[0] + pass_ends[-1]) / 2
+            pass_ends = [at for at in pass_ends if at >= half_s]
         steady = [at for at in ends[DECODE] if pass_ends[0] <= at <= pass_ends[-1]]
         if len(steady) < 2:
             steady = [began_s[DECODE], *ends[DECODE]]

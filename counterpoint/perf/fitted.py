@@ -34,7 +34,7 @@ from counterpoint.perf.contention import OCTAVES, Contention, Demand, Pair
 from counterpoint.perf.host import Launching
 from counterpoint.perf.regression import LEAST, least_squares
 from counterpoint.perf.roofline import KERNELS_PER_LAYER, Cost, Roofline, on_grid
-from counterpoint.perf.table import Point, Table, filled
+from counterpoint.perf.table import BESIDE_EACH_OTHER, Point, Table, filled
 from counterpoint.types import Work
 
 PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
@@ -106,6 +106,7 @@ class Fitted:
         self.table = table
         self.prior = prior
         self.launching = Launching(table)
+        self._on_and_on_beside = table.on_and_on.get(BESIDE_EACH_OTHER, 1.0)
         # What is below under "products", remembered: a load has few sizes of batches.
         self._pass_products_s: Callable[[int, int, int, int], float] = lru_cache(1 << 14)(self._fit_pass_products_s)
         self._step_products_s: Callable[[int, int, bool, int, int], float] = lru_cache(1 << 14)(self._fit_step_products_s)
@@ -138,7 +139,8 @@ class Fitted:
             slower *= self._prefills_beside.factor(other_units, demand(alone.cost, neighbour.cost, work.prefill_tokens))
         else:
             slower *= self._decodes_beside.factor(units, demand(alone.cost, neighbour.cost, other.prefill_tokens))
-        return max(alone.floor_s, alone.cost.seconds * (1 + max(0.0, slower - 1) * neighbour.busy))
+        slower = 1 + max(0.0, slower - 1) * neighbour.busy
+        return max(alone.floor_s, alone.cost.seconds * slower * self._on_and_on_beside)
 
     # ------------------------------------------------------------ one step, alone
 

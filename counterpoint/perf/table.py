@@ -15,6 +15,8 @@ import msgspec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import Work
 
+BESIDE_EACH_OTHER = "beside each other"  # a kind of `Table.on_and_on`
+
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration holds for. `device`: its name as its driver has it; `model`: a shape (`shape_of`), not a name; `kernels`:
@@ -49,8 +51,9 @@ class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 class Table(msgspec.Struct, kw_only=True):
     """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not); `pass_buckets`: and those of passes
-    with prompt tokens, by their rows; larger ones are not filled up. `on_and_on`: how many times longer than its points steps of a
-    kind take alone, among others for seconds (a card's power limit slows its clocks by then). `about`: date, versions, command."""
+    with prompt tokens, by their rows; larger ones are not filled up. `on_and_on`: how many times longer than in the short runs of
+    its points steps take among others for seconds: mixed and prefill alone, and a prefill and a decode beside each other (why, was
+    not found out; a card at its power limit would be slower so). `about`: date, versions, command."""
 
     key: Key
     about: dict[str, str] = {}

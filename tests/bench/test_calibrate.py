@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -130,13 +131,15 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
 
 
 class Tiring:
-    """REAL, but passes with prompt tokens take 1.2 times as long from half a second after the first one on."""
+    """REAL, but passes with prompt tokens take 1.2 times as long after half a second, and steps beside others again after two."""
 
     def __init__(self) -> None:
         self.inbox: VirtualInbox | None = None
+        self.pairs_from_s = math.inf
 
     def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
-        tired = self.inbox is not None and self.inbox.now > 0.5 and work.prefill_tokens
+        since_s = 0.0 if self.inbox is None else self.inbox.now
+        tired = since_s > (self.pairs_from_s if beside else 0.5) and (beside or work.prefill_tokens)
         return REAL.seconds(work, units, beside) * (1.2 if tired else 1.0)
 
 
@@ -146,8 +149,17 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
     physics.inbox = b.inbox
     b.calibration.measure(c.Job((Prompt(2048),), (), 132, held_out=True))
     judged = report(b.table, PRIOR)["held_out"]["fitted"]
-    b.calibration.go_on_and_on(ROOM, 240.0)
+    b.calibration.go_on_and_on(ROOM, LEVELS, 240.0)
     assert b.table.on_and_on["mixed"] == pytest.approx(1.2, rel=0.02)
+    assert b.table.on_and_on["beside each other"] == pytest.approx(1.0, rel=0.02)
+    del b.table.on_and_on["beside each other"]
+    physics.pairs_from_s = b.inbox.now + 1.0
+    b.calibration.go_on_and_on(ROOM, LEVELS, 240.0)
+    assert b.table.on_and_on["beside each other"] == pytest.approx(1.2, rel=0.02)
+    decode_step = decode_work([1024] * 64, 32)
+    beside = (decode_step, 32, (prefill_work(2048, 0, 1, 32), 100))
+    rested = msgspec.structs.replace(b.table, on_and_on={})
+    assert Fitted(b.table, PRIOR).seconds(*beside) == pytest.approx(1.2 * Fitted(rested, PRIOR).seconds(*beside), rel=0.03)
     prefill, fresh = prefill_work(2048, 0, 1, 32), msgspec.structs.replace(b.table, on_and_on={})
     b.table.on_and_on["prefill"] = 1.1
     assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132))
