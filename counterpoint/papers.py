@@ -202,6 +202,9 @@ def work(fleet: Fleet, task: Task, rate: float) -> dict[str, Any] | None:
         {query.id: query.arrival_s for query in queries}, judge(slo, int(len(queries) * (1 - task.wanted) + 1e-9))
     )
     pool = make_pool(fleet.machine, config, collected.keep)
+    if fleet.strict:  # nor does it matter how many a worker may run
+        for seat in pool.routing.seats.values():
+            seat.shape = msgspec.structs.replace(seat.shape, slots=len(queries) + 1)
     tokens = TokenRange.within(fleet.machine.model.vocab)
     for query in queries:
         pool.post(query.arrival_s, arrival(query, tokens, task.seed, config))

@@ -35,7 +35,8 @@ from counterpoint.types import Role, Slo, Work
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker said of itself last. `pending`: prefill that it has accepted and not computed, of all layers; `running`: its
-    next decode step. `pages_free`: neither held nor reserved. `willing`: alive, not suspect, not draining.
+    next decode step. `pages_free`: neither held nor reserved. `slots_free`: so many more requests may run at once; below 0, so many
+    wait for that. `willing`: alive, not suspect, not draining.
     `factor`: what its times to first token have been, over what prices alone gave (forecast.py)."""
 
     name: str
@@ -45,6 +46,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     pages_free: int
     pages_total: int
+    slots_free: int = 1 << 30
     pending: Work = Work()
     running: Work = Work()
     chunk_tokens: int = 512
@@ -172,9 +174,9 @@ class Router:
         return self._prefill(worker, tokens, cached).prefill_tokens <= self.rule.local_tokens
 
     def _fits(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> bool:
-        """The request's pages are there, and a little for those that run to grow."""
+        """The request's pages are there, and a little for those that run to grow; and it may run."""
         missing = -(-tokens // w.page_tokens) - cached.get(w.name, 0)
-        return missing + math.ceil(self.rule.watermark * w.pages_total) <= w.pages_free
+        return w.slots_free > 0 and missing + math.ceil(self.rule.watermark * w.pages_total) <= w.pages_free
 
     # ------------------------------------------------------------ prices
 

@@ -24,13 +24,14 @@ from counterpoint.types import Arrive, Role, Work
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What never changes about a worker."""
+    """What never changes about a worker. `slots`: requests that may run at once."""
 
     units: int
     layers: int
     page_tokens: int
     pages_total: int
     chunk_tokens: int = 512
+    slots: int = 1 << 30
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,7 @@ class Seat:
             page_tokens=shape.page_tokens,
             pages_free=max(0, shape.pages_total - self.pages - self.lost_pages),
             pages_total=shape.pages_total,
+            slots_free=shape.slots - self.decodes,
             pending=self.pending,
             running=self.running,
             chunk_tokens=shape.chunk_tokens,
@@ -195,7 +197,10 @@ class Routing:
         choice = router.route(tokens, arrive.slo, views, cached, avoid, prefill)
         if choice is not None:
             return choice
-        roomy = [msgspec.structs.replace(view, pages_free=view.pages_total) for view in views]
+        most = min(1, max((view.slots_free for view in views if view.willing), default=0))
+        roomy = [
+            msgspec.structs.replace(view, pages_free=view.pages_total, slots_free=int(view.slots_free >= most)) for view in views
+        ]
         return router.route(tokens, arrive.slo, roomy, cached, avoid, prefill)
 
     def _names(self, arrive: Arrive, views: list[WorkerView]) -> list[bytes]:

@@ -92,7 +92,7 @@ class VirtualPool:
         self._between: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
         for worker in workers:
             limits = worker.engine.limits
-            shape = Shape(limits.units, limits.layers, limits.page_tokens, limits.pages, chunk_tokens)
+            shape = Shape(limits.units, limits.layers, limits.page_tokens, limits.pages, chunk_tokens, limits.max_running)
             routing.seat(worker.name, worker.role, shape)
 
     def post(self, at_s: float, make: Callable[[], Arrive]) -> None:

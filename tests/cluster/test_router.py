@@ -210,3 +210,12 @@ def test_more_bandwidth_and_more_groups_never_hurt(size, prefill_s, bandwidth, g
     assert visible_s(size, prefill_s, 2 * bandwidth, groups) <= here * (1 + 1e-9)
     assert visible_s(size, prefill_s, bandwidth, groups + 1) <= here * (1 + 1e-9)
     assert here >= size / bandwidth - prefill_s
+
+
+def test_where_no_more_may_run_there_is_no_room():
+    """The decode worker that would be chosen has all it may run; when both have, the answer stays where it is prefilled."""
+    assert route(1000, changed("d0", slots_free=0)).route.decode == "d1"
+    full = tuple(msgspec.structs.replace(w, slots_free=0) if w.role is Role.DECODE else w for w in POOLS)
+    choice = route(1000, full)
+    assert choice.reason == "together" and choice.route == Route("p0", "p0")
+    assert route(100, full).route == Route("p0", "p0"), "nor is a short prompt prefilled where it can't be decoded"

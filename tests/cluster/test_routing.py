@@ -163,3 +163,20 @@ def test_a_worker_changes_its_role_when_all_who_have_it_are_late():
     assert route is not None and route.prefill == chosen
     book.change(CallOff(chosen))
     assert book.seats[chosen].role is Role.PREFILL and not book.seats[chosen].draining
+
+
+def test_whoever_is_booked_takes_a_slot_till_the_end():
+    book = routing(p=Role.PREFILL)
+    book.seat("d", Role.DECODE, msgspec.structs.replace(SHAPE, slots=2))
+    ways = [book.pick(arrive(f"r{i}"), "", "") for i in range(3)]
+    assert [(way.prefill, way.decode) for way in ways] == [("p", "d"), ("p", "d"), ("p", "p")]
+    book.ended("r0")
+    assert book.pick(arrive("r3"), "", "").decode == "d"
+
+
+def test_when_all_may_run_no_more_the_one_is_chosen_for_which_fewest_wait():
+    book = Routing(Router(Prices(), Wires(1e9, 1000), Rule()))
+    book.seat("p", Role.PREFILL, msgspec.structs.replace(SHAPE, slots=3))
+    book.seat("d", Role.DECODE, msgspec.structs.replace(SHAPE, slots=2))
+    ways = Counter(book.pick(arrive(f"r{i}"), "", "").decode for i in range(15))
+    assert ways == {"p": 8, "d": 7}

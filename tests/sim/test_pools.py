@@ -95,6 +95,15 @@ def test_what_the_decode_worker_has_no_room_for_goes_on_all_the_same():
     assert "decode" in tokens_by_kind(came)["prefill-0"]
 
 
+def test_a_worker_without_a_free_slot_is_not_waited_for():
+    """Of two alike, each may run eight; forty that come at once are answered by both."""
+    queries = [Query(i, 0.01 * i, 100, 30) for i in range(40)]
+    came = simulate(SECOND, queries, Config().replace(**PLAIN, prefill=1, decode=1, max_running=8))
+    check_whole(queries, came)
+    shares = [stats.generated_tokens for _, stats in came.workers]
+    assert min(shares) > 0.3 * sum(shares)
+
+
 def test_what_belongs_to_one_engine_is_refused():
     with pytest.raises(ValueError, match="--timeline"):
         simulate(H200, load(2, rate=1), Config().replace(**ONE_ONE), files=Files(timeline="trace.json"))

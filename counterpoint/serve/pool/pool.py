@@ -320,7 +320,8 @@ class Pool:
     def _shape(self, ready: Ready) -> Shape:
         size = ready.hello.page_tokens
         chunk = self.config.scheduler.chunk_tokens or (GPU_CHUNK_TOKENS if ready.gpu else CHUNK_TOKENS)
-        return Shape(ready.units, ready.digest.layers, size, ready.hello.kv_tokens // size, chunk)
+        slots = self.config.scheduler.max_running
+        return Shape(ready.units, ready.digest.layers, size, ready.hello.kv_tokens // size, chunk, slots)
 
     def _note_record(self, record: Record) -> None:
         known = nouns.handoff_of(record.id)
