@@ -47,14 +47,15 @@ class Machine:
     """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
     calibration says of the host and its launches, and then a turn of the loop takes TURN_S beside them; else HOST_S). `depth`:
     steps in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take:
-    as `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it. `without`: the part that
-    auto lacks (core/policy/ablated.py)."""
+    as `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it; and `hiccups`: the share of
+    them that take longer for once (device/sim.py). `without`: the part that auto lacks (core/policy/ablated.py)."""
 
     model: ModelSpec
     device: DeviceSpec
     host_s: float | None = None
     depth: int = 2
     belief_error: float = 0.0
+    hiccups: float = 0.0
     physics: Estimator | None = None
     calibration: Table | None = None
     without: str | None = None
@@ -135,7 +136,8 @@ def make_rig(machine: Machine, config: Config) -> tuple[Engine, Executor, Virtua
     inbox = VirtualInbox(TURN_S if isinstance(host, Launching) else 0.0)
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
-    return engine, SimExecutor(physics, inbox, machine.model.layers, host, active=active), inbox
+    device = SimExecutor(physics, inbox, machine.model.layers, host, active=active, hiccups=machine.hiccups)
+    return engine, device, inbox
 
 
 def make_pool(machine: Machine, config: Config, deliver: Callable[[Record, str], None]) -> VirtualPool:

@@ -330,6 +330,7 @@ def report(task: Task, search_for: Search, load: Load, found: Sequence[Found], n
         "device": device.name,
         "device_measured": device.measured,
         "belief_error": task.machine.belief_error,
+        "hiccups": task.machine.hiccups,
         "slo": search_for.slo,
         "share": task.wanted,
         "precision": task.precision,

@@ -215,6 +215,8 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
         found.append(f"{cluster.workers} such machines: {', '.join(f'{count} {kind}' for kind, count in kinds if count)}")
     if machine.belief_error:
         found.append(f"the policy's prices are off by up to {machine.belief_error:.0%}")
+    if machine.hiccups:
+        found.append(f"{machine.hiccups:.1%} of the steps take longer for once")
     return tuple(found)
 
 
@@ -261,6 +263,7 @@ class What:
     ] = "auto"
     without: Annotated[str | None, flag(f"take a part out of auto: {', '.join(ABLATIONS)}", MACHINE)] = None
     belief_error: Annotated[float, flag("how far the policy's prices are off, as a share: 0.2 is up to 20 %", MACHINE)] = 0.0
+    hiccups: Annotated[float, flag("share of steps that take 1.3 to 4 times as long as they should", MACHINE)] = 0.0
 
     def configured(self, config: Config) -> Config:
         """`config` with what is said here."""
@@ -274,6 +277,8 @@ class What:
         if self.depth < 1 or (self.host_overhead or 0.0) < 0:
             raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
         spec = load_spec(find_model(config), config.model.max_context_tokens)
+        if not 0 <= self.hiccups <= 1:
+            raise ValueError(f"--hiccups is {self.hiccups}: it must be between 0 and 1")
         if self.without is not None and self.without not in ABLATIONS:
             raise ValueError(f"--without is {self.without!r}: it must be one of {', '.join(ABLATIONS)}")
         device = device_spec(self.gpu)
@@ -290,6 +295,7 @@ class What:
             self.host_overhead,
             depth=self.depth,
             belief_error=self.belief_error,
+            hiccups=self.hiccups,
             calibration=table,
             without=self.without,
         )
@@ -348,6 +354,7 @@ def report(machine: Machine, config: Config, trace: Trace, came: Simulated, load
         "host_overhead": machine.host_s,
         "depth": machine.depth,
         "belief_error": machine.belief_error,
+        "hiccups": machine.hiccups,
         "request_rate": rate if rate != float("inf") else "inf",
         "seed": load.seed,
         "workload": describe(trace.queries) | {"trace": load.trace},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from counterpoint.types import Close, Command, Event, Open, Step, StepDone, Work
 Alarm = Callable[[], Event | None]
 NextToken = Callable[[int, int], int]
 ActiveUnits = Callable[[Work, int], float]
+HICCUP = (1.3, 4.0)  # times as long, uniformly
 
 
 def fake_token(seed: int, position: int) -> int:
@@ -118,14 +120,21 @@ class VirtualInbox:
 @dataclass(slots=True, eq=False)
 class Running:
     """A step on the device. At `since_s` a share `left` of it remained; the whole takes `whole_s` at its present speed.
-    `turn` numbers its alarms: only the latest counts."""
+    `turn` numbers its alarms: only the latest counts. `slower`: it takes so many times as long as is expected of it."""
 
     step: Step
     started_s: float
     since_s: float
+    slower: float = 1.0
     left: float = 1.0
     whole_s: float = 0.0
     turn: int = 0
+
+
+def hiccup(step: int, share: float) -> float:
+    """How many times longer this step takes: 1 but for `share` of them."""
+    dice = random.Random(step)
+    return dice.uniform(*HICCUP) if dice.random() < share else 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,13 +161,16 @@ class SimExecutor:
         host: Host = Latency(),
         token: NextToken = fake_token,
         active: ActiveUnits | None = None,
+        hiccups: float = 0.0,
     ) -> None:
+        """`hiccups`: the share of steps that take HICCUP times as long as `physics` says, drawn by their ids."""
         self.physics = physics
         self.inbox = inbox
         self.layers = layers
         self.host = host
         self.token = token
         self.active = active
+        self.hiccups = hiccups
         self._seeds: dict[int, int] = {}  # of the open slots
         self._lanes: dict[int, SimLane] = {}
 
@@ -189,7 +201,8 @@ class SimExecutor:
         if lane.queue[0][0] > now:
             self.inbox.call(lane.queue[0][0], lambda: self._start(lane))
             return
-        lane.running = Running(lane.queue.popleft()[1], now, now)
+        step = lane.queue.popleft()[1]
+        lane.running = Running(step, now, now, hiccup(step.id, self.hiccups) if self.hiccups else 1.0)
         self._pace()
 
     def _pace(self) -> None:
@@ -200,7 +213,7 @@ class SimExecutor:
             if one.whole_s > 0:
                 one.left = max(0.0, one.left - (now - one.since_s) / one.whole_s)
             one.since_s = now
-            whole_s = self._whole_s(one.step, [other.step for other in running if other is not one])
+            whole_s = one.slower * self._whole_s(one.step, [other.step for other in running if other is not one])
             if one.turn and whole_s == one.whole_s:
                 continue  # its alarm stands
             one.whole_s = whole_s

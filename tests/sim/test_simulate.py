@@ -171,6 +171,19 @@ def test_a_policy_that_prices_wrongly_still_serves_and_decides_otherwise():
     assert any("off by up to 30%" in note for note in wrong.notes)
 
 
+def test_some_steps_may_take_longer_for_once():
+    queries = load(100, rate=10)
+    config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
+    smooth, rough, again = (
+        simulate(dataclasses.replace(H200, hiccups=share), queries, config, watched=True) for share in (0.0, 0.1, 0.1)
+    )
+    check_whole(queries, rough)
+    assert rough.records == again.records
+    longest = [max(b - a for r in one.records for a, b in itertools.pairwise(r.token_s)) for one in (smooth, rough)]
+    assert longest[1] > 1.3 * longest[0]
+    assert any("10.0% of the steps" in note for note in rough.notes)
+
+
 # ---------------------------------------------------------------- memory
 
 
