@@ -361,19 +361,23 @@ def test_a_switch_to_chunks_waits_for_the_open_pass_alone():
     h.drain()
 
 
-def test_a_prompt_out_of_patience_is_not_overtaken():
-    def order(ttft_s: float) -> list[str]:
+def test_who_is_overtaken():
+    """A prefill of 640 s, and a prompt of 40 s that comes meanwhile."""
+
+    def order(ttft_s: float, short_ttft_s: float = 10_000.0) -> list[str]:
         h = auto(Priced(prefill=10.0))
         h.arrive("long", range(64), max_tokens=2, slo=Slo(ttft_s=ttft_s))
         h.step()
-        h.arrive("short", [7] * 4, max_tokens=2, slo=Slo(ttft_s=10_000.0))
+        h.arrive("short", [7] * 4, max_tokens=2, slo=Slo(ttft_s=short_ttft_s))
         h.drain()
         return sorted(h.records, key=lambda id: h.records[id].token_s[0])
 
-    assert order(2000.0) == ["short", "long"], "the long one is in time all the same"
-    assert order(655.0) == ["long", "short"], "it would be late"
-    assert order(100.0) == ["short", "long"], "it is late without it"
-    assert order(1.0) == ["long", "short"], "it has waited too long"
+    assert order(2000.0) == ["short", "long"], "the long one has time to spare"
+    assert order(800.0) == ["long", "short"], "it would have hardly any left, and the short one has"
+    assert order(800.0, 300.0) == ["short", "long"], "the short one would be late"
+    assert order(655.0, 300.0) == ["long", "short"], "it would make the long one late"
+    assert order(100.0, 300.0) == ["short", "long"], "that one is late without it"
+    assert order(1.0, 300.0) == ["long", "short"], "and here it has waited too long"
 
 
 @pytest.mark.parametrize(("weights", "units"), [({}, 3), ({"ttft_weight": 20.0, "tbt_weight": 1.0}, 1)])

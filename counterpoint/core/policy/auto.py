@@ -9,7 +9,8 @@ to pay: what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, do
     admission  a prompt is held back while the harm its decode would do to the running ones outweighs its own lateness
     split      moves for a gain of some per cent (hysteresis), at layer-group edges, once a group at most
     pause      decode may sit out layer groups that its slack pays for, when a first token is about to be late
-    overtake   a short prompt goes before a long one between layer groups, if the long one can still be in time
+    overtake   a short prompt goes before a long one between layer groups, if that one has time to spare, or if it would be late
+               itself and the long one can still be in time
     cut        a pass ends before a prompt that would make the others in it late
 
 Owns: all of that. Promises: a decision takes a millisecond or so at most. Must not: know what kind of device runs.
@@ -37,6 +38,7 @@ STICK = 1.04  # another option must be better by so much
 MARGIN = 0.95  # share of the target that is aimed at
 EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
+SPARE = 0.3  # of its time for the first token, which that one must not lose, unless the other would be late behind it
 
 
 class Auto:
@@ -186,20 +188,28 @@ class Auto:
         return max(0.0, (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request))
 
     def _overtaking(self, prompts: list[Request], victims: Pass, now: float) -> list[Request]:
-        """Those of `prompts` that may go before the rest of a pass, together."""
-        rest_s, spent_s, found = self._rest_s(victims), 0.0, list[Request]()
+        """Those of `prompts` that may go before the rest of a pass, together: anyone while all of it keep SPARE of their time,
+        else who would be late behind it, if nothing is lost by that."""
+        rest_s, spent_s, pace, found = self._rest_s(victims), 0.0, self.promises.stretch, list[Request]()
         for request in prompts:
             delay_s = spent_s + self.promises.prompt_s(request)
-            if delay_s <= SHORT * rest_s and all(self._bears(victim, now + rest_s, delay_s, now) for victim in victims.requests):
+            both_s = now + pace * (rest_s + delay_s)  # when the last of them is done, whoever goes first
+            spared = all(both_s <= self.promises.due(victim) - SPARE * self.promises.ttft_s(victim) for victim in victims.requests)
+            urgent = both_s > self.promises.due(request)
+            if delay_s <= SHORT * rest_s and (spared or (urgent and self._bear(victims, pace * rest_s, pace * delay_s, now))):
                 spent_s = delay_s
                 found.append(request)
         return found
 
-    def _bears(self, victim: Request, ends_s: float, delay_s: float, now: float) -> bool:
-        """Whether a prefill that would end at `ends_s` loses nothing by a delay: it is in time all the same, or late already and
-        not yet out of patience."""
-        due = self.promises.due(victim)
-        return ends_s + delay_s <= due or (ends_s > due and not self.promises.impatient(victim, now))
+    def _bear(self, victims: Pass, rest_s: float, delay_s: float, now: float) -> bool:
+        """Whether the rest of a pass loses nothing by a delay: all are in time all the same, or late already and not yet out of
+        patience."""
+        ends_s = now + rest_s
+        for victim in victims.requests:
+            due = self.promises.due(victim)
+            if ends_s + delay_s > due and (ends_s <= due or self.promises.impatient(victim, now)):
+                return False
+        return True
 
     def _rest_s(self, whole: Pass) -> float:
         """What is left of an open pass, on the whole device."""
