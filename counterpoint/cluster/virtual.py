@@ -20,6 +20,7 @@ from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import Deliver, Finished
 from counterpoint.cluster.front import Front, ToClient, ToWorker
 from counterpoint.cluster.handoff import Handoffs
+from counterpoint.cluster.life import Life
 from counterpoint.cluster.messages import Message
 from counterpoint.cluster.nouns import Geometry, Rules, event_of, handoff_of
 from counterpoint.cluster.routing import Routing, Shape
@@ -53,18 +54,6 @@ class Worker:
         self.handoffs = Handoffs(SAFE, Geometry(limits.layers, limits.page_tokens))
 
 
-@dataclass(slots=True, eq=False)
-class Client:
-    """A request, as who sent it sees it."""
-
-    arrive: Arrive
-    arrival_s: float
-    admitted_s: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    token_s: list[float] = field(default_factory=list)
-
-
 class VirtualPool:
     """`deliver` is shown each request's end: its Record, and the error if it has one. Every worker's mover has a memory."""
 
@@ -86,7 +75,7 @@ class VirtualPool:
         self.message_s = message_s
         self.front = Front(routing.pick, deadline_s)
         self.now = 0.0
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, Life] = {}
         self.door = VirtualInbox()  # by which requests come
         self._ends: dict[int, Worker] = {}  # link number -> the worker that has this end
         self._between: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
@@ -203,7 +192,7 @@ class VirtualPool:
     # ------------------------------------------------------------ the front
 
     def _submit(self, arrive: Arrive) -> None:
-        self.clients[arrive.id] = Client(arrive, self.now)
+        self.clients[arrive.id] = Life(arrive, self.now)
         self.front.submit(arrive)
         self._flow()
 
@@ -245,7 +234,7 @@ class VirtualPool:
         elif isinstance(news, Finished):
             self.routing.ended(item.id)
             del self.clients[item.id]
-            self.deliver(record_of(client, self.now, news), news.error)
+            self.deliver(client.record(self.now, news.finish), news.error)
 
     def _admitted(self, id: str) -> None:
         """An engine has pages for a part of a request."""
@@ -262,17 +251,3 @@ class VirtualPool:
             client.preemptions += record.preemptions
             if client.admitted_s is None:
                 client.admitted_s = record.admitted_s
-
-
-def record_of(client: Client, now: float, end: Finished) -> Record:
-    return Record(
-        id=client.arrive.id,
-        arrival_s=client.arrival_s,
-        admitted_s=client.admitted_s,
-        finished_s=now,
-        prompt_tokens=len(client.arrive.prompt),
-        cached_tokens=client.cached_tokens,
-        token_s=tuple(client.token_s),
-        finish=end.finish,
-        preemptions=client.preemptions,
-    )

@@ -8,40 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from counterpoint.cluster.dispatch import Deliver, Finished
 from counterpoint.cluster.front import ToClient, ToWorker
+from counterpoint.cluster.life import Life
 from counterpoint.cluster.messages import Sampled
 from counterpoint.serve.client import Mail
-from counterpoint.types import Arrive, Delta, Finish, Record
+from counterpoint.types import Arrive, Delta
 
 
-@dataclass(slots=True, eq=False)
-class Life:
-    """What will be told of a request when it is over, on this process's clock. `picked_s`: a worker was chosen for it."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Posted(Life):
+    """A request and where its client is told of it. `picked_s`: a worker was chosen for it."""
 
     mail: Mail
-    arrive: Arrive
-    arrival_s: float
     picked_s: float = 0.0
-    admitted_s: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    token_s: list[float] = field(default_factory=list)
-
-    def record(self, now: float, finish: Finish) -> Record:
-        return Record(
-            id=self.arrive.id,
-            arrival_s=self.arrival_s,
-            admitted_s=self.admitted_s,
-            finished_s=now,
-            prompt_tokens=len(self.arrive.prompt),
-            cached_tokens=self.cached_tokens,
-            token_s=tuple(self.token_s),
-            finish=finish,
-            preemptions=self.preemptions,
-        )
 
 
 def alike(arrives: Sequence[Arrive], least_tokens: int) -> list[list[Arrive]]:

@@ -28,7 +28,7 @@ from counterpoint.cluster.wires import Wires
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.client import EngineFailed, EngineLost, Listener, Mail, State, Stream
 from counterpoint.serve.pool.joining import Farewell, Orders, Ready, Said, Told
-from counterpoint.serve.pool.lives import Life, alike, delta_of, with_ends
+from counterpoint.serve.pool.lives import Posted, alike, delta_of, with_ends
 from counterpoint.serve.pool.metrics import PoolMetrics
 from counterpoint.serve.pool.roster import Member, Roster
 from counterpoint.serve.pool.stage import Place, named_lanes, staged
@@ -69,7 +69,7 @@ class Pool:
         self.metrics = PoolMetrics(self.roster.look, lambda: self.routing)
         self.elastic = make_elastic(config)
         self.wear = Wear()
-        self._lives: dict[str, Life] = {}
+        self._lives: dict[str, Posted] = {}
         self._twins: dict[str, list[Arrive]] = {}  # request -> those of the same prompt that wait for it
         self._shaping: asyncio.Task[None] | None = None
         self._stopped = self._loading = False
@@ -162,7 +162,7 @@ class Pool:
         if self.listener is not None:
             self.listener.entered(arrives)
         now = time.monotonic()
-        self._lives |= {arrive.id: Life(mail, arrive, now) for arrive in arrives}
+        self._lives |= {arrive.id: Posted(arrive, now, mail=mail) for arrive in arrives}
         for first, *twins in alike(arrives, 2 * self.hello.page_tokens if self.hello is not None else 0):
             if twins:
                 self._twins[first.id] = twins
@@ -208,7 +208,7 @@ class Pool:
             if member is not None:
                 member.say(Orders(items))
 
-    def _deliver(self, life: Life, news: Deliver | About | Finished, end: Finished | None) -> None:
+    def _deliver(self, life: Posted, news: Deliver | About | Finished, end: Finished | None) -> None:
         """`end`: follows at once; a stop token and its finish are one Delta."""
         id, now = life.arrive.id, time.monotonic()
         if isinstance(news, About):
@@ -233,7 +233,7 @@ class Pool:
         if end is not None:
             self._close(life, end.finish)
 
-    def _close(self, life: Life, finish: Finish) -> None:
+    def _close(self, life: Posted, finish: Finish) -> None:
         del self._lives[life.arrive.id]
         self._fork(life.arrive.id, "")
         if self.routing is not None:
