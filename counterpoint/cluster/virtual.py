@@ -20,11 +20,11 @@ from counterpoint.cluster import nouns
 from counterpoint.cluster.dispatch import Deliver, Finished
 from counterpoint.cluster.front import Front, ToClient, ToWorker
 from counterpoint.cluster.handoff import Handoffs
-from counterpoint.cluster.life import Life
 from counterpoint.cluster.messages import Message
 from counterpoint.cluster.nouns import Geometry, Rules, event_of, handoff_of
 from counterpoint.cluster.routing import Routing, Shape
 from counterpoint.core.engine import Engine
+from counterpoint.core.life import Life
 from counterpoint.core.loop import turn
 from counterpoint.device.link.sim import SimLink, SimNetwork
 from counterpoint.device.sim import VirtualInbox

@@ -143,7 +143,7 @@ class Engine:
     def _arrive(self, now: float, arrive: Arrive) -> None:
         if arrive.id in self.living:
             return
-        request = Request(arrive, now, self._serial, output=list(arrive.resumed), kept=arrive.part is not Part.WHOLE)
+        request = Request(arrive, now, serial=self._serial, output=list(arrive.resumed), kept=arrive.part is not Part.WHOLE)
         request.last_tokens = self.limits.last_tokens(arrive.sampling)
         self._serial += 1
         if arrive.resumed or arrive.part is Part.DECODE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from counterpoint.types import Arrive, Finish, Record
+from counterpoint.core.life import Life
 
 
 class Phase(enum.Enum):
@@ -24,16 +24,13 @@ WAITING, PREFILL, DECODE, DONE = Phase.WAITING, Phase.PREFILL, Phase.DECODE, Pha
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Request(Life):
     """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
 
-    arrive: Arrive
-    arrival_s: float
-    serial: int  # order of arrival: breaks ties
+    serial: int = 0  # order of arrival: breaks ties
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
     last_tokens: frozenset[int] = frozenset()  # those that end its answer
-    token_s: list[float] = field(default_factory=list)
     target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
     scheduled: int = 0
     computed: int = 0
@@ -45,11 +42,8 @@ class Request:
     pages_sent: int = 0  # of `pages`, those the executor knows
     names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
     published: int = 0  # pages offered to the prefix index
-    cached_tokens: int = 0  # of the prompt, at first admission
     prompt_told: int = 0  # prompt tokens whose log-probabilities the client has, from the second on
-    admitted_s: float | None = None
     blocked_s: float | None = None  # since when it is first in line and does not fit
-    preemptions: int = 0
     yielding: bool = False  # to be preempted when its passes are complete
     kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
     runs_ahead: int = field(init=False)  # tokens of its answer up to which the next may be scheduled before the last has come back
@@ -57,10 +51,6 @@ class Request:
     def __post_init__(self) -> None:
         sampling = self.arrive.sampling
         self.runs_ahead = 0 if sampling.lockstep else sampling.max_tokens - 1
-
-    @property
-    def id(self) -> str:
-        return self.arrive.id
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -86,16 +76,3 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Order of service: higher priority first, then arrival."""
         return (-self.arrive.priority, self.serial)
-
-    def record(self, now: float, finish: Finish) -> Record:
-        return Record(
-            id=self.id,
-            arrival_s=self.arrival_s,
-            admitted_s=self.admitted_s,
-            finished_s=now,
-            prompt_tokens=len(self.arrive.prompt),
-            cached_tokens=self.cached_tokens,
-            token_s=tuple(self.token_s),
-            finish=finish,
-            preemptions=self.preemptions,
-        )

@@ -209,7 +209,7 @@ def test_one_slow_step_rules_nothing_out_for_good():
 
 def request(id: str, prompt: int, arrival_s: float = 0.0, **slo) -> Request:
     arrive = Arrive(id=id, prompt=tuple(range(prompt)), sampling=Sampling(max_tokens=4), slo=Slo(**slo))
-    return Request(arrive, arrival_s, 0, target=prompt)
+    return Request(arrive, arrival_s, target=prompt)
 
 
 def promises(**settings) -> Promises:
@@ -389,13 +389,23 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     assert policy._best([fast, punctual], [0.5, 0.0], 1.0, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)).units == units
 
 
-@pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])
-def test_the_more_decodes_there_are_the_more_their_delay_counts(decodes, units):
-    """Both splits meet all targets. One is done with the prompt in half the time, but keeps decodes from most of their work."""
+def split_for(stakes: Stakes) -> int:
+    """Both splits meet all targets. One, of 1 unit, ends the prompt in half the time, but keeps decodes from most of their work."""
     policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
-    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0, 0.0, 1.0)).units == units
+    return policy._best([fast, gentle], [0.0, 0.0], 5.0, stakes).units
+
+
+@pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])
+def test_the_more_decodes_there_are_the_more_their_delay_counts(decodes, units):
+    assert split_for(Stakes(0.1, 0.0, 0.001 * decodes, 0.0, 0.0, 0.0, 1.0)) == units
+
+
+@pytest.mark.parametrize(("blocked", "units"), [(0, 1), (100, 3)])
+def test_those_who_wait_for_a_slot_count_with_the_decodes_they_wait_for(blocked, units):
+    requests = [request(str(n), 8, ttft_s=100.0) for n in range(blocked)]
+    assert split_for(promises().stakes([request("next", 8, ttft_s=10.0)], [], requests, 0.001, Backlog(8, 64, 0, 1))) == units
 
 
 def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
@@ -437,18 +447,6 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_step_between():
     assert len(chunked) == 3
     assert chunked == list(range(chunked[0], chunked[-1] + 1))
     h.drain()
-
-
-@pytest.mark.parametrize(("blocked", "units"), [(0, 1), (100, 3)])
-def test_those_who_wait_for_a_slot_count_with_the_decodes_they_wait_for(blocked, units):
-    """Both splits meet all targets. One is done with the prompt in half the time, but answers end much later by it."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
-    assert isinstance(policy, Auto)
-    fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
-    known = promises()
-    requests = [request(str(n), 8, ttft_s=100.0) for n in range(blocked)]
-    stakes = known.stakes([request("next", 8, ttft_s=10.0)], [], requests, 0.001, Backlog(8, 64, 0, 1))
-    assert policy._best([fast, gentle], [0.0, 0.0], 5.0, stakes).units == units
 
 
 def test_who_waits_for_a_slot_is_not_taken_for_work_of_the_prefill():

@@ -193,10 +193,12 @@ class Auto:
         rest_s, spent_s, pace, found = self._rest_s(victims), 0.0, self.promises.stretch, list[Request]()
         for request in prompts:
             delay_s = spent_s + self.promises.prompt_s(request)
+            if delay_s > SHORT * rest_s:
+                continue
             both_s = now + pace * (rest_s + delay_s)  # when the last of them is done, whoever goes first
             spared = all(both_s <= self.promises.due(victim) - SPARE * self.promises.ttft_s(victim) for victim in victims.requests)
             urgent = both_s > self.promises.due(request)
-            if delay_s <= SHORT * rest_s and (spared or (urgent and self._bear(victims, pace * rest_s, pace * delay_s, now))):
+            if spared or (urgent and self._bear(victims, pace * rest_s, pace * delay_s, now)):
                 spent_s = delay_s
                 found.append(request)
         return found

@@ -280,10 +280,11 @@ def captured_places(config: Config, places: Places) -> list[Place]:
 
 
 def fused_places(config: Config, places: Places) -> list[Place]:
-    """Where graphs of passes with prompt tokens are wanted from the first request on: a capture takes 20 ms, which a policy that
-    prices steps would hold against the step. `auto` decodes and fuses in one place."""
-    fused = places.of(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
-    return places.of(Role.PREFILL) + fused
+    """Where graphs of passes with prompt tokens are wanted from the first request on; elsewhere they are captured when first needed.
+    `auto` prices steps and would hold the 20 ms of a capture against one: all of its places, and where it decodes and fuses."""
+    if config.scheduler.policy == "auto":
+        return places.of(Role.PREFILL) + places.of(Role.DECODE)[:1]
+    return places.of(Role.PREFILL)[:1]
 
 
 def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int, shared: bool = False) -> memory.Budget:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from counterpoint.cluster.dispatch import Deliver, Finished
 from counterpoint.cluster.front import ToClient, ToWorker
-from counterpoint.cluster.life import Life
 from counterpoint.cluster.messages import Sampled
+from counterpoint.core.life import Life
 from counterpoint.serve.client import Mail
 from counterpoint.types import Arrive, Delta
 

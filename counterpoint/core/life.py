@@ -1,6 +1,6 @@
-"""Life: a request of a pool, as who sent it sees it.
+"""Life: a request as its record will tell of it.
 
-Owns: what its record will say. Promises: pure. Must not: know workers, or who is told.
+Owns: the record. Promises: the same of an engine's request as of a pool's. Must not: know where a request stands, or who is told.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from counterpoint.types import Arrive, Finish, Record
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """Times are those of the front's clock."""
+    """`token_s`: of each output token."""
 
     arrive: Arrive
     arrival_s: float
     admitted_s: float | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, at first admission
     preemptions: int = 0
     token_s: list[float] = field(default_factory=list)
 
+    @property
+    def id(self) -> str:
+        return self.arrive.id
+
     def record(self, now: float, finish: Finish) -> Record:
         return Record(
-            id=self.arrive.id,
+            id=self.id,
             arrival_s=self.arrival_s,
             admitted_s=self.admitted_s,
             finished_s=now,
