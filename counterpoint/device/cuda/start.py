@@ -280,7 +280,7 @@ def captured_places(config: Config, places: Places) -> list[Place]:
 
 
 def fused_places(config: Config, places: Places) -> list[Place]:
-    """Where graphs of passes with prompt tokens are wanted from the first request on; elsewhere they are captured when first needed.
+    """Where graphs of passes with prompt tokens are wanted from the first request on; elsewhere when first needed.
     `auto` prices steps and would hold the 20 ms of a capture against one: all of its places, and where it decodes and fuses."""
     if config.scheduler.policy == "auto":
         return places.of(Role.PREFILL) + places.of(Role.DECODE)[:1]
