@@ -137,7 +137,7 @@ class Wire:
         """The next word of the handshake, which must be a `kind`. Raises ControlError with the reason of a Refusal."""
         try:
             word = msgspec.msgpack.decode(await self.read(HANDSHAKE_BYTES), type=kind | Refusal)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ControlError(f"not a worker's handshake: {error}") from None
         except asyncio.IncompleteReadError:
             raise ControlError("the other end hung up in the handshake") from None

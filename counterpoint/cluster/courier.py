@@ -306,7 +306,7 @@ class Courier:
                 log.warning("%s: no link to %s:%d: %s", self.identity.worker, *to, error)
                 kinds = tuple(kind for kind in kinds if kind != failed)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                log.warning("%s: no link to %s:%d: %s", self.identity.worker, *to, error or type(error).__name__)
+                log.warning("%s: no link to %s:%d: %s", self.identity.worker, *to, str(error) or type(error).__name__)
                 return 0
         return 0
 
@@ -341,7 +341,7 @@ class Courier:
         try:
             await asyncio.wait_for(self._answer(line), control.HANDSHAKE_S)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            log.warning("%s: a caller was refused: %s", self.identity.worker, error or type(error).__name__)
+            log.warning("%s: a caller was refused: %s", self.identity.worker, str(error) or type(error).__name__)
             line.close()
 
     async def _answer(self, line: Wire) -> None:
@@ -363,7 +363,7 @@ class Courier:
         line.say(self._introduction(link, self.identity.reach.kinds, kind=kind))
         try:
             await line.hear(Ready)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # cancelled: out of time
             mover.disconnect(link)
             raise
         log.info("%s: %s prefills for this worker over %s (%s)", self.identity.worker, peer.worker, kind, why)

@@ -122,7 +122,7 @@ class FrontLine:
                 if refused or not self.stays:
                     self._failure = error if isinstance(error, OSError) else ConnectionError(str(error) or type(error).__name__)
                     return
-                log.info("no front at %s:%d yet: %s", *self.front, error or type(error).__name__)
+                log.info("no front at %s:%d yet: %s", *self.front, str(error) or type(error).__name__)
                 await asyncio.sleep(AGAIN_S)
                 continue
             self._joined.set()

@@ -155,7 +155,7 @@ class Roster:
         try:
             joined = await joining.admit(wire, self.token, self._objection)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, WireError) as error:
-            log.warning("a worker was not let in: %s", error or type(error).__name__)
+            log.warning("a worker was not let in: %s", str(error) or type(error).__name__)
             wire.close()
             return
         member = self.members[joined.worker] = Member(joined.worker, joined.role, wire)
