@@ -67,7 +67,7 @@ class Machine:
         if self.calibration is not None:
             return self.calibration.splits
         levels = self.device.partitions()
-        return levels[:: -(-len(levels) // SPLITS)]
+        return levels[:: max(1, -(-len(levels) // SPLITS))]
 
     def host(self, physics: Estimator) -> Host:
         if self.host_s is None and isinstance(physics, Fitted) and physics.launching.known:
@@ -120,6 +120,8 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
     scheduler, variant = config.scheduler, ABLATIONS.get(machine.without or "")
     if variant is not None and scheduler.policy == "auto":
+        if not machine.levels:
+            raise ConfigError(f"{device.name} can't be split, so auto is chunked there: there is nothing to be taken out of it")
         return Engine(limits, variant(scheduler, device.units, model.layers, machine.levels, belief, machine.depth))
     try:
         policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)

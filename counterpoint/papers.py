@@ -24,6 +24,7 @@ from counterpoint.bench.load import Load, parse_slo
 from counterpoint.bench.report import presence_s, summarise
 from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config
+from counterpoint.core.policy import nearest
 from counterpoint.machine import Machine, make_pool
 from counterpoint.perf.roofline import Product, Roofline, busy_units
 from counterpoint.plan import Found, Hopeless, Mode, Task, find_rate, guessed_rate, highest, judge, play
@@ -71,7 +72,7 @@ SETTINGS = (
 def modes_of(machine: Machine) -> list[Mode]:
     """Chunked prefill, fixed splits with half of the device for decode among them, and auto."""
     units, levels = machine.device.units, machine.levels
-    splits = sorted({min(levels, key=lambda level: abs(level - units * share)) for share in (0.15, 0.25, 0.35, 0.5)})
+    splits = sorted({nearest(levels, units * share) for share in (0.15, 0.25, 0.35, 0.5)})
     found = [Mode(f"chunked:{n}", {"policy": "chunked", "chunk_tokens": n}) for n in CHUNKS]
     found += [Mode(f"multiplex:{n}", {"policy": "multiplex", "split": n}) for n in splits]
     return [*found, Mode("auto", {"policy": "auto"})]
@@ -116,7 +117,7 @@ def summary(setting: Setting, task: Task, found: Mapping[str, Found]) -> dict[st
     units = task.machine.device.units
     chunked = max((one for name, one in found.items() if name.startswith("chunked")), key=lambda one: one.rate)
     splits = {int(name.partition(":")[2]): one.rate for name, one in found.items() if name.startswith("multiplex")}
-    half = splits[min(splits, key=lambda split: abs(split - units / 2))]
+    half = splits[nearest(tuple(splits), units / 2)]
     best = max(one.rate for one in found.values())
     auto, plain = found["auto"], found["chunked:1024"]
     same = {name: at_rate(task, name, plain.rate) for name in ("chunked:1024", "auto")}

@@ -31,6 +31,7 @@ from counterpoint.bench.report import Latency, completed, summarise
 from counterpoint.bench.tables import number, share, short
 from counterpoint.bench.workload import Query, describe
 from counterpoint.config import Config
+from counterpoint.core.policy import nearest
 from counterpoint.device.cores import usable_cores
 from counterpoint.flags import settings
 from counterpoint.machine import Machine
@@ -39,7 +40,7 @@ from counterpoint.types import Record, Slo, Work
 
 SEARCH = Group("Search", sort_key=0)
 MODES = "serial,chunked:512,chunked:1024,chunked:2048,chunked:8192,multiplex,auto"
-SPLITS = 5  # static splits that `multiplex` without a number stands for
+SIXTEENTHS = (2, 3, 4, 6, 8)  # of the device, for decode: the static splits that `multiplex` without a number stands for
 STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for
 FARTHEST = 40  # strides from the start; beyond, a mode holds no rate or any
 KEPT = (
@@ -218,10 +219,9 @@ def parse_mode(part: str, machine: Machine) -> list[Mode]:
 
 
 def static_splits(machine: Machine) -> list[int]:
-    """Decode units worth trying: from an eighth of the device to half of it."""
-    units, levels = machine.device.units, machine.levels
-    wanted = [units * share / 16 for share in (2, 3, 4, 6, 8)][:SPLITS]
-    return sorted({min(levels, key=lambda level: abs(level - want)) for want in wanted})
+    """Decode units worth trying; none where the device can't be split."""
+    levels = machine.levels
+    return sorted({nearest(levels, machine.device.units * share / 16) for share in SIXTEENTHS}) if levels else []
 
 
 # ---------------------------------------------------------------- the command

@@ -78,6 +78,11 @@ def test_modes_are_read_and_wrong_ones_named():
             parse_modes(wrong, H200)
 
 
+def test_a_device_of_one_unit_has_no_splits():
+    one = Machine(PRESETS["smollm2-135m"], device_spec("cpu-1"))
+    assert [mode.name for mode in parse_modes("serial,multiplex,auto", one)] == ["serial", "auto"]
+
+
 def test_beside_pools_the_others_have_as_many_machines():
     modes = parse_modes("chunked:512,pools:1:2,pools:2:1", H200)
     assert [Config().replace(**mode.settings).cluster.workers for mode in modes] == [3, 3, 3]

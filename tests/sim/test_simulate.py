@@ -265,6 +265,15 @@ def test_a_settings_file_is_heard_and_flags_beat_it(tmp_path, capsys):
     assert (result["model_id"], result["policy"], result["config"]["scheduler"]["max_running"]) == ("qwen3-8b", "serial", 5)
 
 
+def test_a_device_of_one_unit_is_never_split(capsys):
+    one = ("--gpu", "cpu-1", "--model", "smollm2-135m")
+    invoke(*SMALL, *one, "--policy", "auto", "--json", "-")
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] == 20 and "policy auto runs as chunked here" in result["notes"]
+    with pytest.raises(ConfigError, match="cpu-1 can't be split"):
+        invoke(*SMALL, *one, "--without", "lending")
+
+
 def test_wrong_flags_are_named():
     with pytest.raises(ValueError, match="unknown device 'h300'"):
         invoke(*SMALL, "--gpu", "h300")

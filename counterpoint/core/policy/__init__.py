@@ -6,6 +6,8 @@ Must not: launch, allocate, sleep, or know what kind of device runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.chunked import Chunked
@@ -13,7 +15,7 @@ from counterpoint.core.policy.multiplex import Multiplex
 from counterpoint.core.policy.serial import Serial
 from counterpoint.ports import Estimator, Policy
 
-__all__ = ["Auto", "Chunked", "Multiplex", "Serial", "make_policy"]
+__all__ = ["Auto", "Chunked", "Multiplex", "Serial", "make_policy", "nearest"]
 
 
 def make_policy(
@@ -40,5 +42,5 @@ def make_policy(
     return Chunked(scheduler.chunk_tokens or chunk, units, depth)
 
 
-def nearest(levels: tuple[int, ...] | range, wanted: int) -> int:
+def nearest(levels: Sequence[int], wanted: float) -> int:
     return min(levels, key=lambda level: abs(level - wanted))

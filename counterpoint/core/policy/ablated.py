@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.policy import nearest
 from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.options import Backlog, Option, Prices
 from counterpoint.core.request import Request
@@ -56,8 +57,7 @@ class Half(NoFusion):
     def __init__(
         self, scheduler: SchedulerConfig, units: int, layers: int, levels: tuple[int, ...], estimator: Estimator, depth: int = 1
     ) -> None:
-        half = min(levels, key=lambda level: abs(level - units / 2))
-        super().__init__(scheduler, units, layers, (half,), estimator, depth)
+        super().__init__(scheduler, units, layers, (nearest(levels, units / 2),), estimator, depth)
 
 
 class NoEstimator(NoFusion):
