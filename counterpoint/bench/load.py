@@ -114,8 +114,8 @@ class Load:
         if kind != "trace":
             if self.time_scale is not None:
                 raise ValueError(f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them")
-            rate = self.rate or (offered_rate(queries) if timed else SYNTHETIC_RATE)
-            return reshape.rearrived(queries, kind, rate, self.burstiness, self.seed)
+            usual = offered_rate(queries) if timed else SYNTHETIC_RATE
+            return reshape.rearrived(queries, kind, usual if self.rate is None else self.rate, self.burstiness, self.seed)
         if self.rate is not None and self.time_scale is not None:
             raise ValueError("--rate and --time-scale both set the clock: give one of them")
         if self.rate is not None:

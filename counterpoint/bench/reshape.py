@@ -21,6 +21,8 @@ REHEARSED = 1 << 40  # the numbers of warm-up queries begin here, beyond those o
 
 def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
     """The same arrivals on a clock stretched or compressed so that `rate` requests arrive per second on average."""
+    if not rate > 0:
+        raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
     now = offered_rate(queries)
     if now == float("inf"):
         raise ValueError("all requests arrive at once: a rate can't be had by stretching their clock; give --arrivals")

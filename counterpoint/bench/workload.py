@@ -84,7 +84,7 @@ def arrival_times(
     """
     if kind == "once" or count < 2 or np.isinf(rate):
         return np.zeros(count)
-    if rate <= 0:
+    if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
     if burstiness <= 0:
         raise ValueError(f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)")

@@ -33,6 +33,13 @@ def test_all_at_once(flags):
     assert {q.arrival_s for q in Load(requests=5, **flags).make().queries} == {0.0}
 
 
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_a_rate_is_more_than_nothing(rate, data):
+    for flags in ({"requests": 5}, {"trace": str(data / "azure.csv")}):
+        with pytest.raises(ValueError, match="rate is"):
+            Load(rate=rate, **flags).make()
+
+
 def test_a_trace_keeps_its_own_arrivals(data):
     path = str(data / "azure.csv")
     assert Load(trace=path).make().queries[1].arrival_s == pytest.approx(0.052)
