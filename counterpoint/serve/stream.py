@@ -90,8 +90,10 @@ class Generation:
                         self.traced.token()
                     choice = self._choice[delta.id]
                     piece = self.answers[choice].feed(delta)
-                    if piece.cancel and deltas.abort(delta.id, "stop"):
-                        self.cut_short.add(delta.id)
+                    if piece.cancel:
+                        self.cut_short.add(delta.id)  # first: its Record may come at once
+                        if not deltas.abort(delta.id, "stop"):
+                            self.cut_short.discard(delta.id)
                     if piece.finish == "error":
                         raise failed(piece.error)
                     self.finishes[choice] = piece.finish

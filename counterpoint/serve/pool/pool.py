@@ -174,6 +174,8 @@ class Pool:
         if life is None:
             return False
         self.front.withdraw(id)
+        if self.listener is not None:
+            self.listener.heard(Outputs([Delta(id, finish=Finish.ABORT)], time.monotonic()))
         self._close(life, Finish.ABORT)
         self._flow()
         return True

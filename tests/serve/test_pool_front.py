@@ -1,0 +1,117 @@
+"""The front's side of a pool, with a worker that is only a connection: what is counted, and what is left of a request that is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from counterpoint.cluster.control import Address
+from counterpoint.cluster.digest import make_digest
+from counterpoint.cluster.messages import HandoffId
+from counterpoint.cluster.nouns import engine_id
+from counterpoint.config import Config
+from counterpoint.serve.answer import Piece
+from counterpoint.serve.guard import Queue
+from counterpoint.serve.intake import Ask, Intake
+from counterpoint.serve.metrics import Metrics
+from counterpoint.serve.openai import CompletionRequest, parse
+from counterpoint.serve.pool.joining import Ready, Said
+from counterpoint.serve.pool.pool import Pool
+from counterpoint.serve.pool.roster import Member
+from counterpoint.serve.pulse import Pulse
+from counterpoint.serve.stream import Generation
+from counterpoint.serve.structure.check import Checker
+from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.wire import Hello
+from counterpoint.spec.presets import PRESETS
+from counterpoint.spec.source import Source
+from counterpoint.types import Delta, Finish, Part, Role, Stats
+
+SPEC, SOURCE, TEXT = PRESETS["smollm2-135m"], Source("spec", "", "smollm2-135m"), byte_text()
+HELLO = Hello(
+    pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256, page_tokens=4, kv_tokens=4096,
+    eos_token_ids=(257,),
+)  # fmt: skip
+
+
+class Line:
+    """A connection that takes what is said."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Front:
+    """A pool of one worker, and what a server has beside it. To be made within an event loop."""
+
+    def __init__(self) -> None:
+        self.metrics, self.pulse = Metrics("m"), Pulse()
+        self.pool = Pool(Config().replace(replicas=1), SOURCE, self.metrics.observe, listener=self.pulse)
+        digest = make_digest(SPEC, "dummy 0", "float16", 4)
+        ready = Ready(
+            hello=HELLO, address=Address("127.0.0.1", 1), digest=digest, kinds=("tcp",), units=2, kv_bytes_per_token=64
+        )
+        self.member = self.pool.roster.members["replica-0"] = Member("replica-0", Role.BOTH, Line(), ready)  # type: ignore[arg-type]
+        self.pool.ready(self.member, ready)
+
+    async def ask(self, **fields: object) -> Ask:
+        checker = Checker(SOURCE, HELLO.vocab, HELLO.eos_token_ids)
+        try:
+            request = parse(CompletionRequest, msgspec.json.encode({"prompt": "one, two", "max_tokens": 50} | fields))
+            return await Intake(TEXT, HELLO, "m", checker).completion(request)
+        finally:
+            checker.close()
+
+    def say(self, ask: Ask, text: str, finish: Finish | None = None) -> None:
+        """The worker says more of the ask's one answer."""
+        name = engine_id(HandoffId(ask.arrives[0].id, 1), Part.WHOLE)
+        self.pool.said(self.member, Said([Delta(name, tuple(TEXT.encode([text])[0]), finish=finish)]), Stats())
+
+    def clean(self) -> bool:
+        return not (self.metrics.cut_short or self.pulse._last_s or self.pool._lives or self.pool.front.requests)
+
+
+async def pieces_of(front: Front, ask: Ask) -> list[Piece]:
+    generation = Generation(front.pool, ask, TEXT, Queue().enter(ask.arrives), front.metrics.cut_short)
+    return [piece async for _, piece, _ in generation.pieces()]
+
+
+def in_loop(work):
+    asyncio.run(asyncio.wait_for(work(), 20))
+
+
+@pytest.mark.parametrize(("said", "finish"), [(["a", "b"], Finish.LENGTH), (["three, st", "op and more"], None)])
+def test_an_answer_that_a_stop_string_ends_has_stopped_and_leaves_nothing(said: Sequence[str], finish):
+    async def work() -> None:
+        front = Front()
+        ask = await front.ask(stop="stop")
+        reading = asyncio.create_task(pieces_of(front, ask))
+        await asyncio.sleep(0)
+        for text in said:
+            front.say(ask, text, finish if text is said[-1] else None)
+        pieces = await reading
+        ends = Finish.STOP if finish is None else finish
+        assert "".join(piece.text for piece in pieces) == "".join(said).partition("stop")[0] and pieces[-1].finish == ends
+        assert {reason: count for reason, count in front.metrics.finished.items() if count} == {ends: 1}
+        assert front.clean()
+
+    in_loop(work)
+
+
+def test_a_client_that_leaves_leaves_nothing_behind():
+    async def work() -> None:
+        front = Front()
+        ask = await front.ask()
+        reading = asyncio.create_task(pieces_of(front, ask))
+        await asyncio.sleep(0)
+        front.say(ask, "three")
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert front.metrics.finished[Finish.ABORT] == 1 and front.clean()
+
+    in_loop(work)
