@@ -122,7 +122,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """The client no longer wants request `id` (gone, timed out, or a stop string matched). Unknown ids are ignored."""
 
     id: str
-    reason: str = "abort"
 
 
 NOT_FINITE, NO_GRAMMAR = -1, -2

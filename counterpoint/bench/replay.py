@@ -224,7 +224,7 @@ class _Player:
         if arrives and self.failure is None:
             if limit_s is not None and not phase.over.wait(max(0.0, start_s + limit_s - inbox.clock())):
                 for _, arrive in arrives:
-                    inbox.put(Abort(arrive.id, "time"))
+                    inbox.put(Abort(arrive.id))
             phase.over.wait()
         if self.failure is not None:
             raise RuntimeError(f"the engine failed: {self.failure}") from self.failure

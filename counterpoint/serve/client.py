@@ -64,7 +64,7 @@ class Backend(Protocol):
         """Start them; what comes goes into `mail`. Raises EngineLost."""
         ...
 
-    def leave(self, id: str, reason: str) -> bool:
+    def leave(self, id: str) -> bool:
         """No more of `id` is wanted. False if it had ended already."""
         ...
 
@@ -114,15 +114,15 @@ class Stream:
         """Nothing has come that has not been taken."""
         return self._queue.empty()
 
-    def abort(self, id: str, reason: str = "abort") -> bool:
+    def abort(self, id: str) -> bool:
         """No more of request `id` is wanted; none of its Deltas will be given any more. False if it had ended already."""
         self._open.discard(id)
-        return self._client.leave(id, reason)
+        return self._client.leave(id)
 
     def _expire(self) -> None:
         """At once, even if whoever reads is held up."""
         for id in self._open:
-            self._client.leave(id, "timeout")
+            self._client.leave(id)
         self._queue.put_nowait(TimedOut(f"the answer was not finished within {self._timeout_s:g} s"))
 
 
@@ -231,10 +231,10 @@ class EngineClient:
             self.listener.entered(arrives)
         self._send(list(arrives))
 
-    def leave(self, id: str, reason: str) -> bool:
+    def leave(self, id: str) -> bool:
         living = self._queues.pop(id, None) is not None and self.state not in ("dead", "stopped")
         if living:
-            self._send([Abort(id, reason)])
+            self._send([Abort(id)])
         return living
 
     def _send(self, messages: list[wire.ToEngine]) -> None:

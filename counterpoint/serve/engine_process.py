@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -34,6 +34,9 @@ from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
 from counterpoint.spec.model import ModelError
 from counterpoint.types import Output
+
+if TYPE_CHECKING:
+    from counterpoint.build import System
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STATS_S = 0.1
@@ -71,7 +74,7 @@ def end_with_parent() -> None:
 class Mailbox:
     """One thread's way out. `post` never blocks."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.linger = 1000
@@ -84,7 +87,7 @@ class Mailbox:
         self._socket.close()
 
 
-def serve(start: Start, context: zmq.Context[Any], out: Mailbox) -> int:
+def serve(start: Start, context: zmq.Context[zmq.Socket[bytes]], out: Mailbox) -> int:
     """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
     inbox = WallInbox()
     try:
@@ -109,7 +112,7 @@ def open_log(path: str | None) -> EventLog | None:
         raise ConfigError(f"event_log {path!r} cannot be written: {error.strerror}") from None
 
 
-def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any], out: Mailbox, log: EventLog | None) -> None:
+def play(start: Start, system: System, inbox: WallInbox, context: zmq.Context[zmq.Socket[bytes]], out: Mailbox, log: EventLog | None) -> None:
     """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
     gate = open_gate(system, inbox)
@@ -135,19 +138,19 @@ def play(start: Start, system: Any, inbox: WallInbox, context: zmq.Context[Any],
             timeline.write(path)
 
 
-def find(name: str) -> Callable[..., Any]:
+def find(name: str) -> Callable[..., System]:
     module, _, function = name.partition(":")
     return vars(importlib.import_module(module))[function]
 
 
-def open_gate(system: Any, inbox: WallInbox) -> Gate:
+def open_gate(system: System, inbox: WallInbox) -> Gate:
     """Where requests go in, so that their grammars are ready when the engine has them."""
     if system.grammars is not None:
         system.grammars.connect(lambda: vocabulary_of(load_text(system.source)))
     return Gate(system.grammars, inbox)
 
 
-def hello_of(config: Config, system: Any) -> Hello:
+def hello_of(config: Config, system: System) -> Hello:
     limits = system.limits
     return Hello(
         pid=os.getpid(),
@@ -163,7 +166,7 @@ def hello_of(config: Config, system: Any) -> Hello:
     )
 
 
-def take_mail(start: Start, context: zmq.Context[Any], inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
+def take_mail(start: Start, context: zmq.Context[zmq.Socket[bytes]], inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
     """Events in, heartbeats out, until the engine's loop is over. With each beat the loop is nudged: however long a step takes, the
     loop itself comes back at once, unless it is stuck."""
     beats = Mailbox(context, start.from_engine)

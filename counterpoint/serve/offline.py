@@ -17,11 +17,11 @@ import msgspec
 from counterpoint import build
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import EventLog, run
+from counterpoint.core.loop import run
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.client import EngineLost
-from counterpoint.serve.engine_process import hello_of, open_gate
+from counterpoint.serve.engine_process import hello_of, open_gate, open_log
 from counterpoint.serve.intake import Ask, Intake
 from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
 from counterpoint.serve.structure.check import Checker
@@ -57,6 +57,7 @@ class Offline:
     """`with Offline(config) as engine: ...`. Raises ConfigError or ModelError if the model can't be had."""
 
     def __init__(self, config: Config, progress: build.Progress = lambda stage: None) -> None:
+        self._log = open_log(config.server.event_log)
         self.text = load_text(build.find_model(config))
         self._inbox = WallInbox()
         self._system = build.system(config, self._inbox, progress)
@@ -68,7 +69,6 @@ class Offline:
         self._mail: dict[str, Mail] = {}
         self._lock = threading.Lock()  # of `_mail` and `_lost`
         self._lost: EngineLost | None = None
-        self._log = EventLog(config.server.event_log) if config.server.event_log else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class Offline:
                 if piece.finish == "error":
                     raise EngineLost(piece.error)
                 if piece.cancel:
-                    self._gate.put(Abort(delta.id, "stop"))
+                    self._leave([delta.id])
                 yield choice, piece
         finally:
             self._leave([id for id, (_, answer) in answers.items() if not answer.finished])
@@ -142,7 +142,7 @@ class Offline:
                 answered, choice = open_[delta.id]
                 piece = answered.feed(choice, delta)
                 if piece.cancel:
-                    self._leave([delta.id], "stop")
+                    self._leave([delta.id])
                 if piece.finish:
                     del open_[delta.id]
                 if all(answer.finished for answer in answered.answers):
@@ -158,12 +158,12 @@ class Offline:
         for arrive in ask.arrives:
             self._gate.put(arrive)
 
-    def _leave(self, ids: Sequence[str], reason: str = "abort") -> None:
+    def _leave(self, ids: Sequence[str]) -> None:
         with self._lock:
             for id in ids:
                 self._mail.pop(id, None)
         for id in ids:
-            self._gate.put(Abort(id, reason))
+            self._gate.put(Abort(id))
 
     # ------------------------------------------------------------ the engine's thread
 

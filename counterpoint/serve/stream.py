@@ -92,7 +92,7 @@ class Generation:
                     piece = self.answers[choice].feed(delta)
                     if piece.cancel:
                         self.cut_short.add(delta.id)  # first: its Record may come at once
-                        if not deltas.abort(delta.id, "stop"):
+                        if not deltas.abort(delta.id):
                             self.cut_short.discard(delta.id)
                     if piece.finish == "error":
                         raise failed(piece.error)

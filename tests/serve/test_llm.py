@@ -107,6 +107,8 @@ def test_what_is_wrong_is_named(llm: LLM):
             llm.generate(prompts, params)
     with pytest.raises(ConfigError, match="polcy"):
         LLM("smollm2", polcy="auto")
+    with pytest.raises(ConfigError, match="event_log"):
+        LLM("smollm2", event_log="/nowhere/events")
     assert llm.generate("once", GREEDY)[0].finish_reason == "length"
 
 

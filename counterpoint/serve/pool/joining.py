@@ -13,7 +13,9 @@ Must not: decide, or hold a connection.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +29,7 @@ from counterpoint.serve.wire import Beat, Failed, Hello, Progress
 from counterpoint.types import Delta, Record, Role, Stats
 
 MAX_FRAME_BYTES = 64 << 20
+T = TypeVar("T")
 
 
 class Join(Proven, frozen=True, tag="join", kw_only=True):
@@ -98,7 +101,7 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
 class Said(msgspec.Struct, frozen=True, tag=True):
     """What a turn of the engine gave, or the courier reports."""
 
-    items: list[Delta | Record | nouns.Ended | nouns.Reroute] = []
+    items: Sequence[Delta | Record | nouns.Ended | nouns.Reroute] = ()
     stats: Stats | None = None
     census: Census | None = None
 
@@ -124,7 +127,7 @@ async def hear_worker(wire: Wire) -> FromWorker:
     return _decoded(_from_worker, await wire.read(MAX_FRAME_BYTES))
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder, data: bytes):
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -148,8 +151,8 @@ async def join(front: Address, token: str, me: Join) -> Wire:
     return wire
 
 
-async def admit(wire: Wire, token: str, objection) -> Join:
-    """The front's side: who joins, after the proof, the version and `objection` (a Join -> why not, or ""). Raises ControlError."""
+async def admit(wire: Wire, token: str, objection: Callable[[Join], str]) -> Join:
+    """The front's side: who joins, after the proof, the version and `objection` (why not, or ""). Raises ControlError."""
     async with asyncio.timeout(control.HANDSHAKE_S):
         joined = await control.be_greeted(wire, token, Join)
     problem = objection(joined)

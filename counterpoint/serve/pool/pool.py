@@ -169,7 +169,7 @@ class Pool:
             self.front.submit(first)
         self._flow()
 
-    def leave(self, id: str, reason: str) -> bool:
+    def leave(self, id: str) -> bool:
         life = self._lives.get(id)
         if life is None:
             return False
@@ -184,7 +184,7 @@ class Pool:
         """End every open stream with EngineLost, and abort its requests."""
         for life in tuple(self._lives.values()):
             life.mail.put_nowait(EngineLost(reason))
-            self.leave(life.arrive.id, reason)
+            self.leave(life.arrive.id)
 
     # ------------------------------------------------------------ what the front says
 
@@ -282,7 +282,7 @@ class Pool:
         if seat is not None:
             seat.willing = member.serves
 
-    def lost(self, member: Member, reason: str) -> None:
+    def lost(self, member: Member) -> None:
         if self.routing is not None:
             self.routing.unseat(member.name)
         if not self._stopped:

@@ -67,7 +67,7 @@ class Listener(Protocol):
 
     def changed(self, member: Member) -> None: ...
 
-    def lost(self, member: Member, reason: str) -> None: ...
+    def lost(self, member: Member) -> None: ...
 
     def failed(self, error: str, blame: str) -> None: ...
 
@@ -226,7 +226,7 @@ class Roster:
         member.wire.close()
         if not self._stopped:
             log.error("%s", reason)
-        self._listener.lost(member, reason)
+        self._listener.lost(member)
 
     def _ended(self, name: str, reason: str) -> None:
         """A process of this machine is over (crew.py starts it again)."""

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -286,7 +285,7 @@ class Worker:
             stats = engine.stats()
             self._stats_due_s = now + STATS_S
         if outputs or stats is not None:
-            self.line.post(Said(list[Any](outputs), stats))
+            self.line.post(Said(outputs, stats))
 
 
 def transfer_of(sent: Sent) -> Transfer:
