@@ -41,28 +41,50 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
 
     def speak(messages: Messages) -> Iterator[Said]:
         body = {"model": model, "messages": messages, "stream": True} | options
-        with http.stream("POST", "/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise ConnectionError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
-            for line in response.iter_lines():
-                yield from parts_of(line)
+        try:
+            with http.stream("POST", "/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ConnectionError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
+                for line in response.iter_lines():
+                    yield from parts_of(line)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise ConnectionError(f"{url}: the answer broke off: {error}") from None
 
     return speak
 
 
+class Delta(msgspec.Struct):
+    """What is looked at of a choice."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    delta: Delta
+
+
+class Chunk(msgspec.Struct):
+    choices: list[Choice] = []
+    error: Any = None
+
+
+decode = msgspec.json.Decoder(Chunk).decode
+
+
 def parts_of(line: str) -> Iterator[Said]:
-    """What is said in one line of a stream. Raises ConnectionError for an error event."""
+    """What is said in one line of a stream. Raises ConnectionError for an error event, DecodeError if it is none of the API's."""
     if not line.startswith("data:") or line[5:].strip() == "[DONE]":
         return
-    chunk = msgspec.json.decode(line[5:])
-    if "error" in chunk:
-        raise ConnectionError(str(chunk["error"]))
-    for choice in chunk["choices"]:
-        delta = choice["delta"]
-        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+    chunk = decode(line[5:])
+    if chunk.error is not None:
+        raise ConnectionError(str(chunk.error))
+    for choice in chunk.choices:
+        if thought := choice.delta.reasoning or choice.delta.reasoning_content:
             yield Reasoning(thought)
-        if content := delta.get("content"):
-            yield Content(content)
+        if choice.delta.content:
+            yield Content(choice.delta.content)
 
 
 def converse(speak: Speaker, console: Console, system: str | None = None) -> None:
