@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STATS_S = 0.1
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def main() -> int:
@@ -74,7 +75,7 @@ def end_with_parent() -> None:
 class Mailbox:
     """One thread's way out. `post` never blocks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: Context, endpoint: str) -> None:
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.linger = 1000
@@ -87,7 +88,7 @@ class Mailbox:
         self._socket.close()
 
 
-def serve(start: Start, context: zmq.Context[zmq.Socket[bytes]], out: Mailbox) -> int:
+def serve(start: Start, context: Context, out: Mailbox) -> int:
     """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
     inbox = WallInbox()
     try:
@@ -112,7 +113,7 @@ def open_log(path: str | None) -> EventLog | None:
         raise ConfigError(f"event_log {path!r} cannot be written: {error.strerror}") from None
 
 
-def play(start: Start, system: System, inbox: WallInbox, context: zmq.Context[zmq.Socket[bytes]], out: Mailbox, log: EventLog | None) -> None:
+def play(start: Start, system: System, inbox: WallInbox, context: Context, out: Mailbox, log: EventLog | None) -> None:
     """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
     gate = open_gate(system, inbox)
@@ -166,7 +167,7 @@ def hello_of(config: Config, system: System) -> Hello:
     )
 
 
-def take_mail(start: Start, context: zmq.Context[zmq.Socket[bytes]], inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
+def take_mail(start: Start, context: Context, inbox: WallInbox, gate: Gate, over: threading.Event) -> None:
     """Events in, heartbeats out, until the engine's loop is over. With each beat the loop is nudged: however long a step takes, the
     loop itself comes back at once, unless it is stuck."""
     beats = Mailbox(context, start.from_engine)

@@ -1,4 +1,4 @@
-"""The front's side of a pool, with a worker that is only a connection: what is counted, and what is left of a request that is over."""
+"""The front's side of a pool, with a worker that is only a connection: what is counted, and what is left of a request."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class Front:
         self.metrics, self.pulse = Metrics("m"), Pulse()
         self.pool = Pool(Config().replace(replicas=1), SOURCE, self.metrics.observe, listener=self.pulse)
         digest = make_digest(SPEC, "dummy 0", "float16", 4)
-        ready = Ready(
-            hello=HELLO, address=Address("127.0.0.1", 1), digest=digest, kinds=("tcp",), units=2, kv_bytes_per_token=64
-        )
+        ready = Ready(hello=HELLO, address=Address("127.0.0.1", 1), digest=digest, kinds=("tcp",), units=2, kv_bytes_per_token=64)
         self.member = self.pool.roster.members["replica-0"] = Member("replica-0", Role.BOTH, Line(), ready)  # type: ignore[arg-type]
         self.pool.ready(self.member, ready)
 
