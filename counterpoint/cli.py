@@ -247,10 +247,19 @@ def status_of(arguments: list[str]) -> int:
     except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, ConnectionError) as error:  # ConfigError, ModelError, flags that contradict each other; nobody at a URL
+    except (ValueError, OSError, MemoryError) as error:
+        # ConfigError, ModelError, flags that contradict each other; nobody at a URL; a full disk; more than this machine holds
         if os.environ.get("COUNTERPOINT_TRACEBACK"):
             raise
-        return tell(str(error), 2)
+        return tell(in_words(error), 2)
+
+
+def in_words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {str(error) or 'a number is too large for this machine'}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error)
 
 
 def tell(message: str, status: int) -> int:

@@ -37,7 +37,7 @@ from counterpoint.bench.report import summarise
 from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import number, share
 from counterpoint.bench.workload import Query, TokenRange, describe
-from counterpoint.config import Config, ConfigError
+from counterpoint.config import Config, ConfigError, writable
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
 from counterpoint.machine import Machine
@@ -55,7 +55,7 @@ FIGURES = {
     "TPOT\np50": "p50_tpot_ms",
     "TPOT\np90": "p90_tpot_ms",
     "gap\np99": "p99_itl_ms",
-    "goodput": "request_goodput",
+    "good\nper s": "request_goodput",
 }
 
 
@@ -82,8 +82,10 @@ def read_cells(path: Path, machine: Machine) -> list[Cell]:
     """The cells of a file of loads. Raises ValueError naming the load and what is wrong with it."""
     try:
         loads = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
     if not isinstance(loads, Mapping):
         raise ValueError(f"{path}: the file must hold loads by name")
     return [cell for name, load in loads.items() for cell in cells_of(path, str(name), load, machine)]
@@ -111,7 +113,9 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Cell]:
     found = []
     for text, rates in modes.items():
         for rate in rates if isinstance(rates, list) else [rates]:
-            timed = queries if rate is None else reshape.at_rate(queries, float(rate))
+            if rate is not None and not isinstance(rate, int | float):
+                raise ValueError(f"{where}: the rate {rate!r} of {text} is no number")
+            timed = queries if rate is None else reshape.at_rate(queries, rate)
             found += [Cell(name, mode, rate, slo, tuple(timed)) for mode in parse_modes(str(text), machine)]
     return found
 
@@ -189,6 +193,13 @@ def judged(
 # ---------------------------------------------------------------- results
 
 
+class Kept(msgspec.Struct):
+    """What the file of results holds."""
+
+    about: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
 class Results:
     """The file of results: one row per cell and place."""
 
@@ -197,8 +208,11 @@ class Results:
         self.about = dict(about)
         self.rows: list[dict[str, Any]] = []
         if path is not None and path.is_file():
-            kept = msgspec.json.decode(path.read_bytes())
-            self.rows, self.about = kept["rows"], kept["about"] | self.about
+            try:
+                kept = msgspec.json.decode(path.read_bytes(), type=Kept)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"--json {path}: no file of results of this command ({error}); choose another") from None
+            self.rows, self.about = kept.rows, kept.about | self.about
 
     def has(self, cell: Cell, place: Place) -> bool:
         return any(row["cell"] == cell.name and row["place"] == place for row in self.rows)
@@ -266,10 +280,15 @@ def command(
     places: list[Place] = [place for place in PLACES if place in on.split(",")]
     if not places or len(places) != len(on.split(",")):
         raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
+    writable("--json", json)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     machine = What(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(config)
     cells = [cell for cell in read_cells(loads, machine) if only is None or only in cell.load]
+    if not cells:
+        raise ValueError(f"--only {only}: no load of {loads} has that in its name")
+    if not drain >= 0:
+        raise ValueError(f"--drain is {drain}: it must be 0 or more seconds")
     results = Results(json, {"counterpoint": __version__, "model": machine.model.name, "config": dataclasses.asdict(config)})
     notes = Console(stderr=True, highlight=False)
     for place in places:

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -28,6 +31,20 @@ class ConfigError(ValueError):
 def positive(name: str, value: float | None) -> None:
     if value is not None and value <= 0:
         raise ConfigError(f"{name} is {value}: it must be more than 0")
+
+
+def writable(name: str, path: str | Path | None) -> None:
+    """Raises ConfigError if no file can be written at `path` (None, or - for standard output: nothing is). To be asked before the
+    work of which the file is to tell."""
+    if path is None or str(path) == "-":
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"{name} is {path}: that is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{name} is {path}: there is no folder {file.parent}; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{name} is {path}: it may not be written there")
 
 
 def setting(default: Any, help: str, secret: bool = False) -> Any:
@@ -297,8 +314,9 @@ def checked(key: str, value: Any) -> Any:
         if typing.get_origin(option) is Literal:
             if value in typing.get_args(option):
                 return value
-        elif option is float and type(value) in (int, float):
-            return float(value)
+        elif option is float:
+            if type(value) in (int, float) and not math.isnan(value):
+                return float(value)
         elif type(value) is option or (option is types.NoneType and value is None):
             return value
     names = [

@@ -30,7 +30,7 @@ from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.report import Latency, completed, summarise
 from counterpoint.bench.tables import number, share, short
 from counterpoint.bench.workload import Query, describe
-from counterpoint.config import Config
+from counterpoint.config import Config, writable
 from counterpoint.core.policy import nearest
 from counterpoint.device.cores import usable_cores
 from counterpoint.flags import settings
@@ -40,6 +40,7 @@ from counterpoint.types import Record, Slo, Work
 
 SEARCH = Group("Search", sort_key=0)
 MODES = "serial,chunked:512,chunked:1024,chunked:2048,chunked:8192,multiplex,auto"
+SLO = "ttft=1.0,tpot=50ms"  # unless something else is said
 SIXTEENTHS = (2, 3, 4, 6, 8)  # of the device, for decode: the static splits that `multiplex` without a number stands for
 STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for
 FARTHEST = 40  # strides from the start; beyond, a mode holds no rate or any
@@ -240,9 +241,14 @@ class Search:
             SEARCH,
         ),
     ] = MODES
-    slo: Annotated[str, flag("targets of every request without its own, e.g. ttft=1.0,tpot=50ms,itl=0.2", SEARCH)] = (
-        "ttft=1.0,tpot=50ms"
-    )
+    slo: Annotated[
+        str | None,
+        flag(
+            "targets of every request without its own, e.g. ttft=1.0,tpot=50ms,itl=0.2; unset: the settings' (--ttft-s and so on), "
+            f"or {SLO}",
+            SEARCH,
+        ),
+    ] = None
     share: Annotated[float, flag("share of the requests that must keep all their targets", SEARCH)] = 0.9
     precision: Annotated[float, flag("of the rates found, as a share", SEARCH)] = 0.02
     jobs: Annotated[int | None, flag("simulations at a time; unset: one a core", SEARCH)] = None
@@ -273,7 +279,11 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
     """
     if not 0 < search_for.share <= 1 or not 0 < search_for.precision < 1:
         raise ValueError(f"--share is {search_for.share} and --precision {search_for.precision}: more than 0, and at most 1")
-    config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(search_for.slo))))
+    if config.scheduler.policy != "auto":
+        raise ValueError(f"policy is {config.scheduler.policy!r}: what is tried is named by --modes; leave out --policy")
+    writable("--json", search_for.json)
+    slo = search_for.slo or slo_of(config) or SLO
+    config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(slo))))
     machine = what.machine(config)
     trace = load.make()
     modes = parse_modes(search_for.modes, machine)
@@ -287,7 +297,7 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
             found[one.mode] = one
             bar.update(row, advance=1, description=f"{one.mode}: {number(one.rate, 2)} requests/s")
     notes = [*trace.notes, *([f"{machines} such machines in each mode: rates are of all together"] if machines > 1 else [])]
-    result = report(task, search_for, load, [found[mode.name] for mode in modes], notes)
+    result = report(task, slo, load, [found[mode.name] for mode in modes], notes)
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if search_for.json == "-":
         print(text.decode())
@@ -296,6 +306,13 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
             Path(search_for.json).write_bytes(text + b"\n")
         show(Console(), result)
     return 0
+
+
+def slo_of(config: Config) -> str:
+    """The settings' targets as --slo has them; empty if there are none."""
+    scheduler = config.scheduler
+    named = {"ttft": scheduler.ttft_s, "tpot": scheduler.tpot_s, "itl": scheduler.itl_s}
+    return ",".join(f"{name}={seconds}" for name, seconds in named.items() if seconds is not None)
 
 
 def guessed_rate(task: Task) -> float:
@@ -309,7 +326,7 @@ def guessed_rate(task: Task) -> float:
     return 1 / (physics.seconds(prefill, units) + answer * physics.seconds(decode, units) / 32)
 
 
-def report(task: Task, search_for: Search, load: Load, found: Sequence[Found], notes: Sequence[str]) -> dict[str, Any]:
+def report(task: Task, slo: str, load: Load, found: Sequence[Found], notes: Sequence[str]) -> dict[str, Any]:
     """What is written. No date: equal flags write equal bytes."""
     best = max(one.rate for one in found)
     device = task.machine.device
@@ -331,7 +348,7 @@ def report(task: Task, search_for: Search, load: Load, found: Sequence[Found], n
         "device_measured": device.measured,
         "belief_error": task.machine.belief_error,
         "hiccups": task.machine.hiccups,
-        "slo": search_for.slo,
+        "slo": slo,
         "share": task.wanted,
         "precision": task.precision,
         "workload": describe(task.queries) | {"trace": load.trace, "seed": load.seed},

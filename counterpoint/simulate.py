@@ -7,6 +7,7 @@ policies that serve; deterministic; no torch. Must not: decide anything that ser
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from counterpoint.bench.report import bubbles, summarise
 from counterpoint.bench.trace import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
 from counterpoint.build import find_model
-from counterpoint.config import Config, ModelConfig
+from counterpoint.config import Config, ModelConfig, writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import Deliver, EventLog, run
 from counterpoint.core.policy.ablated import ABLATIONS
@@ -238,7 +239,13 @@ class What:
     model: Annotated[
         str | None, flag(f"a known shape, a config.json, a Hugging Face folder or a GGUF file [default: {MODEL}]", MACHINE)
     ] = None
-    gpu: Annotated[str, flag("h200 (measured); h100, a100, a800, h20, b200 (by datasheet); cpu-N, of N cores", MACHINE)] = "h200"
+    gpu: Annotated[
+        str,
+        flag(
+            "h200 (measured); h100, a100, a800, h20, b200 (by datasheet); 8xh100: of 8 in tensor parallelism; cpu-N, of N cores",
+            MACHINE,
+        ),
+    ] = "h200"
     dtype: Annotated[str | None, flag("of weights and maths: bfloat16, float16, float32; unset: the device's", MACHINE)] = None
     quantization: Annotated[str | None, flag("of the weights: none, fp8", MACHINE)] = None
     kv_cache_dtype: Annotated[str | None, flag("of the KV cache: auto, fp8", MACHINE)] = None
@@ -274,8 +281,12 @@ class What:
         return config.replace(model=self.model or named, **said)
 
     def machine(self, config: Config) -> Machine:
-        if self.depth < 1 or (self.host_overhead or 0.0) < 0:
-            raise ValueError(f"--depth is {self.depth} and --host-overhead {self.host_overhead}: at least 1 and 0")
+        if self.depth < 1:
+            raise ValueError(f"--depth is {self.depth}: it must be 1 or more")
+        if not 0 <= (self.host_overhead or 0.0) < math.inf:
+            raise ValueError(f"--host-overhead is {self.host_overhead}: it must be 0 or more seconds")
+        if not 0 <= self.belief_error < 1:
+            raise ValueError(f"--belief-error is {self.belief_error}: it must be at least 0 and less than 1")
         spec = load_spec(find_model(config), config.model.max_context_tokens)
         if not 0 <= self.hiccups <= 1:
             raise ValueError(f"--hiccups is {self.hiccups}: it must be between 0 and 1")
@@ -325,6 +336,8 @@ def command(*, what: What = What(), load: Load = Load(), out: Out = Out(), confi
     if out.slo:
         config = config.replace(**msgspec.structs.asdict(parse_slo(out.slo)))
     config = what.configured(config)
+    for name, path in (("--json", out.json), ("--timeline", out.timeline), ("--event-log", out.event_log)):
+        writable(name, path)
     machine = what.machine(config)
     trace = load.make()
     files = Files(out.timeline, out.event_log)

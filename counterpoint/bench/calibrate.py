@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from counterpoint import __version__, build
 from counterpoint.bench.judge import report, show
 from counterpoint.bench.load import flag
-from counterpoint.config import Config
+from counterpoint.config import Config, writable
 from counterpoint.device.probe import PROMPTS, Probe, Prompt, Took
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
@@ -346,6 +346,7 @@ def command(
     """
     if budget <= 0:
         raise ValueError(f"--budget is {budget}: it must be more than 0")
+    writable("--json", json)
     notes = Console(stderr=True, highlight=False)
     config = config.replace(policy="multiplex")
     if build.find_model(config).kind == "spec":

@@ -30,7 +30,7 @@ from counterpoint.bench.replay import Outcome, Watch, replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.trace import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe, offered_rate
-from counterpoint.config import Config
+from counterpoint.config import Config, writable
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
@@ -89,6 +89,8 @@ def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), conf
     """
     if (where.url is None) == (not (where.in_process or where.compare)):
         raise ValueError("say what is to be measured: either --url http://HOST:PORT or --in-process")
+    for name, path in (("--json", out.json), ("--save-load", out.save_load), ("--timeline", out.timeline)):
+        writable(name, path)
     notes = Console(stderr=True, highlight=False)
     targets = parse_slo(out.slo) if out.slo else _slo_of(config)
     config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)

@@ -23,6 +23,7 @@ SHAPE = Group("Shape of the workload", sort_key=3)
 
 SYNTHETIC_REQUESTS = 64
 SYNTHETIC_RATE = 1.0
+MOST = 2**63
 
 
 def flag(help: str, group: Group) -> Parameter:
@@ -71,6 +72,7 @@ class Load:
 
     def make(self) -> Trace:
         """The queries. Raises ValueError (TraceError for a file) naming the flag or the place."""
+        self._check()
         if self.trace is None:
             for name, value in (("thin", self.thin), ("time-scale", self.time_scale), ("length-scale", self.length_scale)):
                 if value is not None:
@@ -82,6 +84,22 @@ class Load:
         if not queries:
             raise ValueError("no request is left of the workload: raise --max-prompt-tokens or --thin")
         return Trace(tuple(self._arriving(queries, trace.timed)), True, trace.notes)
+
+    def _check(self) -> None:
+        """Of what would not be told by its flag further on."""
+        given = {
+            "prompt-tokens": (self.prompt_tokens, 1),
+            "output-tokens": (self.output_tokens, 1),
+            "prefix-groups": (self.prefix_groups, 0),
+            "requests": (self.requests, 1),
+            "jitter": (self.jitter, 0),
+            "seed": (self.seed, 0),
+        }
+        for name, (value, low) in given.items():
+            if value is not None and not low <= value < MOST:
+                raise ValueError(f"--{name} is {value}: it must be {low} or more, and less than 2**63")
+        if self.rate is not None and not self.rate > 0:
+            raise ValueError(f"--rate is {self.rate}: it must be more than 0 requests per second")
 
     def _synthetic(self) -> list[Query]:
         return synthetic(

@@ -305,7 +305,7 @@ def _busiest_second(records: Sequence[Record]) -> float | None:
         return None
     start_s = min(r.arrival_s for r in records)
     times = np.concatenate([np.asarray(r.token_s) for r in records])
-    return float(np.bincount((times - start_s).astype(np.int64)).max()) if len(times) else None
+    return float(np.unique(np.floor(times - start_s), return_counts=True)[1].max()) if len(times) else None
 
 
 def _most_at_once(records: Sequence[Record]) -> int:

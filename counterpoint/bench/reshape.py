@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
 
 def stretched(queries: Sequence[Query], factor: float) -> list[Query]:
     """Every time multiplied by `factor`: 0.1 plays ten times as fast."""
-    if factor <= 0:
+    if not 0 < factor < math.inf:
         raise ValueError(f"time scale is {factor}: it must be more than 0 (0.1 plays ten times as fast)")
     return [dataclasses.replace(q, arrival_s=q.arrival_s * factor) for q in queries]
 
@@ -70,7 +71,7 @@ def scaled(queries: Sequence[Query], factor: float) -> list[Query]:
     A block of a common prefix becomes a whole number of tokens; prompts that have blocks are scaled by what that makes of the
     factor, so that they still end where they did among their blocks.
     """
-    if factor <= 0:
+    if not 0 < factor < math.inf:
         raise ValueError(f"length scale is {factor}: it must be more than 0")
     if any(q.prompt is not None for q in queries):
         raise ValueError("requests with a given text or given tokens can't be scaled in length; cut them with --max-prompt-tokens")

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Literal, TextIO, TypeVar
+from typing import Annotated, Literal, TextIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,9 +31,13 @@ from counterpoint.types import Slo
 
 Format = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "queries"]
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 Tokenize = Callable[[str], Sequence[int]]
 
 MOONCAKE_BLOCK_TOKENS = 512
+BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Target = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class TraceError(ValueError):
@@ -149,10 +154,14 @@ def _table(path: str, file: TextIO, table: Table) -> Trace:
     return _timed(found, timed=table.time is not None)
 
 
-def _cell(where: str, row: dict[str, str | None], column: str, read: Callable[[str], T], kind: str) -> T:
+def _cell(where: str, row: dict[str, str | None], column: str, read: Callable[[str], Number], kind: str) -> Number:
     text = row[column]
+    if text is None:
+        raise TraceError(f"{where}: field {column} is missing")
     try:
-        value = read(text or "")
+        value = read(text)
+        if not math.isfinite(value):
+            raise ValueError
     except ValueError:
         raise TraceError(f"{where}: field {column} is {text!r}: it must be {kind}") from None
     if isinstance(value, int) and value < 0:
@@ -181,21 +190,17 @@ class _MooncakeRow(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int] = []
+    hash_ids: list[BlockId] = []
 
 
 def _mooncake(path: str, file: TextIO) -> Trace:
     rows = []
     for where, row in _lines(path, file, _MooncakeRow):
-        for name, value in (("input_length", row.input_length), ("output_length", row.output_length), *_named(row.hash_ids)):
+        for name, value in (("input_length", row.input_length), ("output_length", row.output_length)):
             if value < 0:
                 raise TraceError(f"{where}: field {name} is {value}: it must not be negative")
         rows.append((row.timestamp / 1e3, row.input_length, row.output_length, tuple(row.hash_ids)))
     return _timed(rows, timed=True, block_tokens=MOONCAKE_BLOCK_TOKENS)
-
-
-def _named(ids: list[int]) -> list[tuple[str, int]]:
-    return [("hash_ids", min(ids))] if ids else []
 
 
 def _lines(path: str, file: TextIO, row: type[T]) -> Iterator[tuple[str, T]]:
@@ -274,15 +279,15 @@ class _QueryRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     output_tokens: int
     prompt_tokens: int = 0
     arrival_s: float | None = None
-    prefix_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[BlockId, ...] = ()
     block_tokens: int = 0
     text: str = ""
-    ids: tuple[int, ...] = ()
+    ids: tuple[TokenId, ...] = ()
     messages: tuple[Message, ...] = ()
     session: str = ""
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    itl_s: float | None = None
+    ttft_s: Target | None = None
+    tpot_s: Target | None = None
+    itl_s: Target | None = None
 
     def query(self, number: int) -> Query:
         length = len(self.ids) or estimate_tokens(self.text + "".join(content for _, content in self.messages))

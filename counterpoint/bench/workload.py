@@ -20,6 +20,7 @@ from counterpoint.types import Slo
 Message = tuple[str, str]  # role, content
 NO_TARGET = Slo()
 Arrivals = Literal["poisson", "gamma", "constant", "once"]
+MAX_LENGTH_TOKENS = 2**24  # beyond any context: a longer prompt is not made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Query:
     slo: Slo = NO_TARGET
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise ValueError(f"query {self.number}: prompt_tokens is {self.prompt_tokens}: it must be 1 or more")
-        if self.output_tokens < 1:
-            raise ValueError(f"query {self.number}: output_tokens is {self.output_tokens}: it must be 1 or more")
-        if self.prefix_ids and self.block_tokens < 1:
-            raise ValueError(f"query {self.number}: prefix_ids without block_tokens: say how many tokens a block has")
+        for name, tokens in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            if not 1 <= tokens <= MAX_LENGTH_TOKENS:
+                raise ValueError(f"query {self.number}: {name} is {tokens}: it must be 1 to {MAX_LENGTH_TOKENS}")
+        if self.prefix_ids and not 1 <= self.block_tokens <= MAX_LENGTH_TOKENS:
+            given = f"prefix_ids, and block_tokens is {self.block_tokens}"
+            raise ValueError(f"query {self.number}: {given}: say how many tokens a block has, 1 to {MAX_LENGTH_TOKENS}")
 
     @property
     def id(self) -> str:
@@ -86,13 +87,15 @@ def arrival_times(
         return np.zeros(count)
     if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
-    if burstiness <= 0:
+    if not burstiness > 0:
         raise ValueError(f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)")
     if kind == "constant":
         gaps = np.ones(count - 1)
     else:
         gaps = rng.gamma(1.0 if kind == "poisson" else burstiness, size=count - 1)
     times = np.concatenate(([0.0], np.cumsum(gaps)))
+    if not times[-1]:
+        raise ValueError(f"burstiness is {burstiness}: all gaps between {count} arrivals are 0 by it: raise it")
     return times * ((count - 1) / rate / times[-1])
 
 
@@ -112,7 +115,7 @@ class Lengths:
     def __post_init__(self) -> None:
         if self.mean < 1:
             raise ValueError(f"mean length is {self.mean}: it must be 1 token or more")
-        if self.spread < 0 or (self.kind == "uniform" and self.spread > 1):
+        if not self.spread >= 0 or (self.kind == "uniform" and self.spread > 1):
             raise ValueError(f"spread is {self.spread}: it must be 0 or more, and at most 1 for uniform lengths")
 
     def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -214,7 +217,7 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
     known = min(query.prompt_tokens, len(query.prefix_ids) * query.block_tokens)
     stream = np.full(query.prompt_tokens if known else 1, np.uint64(2 * query.number + 1))
     if known:
-        blocks = np.asarray(query.prefix_ids, dtype=np.uint64) * np.uint64(2)
+        blocks = np.asarray(query.prefix_ids[: -(-known // query.block_tokens)], dtype=np.uint64) * np.uint64(2)
         stream[:known] = np.repeat(blocks, query.block_tokens)[:known]
         position[:known] %= np.uint64(query.block_tokens)
     word = _mix(_mix(stream ^ _mix(np.array([seed], dtype=np.uint64))) + position)

@@ -80,6 +80,11 @@ def test_concurrency_and_busiest_second(record):
     assert result["max_output_tokens_per_s"] == 4  # 11.1, 11.2, 11.3, 11.9
 
 
+def test_the_busiest_second_of_a_load_of_many_years(record):
+    records = [record("a", 0.0, (0.1, 0.2)), record("b", 1e300, (1e300,))]
+    assert summarise(records)["max_output_tokens_per_s"] == 2
+
+
 # ---------------------------------------------------------------- SLO
 
 

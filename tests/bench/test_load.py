@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -91,9 +92,23 @@ def test_scaling_keeps_the_reusable_share(data):
         ({"trace": "azure.csv", "rate": 2.0, "time_scale": 0.5}, "--rate and --time-scale"),
         ({"trace": "azure.csv", "arrivals": "poisson", "time_scale": 0.5}, "--time-scale"),
         ({"trace": "azure.csv", "requests": 0}, "requests"),
-        ({"rate": -1.0}, "rate"),
+        ({"requests": -5}, "--requests"),
+        ({"rate": -1.0}, "--rate"),
+        ({"rate": 0.0}, "--rate"),
+        ({"rate": math.nan}, "--rate"),
+        ({"arrivals": "gamma", "burstiness": math.nan}, "burstiness"),
+        ({"arrivals": "gamma", "burstiness": 1e-9}, "burstiness"),
         ({"prefix_groups": 2, "prefix_share": 1.5}, "share"),
-        ({"prompt_tokens": 0}, "length"),
+        ({"prompt_tokens": 0}, "--prompt-tokens"),
+        ({"prompt_tokens": 10**11}, "prompt_tokens is"),
+        ({"output_tokens": 0}, "--output-tokens"),
+        ({"prompt_spread": math.nan}, "spread"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**64}, "--seed"),
+        ({"jitter": -1.0}, "--jitter"),
+        ({"trace": "azure.csv", "jitter": math.nan}, "--jitter"),
+        ({"trace": "azure.csv", "time_scale": math.nan}, "time scale"),
+        ({"trace": "azure.csv", "length_scale": math.inf}, "length scale"),
         ({"trace": "sharegpt.json", "tokenizer": "/nowhere/tokenizer.json"}, "--tokenizer"),
         ({"trace": "sharegpt.json", "max_prompt_tokens": 2}, "no request is left"),
     ],

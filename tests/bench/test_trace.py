@@ -116,8 +116,9 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
     [
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,3\nyesterday,1,2\n", ":3: field TIMESTAMP"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,x\n", ":2: field GeneratedTokens is 'x'"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12\n", ":2: field GeneratedTokens is None"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12\n", ":2: field GeneratedTokens is missing"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n-4,3\n", ":2: field num_prefill_tokens is -4"),
+        ("a.csv", "Timestamp,Request tokens,Response tokens\nnan,12,3\n", ":2: field Timestamp is 'nan'"),
         ("a.csv", "when,who\n1,2\n", ":1: neither JSON nor a CSV header known"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n", "no requests"),
         (
@@ -127,6 +128,15 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
         ),
         ("a.jsonl", '{"timestamp": 0, "input_length": 5}\n', "output_length"),
         ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [3, -1]}\n', ":1: field hash_ids"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [99999999999999999999]}\n', "hash_ids"),
+        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [-1], "block_tokens": 16}\n', ":1: field prefix_ids"),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [1], "block_tokens": 99999999999}\n',
+            "block_tokens is",
+        ),
+        ("a.jsonl", '{"ids": [-1], "output_tokens": 1}\n', ":1: field ids"),
+        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "ttft_s": -1}\n', ":1: field ttft_s"),
         ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1}\nnonsense\n', ":2: not JSON"),
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1}\n{"prompt_tokens": 5, "output_token": 1}\n', ":2: "),
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 0}\n', ":1: query 0: output_tokens is 0"),

@@ -58,6 +58,9 @@ def test_cells_have_the_same_requests_on_other_clocks(loads):
         ("a: {request: 3, modes: [auto]}", "request"),
         ("a: {modes: [fast]}", "fast"),
         ("a: {modes: [auto], slo: 'ttft'}", "ttft"),
+        ("a: {modes: {auto: soon}}", "a.*soon"),
+        ("a: {modes: {auto: 0}}", "rate is 0"),
+        ("a: [", "not YAML"),
         ("a: {trace: nowhere.csv, modes: [auto]}", "nowhere.csv"),
     ],
 )
@@ -91,6 +94,20 @@ def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
     rows = json.loads(results.read_text())["rows"]
     assert all(row["failed"] > 0 for row in rows)
     assert rows[0]["slo_attainment"] < 1
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]"])
+def test_a_file_of_other_results_is_named_and_kept(loads, tmp_path, capsys, text):
+    (tmp_path / "other.json").write_text(text)
+    line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(tmp_path / "other.json")]
+    assert status_of(line) == 2
+    assert "other.json" in capsys.readouterr().err and (tmp_path / "other.json").read_text() == text
+
+
+def test_wrong_flags_are_named(loads, capsys):
+    for flags in (["--only", "nothing"], ["--drain", "nan"]):
+        assert status_of(["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", *flags]) == 2
+        assert flags[0] in capsys.readouterr().err
 
 
 def test_places_are_checked(loads, capsys):

@@ -109,6 +109,22 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     assert "90.0 % within ttft=0.2,tpot=20ms" in text and "chunked:512" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "ttft=1.0,tpot=50ms"),
+        (["--ttft-s", "0.4", "--itl-s", "0.1"], "ttft=0.4,itl=0.1"),
+        (["--ttft-s", "0.4", "--slo", "tpot=20ms"], "tpot=20ms"),
+    ],
+)
+def test_targets_are_the_flag_s_else_the_settings_else_the_usual(flags, said, capsys):
+    app = cyclopts.App()
+    app.default(plan.command)
+    load = ["--requests", "60", "--prompt-tokens", "500", "--output-tokens", "10", "--precision", "0.5", "--jobs", "1"]
+    app([*load, "--modes", "serial", "--json", "-", *flags], exit_on_error=False, result_action="return_value")
+    assert json.loads(capsys.readouterr().out)["slo"] == said
+
+
 def test_the_clock_is_stretched_and_nothing_else():
     queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
     result = plan.play(Task(H200, Config().replace(policy="serial", ttft_s=10.0), queries, wanted=1.0), 0.5)
