@@ -45,7 +45,6 @@ from counterpoint.types import Arrive, Sampling, Slo
 
 COMPLETION_TOKENS = 16  # the default of /v1/completions, OpenAI's own
 QUICK_CHARACTERS = 4096  # texts up to this are tokenised where they are
-MESSAGE_CHARACTERS = 100  # what a message costs beside its text
 # what the template's renderer is given by us
 NOT_FOR_TEMPLATES = frozenset(
     ("self", "messages", "conversations", "chat_template", "tools", "tokenize", "return_assistant_tokens_mask")
@@ -112,8 +111,7 @@ class Intake:
         self.check_model(request.model)
         await self._find_dialect()
         tools = tools_of(request)
-        size = characters_of(request.messages) + len(encode(tools))
-        prompt = await apart(self._rendered, size, request.messages, tools, template_options(request))
+        prompt = await apart(self._rendered, size_of(request), request.messages, tools, template_options(request))
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         ask = self._ask(prefix, request, [prompt], limit, at_most or self.context_tokens, logprobs, "messages")
@@ -383,14 +381,9 @@ def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return options
 
 
-def size_of(request: TokenizeRequest) -> int:
-    return len(request.prompt) if request.prompt is not None else characters_of(request.messages or ())
-
-
-def characters_of(messages: Sequence[Message]) -> int:
-    """About how much there is to render."""
-    parts = (message.content or "" for message in messages)
-    return sum(MESSAGE_CHARACTERS + (len(p) if isinstance(p, str) else sum(len(text.text) for text in p)) for p in parts)
+def size_of(request: ChatRequest | TokenizeRequest) -> int:
+    """About how many characters there are to render, wherever they stand."""
+    return len(request.model_dump_json(exclude_none=True))
 
 
 async def apart(work: Callable[..., Result], characters: int, *args: Any) -> Result:

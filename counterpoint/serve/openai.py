@@ -279,7 +279,7 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: Annotated[str | None, Field(exclude=True)] = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
@@ -291,7 +291,7 @@ class Message(BaseModel):
         role = "system" if self.role == "developer" else self.role
         thought = self.reasoning_content or self.reasoning
         known = {"reasoning_content": thought} if thought else {}
-        return self.model_dump(exclude_none=True) | known | {"role": role, "content": content}
+        return self.model_dump(exclude_none=True, exclude={"reasoning"}) | known | {"role": role, "content": content}
 
 
 class ChatRequest(GenerationRequest):

@@ -1,0 +1,80 @@
+"""What a request costs the event loop before the engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from counterpoint.serve.intake import QUICK_CHARACTERS, Intake
+from counterpoint.serve.openai import ChatRequest, parse
+from counterpoint.serve.structure.check import Checker
+from counterpoint.serve.text import Text
+from counterpoint.serve.tokenizer import CHATML, byte_text
+from counterpoint.serve.wire import Hello
+from counterpoint.spec.source import Source
+from counterpoint.types import Role
+
+LONG = "x" * (QUICK_CHARACTERS + 1)
+TEMPLATE = (
+    CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{{ m.name }}") + "{{ today }}"
+)
+HELLO = Hello(
+    pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192, page_tokens=4, kv_tokens=8192,
+    eos_token_ids=(257,),
+)  # fmt: skip
+
+
+class Seen(Text):
+    """`threads`: those in which texts were tokenised."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_text().tokenizer, TEMPLATE)
+        self.threads: list[int] = []
+
+    def encode(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        self.threads.append(threading.get_ident())
+        return super().encode(texts, special)
+
+
+def asked(body: dict[str, Any]) -> tuple[int, int]:
+    """(tokens of the prompt, the thread that made them)."""
+
+    async def work() -> tuple[int, int]:
+        source, text = Source("spec", "", "m"), Seen()
+        checker = Checker(source, HELLO.vocab, HELLO.eos_token_ids)
+        try:
+            ask = await Intake(text, HELLO, "m", checker).chat(parse(ChatRequest, msgspec.json.encode(body)))
+        finally:
+            checker.close()
+        return len(ask.arrives[0].prompt), text.threads[-1]
+
+    return asyncio.run(work())
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LONG}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": "a", "name": LONG}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": LONG}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": LONG}]},
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [CALL]}]},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"today": LONG}},
+    ],
+    ids=["content", "name", "reasoning_content", "reasoning", "calls", "template"],
+)
+def test_what_is_long_is_tokenised_beside_the_event_loop_wherever_it_stands(body):
+    tokens, thread = asked(body)
+    assert tokens > QUICK_CHARACTERS and thread != threading.get_ident()
+
+
+def test_what_is_short_is_tokenised_where_it_is():
+    assert asked({"messages": [{"role": "user", "content": "a"}]})[1] == threading.get_ident()
