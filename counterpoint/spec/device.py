@@ -113,7 +113,7 @@ class DeviceSpec:
         return tuple(range(self.smallest_units, self.units - self.smallest_units + 1, self.unit_step))
 
 
-GB, TB, TERA = 10**9, 10**12, 10**12
+GB, TB, GIGA, TERA = 10**9, 10**12, 10**9, 10**12
 
 # Tiles of warp-group matrix products (Hopper) and of the warp-level ones before; efficiencies relative to the best tile.
 TENSOR_TILES = ((64, 64, 0.62), (64, 128, 0.8), (64, 256, 0.97), (128, 128, 0.92), (128, 256, 1.0))
@@ -184,7 +184,7 @@ CPU_2 = DeviceSpec(
     unit_step=1,
     smallest_units=1,
     # Weights packed as float16, maths in float32 (FBGEMM); bfloat16 has no instructions there and is emulated.
-    peak_flops=(("float16", 182 * GB), ("float32", 182 * GB), ("bfloat16", 27 * GB)),
+    peak_flops=(("float16", 182 * GIGA), ("float32", 182 * GIGA), ("bfloat16", 27 * GIGA)),
     memory_bytes=16 * GB,
     read_bandwidth=Curve(((0, 0), (1, 17.4 * GB), (2, 35.5 * GB))),
     gemm=GemmSpec(((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.92), (2, 0.76))), read_fraction=1.0, splits=(1,)),

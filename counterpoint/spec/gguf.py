@@ -21,7 +21,7 @@ from counterpoint.spec.model import ModelError, ModelSpec, RopeSpec
 MAGIC = b"GGUF"
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
-FAMILY_OF_ARCHITECTURE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # each is the family of that name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: cannot be read: {error}") from None
-    except (struct.error, KeyError, MemoryError) as error:
+    except (struct.error, KeyError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path}: broken GGUF header: {error}") from None
 
 
@@ -108,6 +108,8 @@ def parse_header(cursor: Cursor, path: str) -> GgufHeader:
         kind = cursor.scalar("<I")
         entries[name] = TensorEntry(tuple(reversed(shape)), kind, cursor.scalar("<Q"))
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelError(f"{path}: general.alignment is {alignment!r}: it must be a number of bytes")
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: dataclasses.replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
     return GgufHeader(metadata, tensors)
@@ -119,19 +121,18 @@ def from_gguf(
     """The spec of a GGUF header. `tensor_names` tells tied embeddings (no `output.weight`); `max_context_tokens`, if smaller
     than the model's own, takes its place. Raises ModelError naming the key."""
     architecture = metadata.get("general.architecture")
-    if architecture not in FAMILY_OF_ARCHITECTURE:
-        known = ", ".join(FAMILY_OF_ARCHITECTURE)
-        raise ModelError(f"general.architecture is {architecture!r}: this engine runs GGUF files of {known}")
-    family = FAMILY_OF_ARCHITECTURE[architecture]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"general.architecture is {architecture!r}: this engine runs GGUF files of {', '.join(ARCHITECTURES)}")
 
-    def number(key: str, default: int | None = None) -> int:
+    def number(key: str, default: int | None = None, least: int = 1) -> int:
         value = metadata.get(f"{architecture}.{key}", default)
-        if not isinstance(value, int):
-            raise ModelError(f"{architecture}.{key} is {value!r}: this engine needs it as one whole number")
+        if not isinstance(value, int) or value < least:
+            raise ModelError(f"{architecture}.{key} is {value!r}: this engine needs it as one whole number, {least} or more")
         return value
 
-    if number("expert_count", 0):
-        raise ModelError(f"{architecture}.expert_count is {number('expert_count')}: this engine does not support experts")
+    experts = number("expert_count", 0, least=0)
+    if experts:
+        raise ModelError(f"{architecture}.expert_count is {experts}: this engine does not support experts")
     heads, hidden = number("attention.head_count"), number("embedding_length")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -139,7 +140,7 @@ def from_gguf(
             raise ModelError(f"{architecture}.{key} is {number(key)}, not the head size {head_dim}: not supported")
     own_max_tokens = number("context_length")
     context_tokens = min(own_max_tokens, max_context_tokens or own_max_tokens)
-    window = number("attention.sliding_window", 0)
+    window = number("attention.sliding_window", 0, least=0)
     if 0 < window < context_tokens:
         raise ModelError(
             f"{architecture}.attention.sliding_window is {window} tokens and the context {context_tokens}: this engine has no "
@@ -149,7 +150,7 @@ def from_gguf(
     ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return ModelSpec(
         name=name or metadata.get("general.name", "model"),
-        family=family,
+        family=architecture,
         layers=number("block_count"),
         hidden=hidden,
         heads=heads,
@@ -161,8 +162,8 @@ def from_gguf(
         norm_eps=metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5),
         rope=rope_from_gguf(metadata, architecture, own_max_tokens),
         tied_embeddings="output.weight" not in tensor_names,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
     )

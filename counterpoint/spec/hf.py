@@ -6,6 +6,7 @@ Must not: import transformers or torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,10 +51,10 @@ def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: 
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}: this engine supports silu")
 
-    heads = required(config, "num_attention_heads")
-    hidden = required(config, "hidden_size")
-    layers = required(config, "num_hidden_layers")
-    own_max_tokens = config.get("max_position_embeddings", 2048)
+    heads = count(config, "num_attention_heads")
+    hidden = count(config, "hidden_size")
+    layers = count(config, "num_hidden_layers")
+    own_max_tokens = count(config, "max_position_embeddings", 2048)
     rope = rope_from_hf(config, own_max_tokens)
     if rope.kind == "yarn" and rope.original_max_tokens:
         own_max_tokens = max(own_max_tokens, int(rope.original_max_tokens * rope.factor))
@@ -68,8 +69,8 @@ def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: 
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
-        ffn=required(config, "intermediate_size"),
-        vocab=required(config, "vocab_size"),
+        ffn=count(config, "intermediate_size"),
+        vocab=count(config, "vocab_size"),
         max_context_tokens=context_tokens,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
@@ -81,10 +82,11 @@ def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: 
     )
 
 
-def required(config: Mapping[str, Any], key: str) -> int:
-    if not isinstance(config.get(key), int):
-        raise ModelError(f"{key} is {config.get(key)!r}: config.json must give it as a whole number")
-    return config[key]
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{key} is {value!r}: config.json must give it as a whole number, 1 or more")
+    return value
 
 
 def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
@@ -135,8 +137,6 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
 
 def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
     """The factor on cos and sin if the config sets it, itself or through `mscale` and `mscale_all_dim`."""
-    import math
-
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
     if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from counterpoint.spec import ModelError
 from counterpoint.spec.gguf import from_gguf, read_gguf_header
@@ -80,6 +81,25 @@ def test_broken_files(file: Path, tmp_path: Path):
         read_gguf_header(tmp_path / "gone.gguf")
 
 
+@pytest.mark.parametrize("alignment", [0, -32, "wide"])
+def test_an_alignment_that_is_none(tmp_path: Path, alignment: int | str):
+    writer = GGUFWriter(tmp_path / "odd.gguf", "llama")
+    writer.add_key_value("general.alignment", alignment, GGUFValueType.get_type(alignment))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"general\.alignment"):
+        read_gguf_header(tmp_path / "odd.gguf")
+
+
+def test_lists_in_lists_without_end(file: Path, tmp_path: Path):
+    """An array's items may be arrays: 12 bytes each."""
+    nested = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9) + struct.pack("<IQ", 9, 1) * 10_000
+    (tmp_path / "deep.gguf").write_bytes(nested)
+    with pytest.raises(ModelError, match=r"deep\.gguf"):
+        read_gguf_header(tmp_path / "deep.gguf")
+
+
 def test_the_fields():
     spec = from_gguf(METADATA, {"output.weight"})
     assert (spec.name, spec.family, spec.layers, spec.hidden, spec.ffn, spec.vocab) == ("Tiny", "llama", 2, 64, 128, 100)
@@ -99,6 +119,7 @@ def test_the_fields():
         ("llama.attention.sliding_window", 128),
         ("llama.rope.scaling.type", "longrope"),
         ("llama.block_count", None),
+        ("llama.attention.head_count", 0),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(key: str, value: object):
