@@ -25,7 +25,7 @@ from counterpoint.core.limits import Limits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.choose import gpu_found
 from counterpoint.device.link.host import host_name
-from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.memory import Allocate, Memory
 from counterpoint.device.link.nixl import NixlLink
 from counterpoint.device.link.port import Link, LinkError, Wake
 from counterpoint.device.link.shm import ShmLink
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-Allocate = Callable[[int, int, int], Memory]  # pages, bytes of a page in one region, regions
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Shards:
     def spans(self, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans:
         return page_spans(self.page.bytes, first_layer, last_layer, sources, destinations)
 
-    def checksum(self, spans: Spans, there: bool = False) -> int:
+    def checksum(self, spans: Spans) -> int:
         raise NotImplementedError("a pool that is cut is not summed")
 
 

@@ -16,6 +16,7 @@ from counterpoint.device.link import cuda_ipc, frames, shm
 from counterpoint.device.link.cuda_ipc import CudaIpcLink
 from counterpoint.device.link.local import LocalLink
 from counterpoint.device.link.memory import Memory, granted, page_mask
+from counterpoint.device.link.nixl import Blob as NixlBlob
 from counterpoint.device.link.nixl import NixlLink, load
 from counterpoint.device.link.port import Completed, Link, LinkError, Lost, Notice, Quiet, Severed
 from counterpoint.device.link.shm import ShmLink
@@ -420,6 +421,26 @@ def test_only_a_shared_pool_can_be_registered():
     link = ShmLink(lambda: None)
     with pytest.raises(LinkError, match="not in shared memory"):
         link.register(Memory((np.zeros(64, np.uint8), np.zeros(64, np.uint8)), 8))
+
+
+def test_an_address_of_another_machine_is_refused():
+    link = TcpLink(lambda: None, "192.0.2.1")  # of documentation (RFC 5737)
+    with pytest.raises(LinkError, match=r"192\.0\.2\.1.*cluster_host"):
+        link.register(Memory((np.zeros(64, np.uint8), np.zeros(64, np.uint8)), 8))
+    link.close()
+
+
+@pytest.mark.skipif(bool(nixl_words()), reason=nixl_words())
+def test_a_peer_that_nixl_cannot_join_is_lost_and_let_go():
+    writer = End(NixlLink)
+    try:
+        nonsense = msgspec.structs.replace(msgspec.msgpack.decode(writer.blob, type=NixlBlob), agent=b"nonsense")
+        writer.link.connect(WRITER, READER, msgspec.msgpack.encode(nonsense), True)
+        writer.wait(lambda notice: isinstance(notice, Lost) and notice.link == WRITER)
+        writer.link.disconnect(WRITER)
+        writer.wait(lambda notice: notice == Severed(WRITER))
+    finally:
+        writer.link.close()
 
 
 def test_a_pool_with_another_key_is_not_written():

@@ -24,11 +24,9 @@ from torch import Tensor
 from counterpoint.device.link.board import Board, Where, Writers
 from counterpoint.device.link.gpu import DeviceMemory, Gpu, rows_of
 from counterpoint.device.link.memory import Memory, Spans
-from counterpoint.device.link.port import Completed, LinkError, Notice, Severed, Wake
+from counterpoint.device.link.port import NOT_GRANTED, Completed, LinkError, Notice, Severed, Wake
 
 log = logging.getLogger(__name__)
-
-NOT_GRANTED = "the peer has not granted these pages"
 
 
 class Blob(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from counterpoint.device.link.memory import Memory, Spans, granted, page_mask
-from counterpoint.device.link.port import Completed, LinkError, Lost, Notice, Quiet, Severed, Wake
+from counterpoint.device.link.port import NOT_GRANTED, Completed, LinkError, Lost, Notice, Quiet, Severed, Wake
 
 
 class LocalLink:
@@ -94,7 +94,7 @@ class LocalLink:
             owner, allowed = self._grants.get(generation, (0, None))
             size = here.regions[0].nbytes
             if allowed is None or owner != link or not granted(spans, here.page_bytes, size, len(here.regions), allowed):
-                return "the peer has not granted these pages"
+                return NOT_GRANTED
             shared = here.regions[0] is source.regions[0]
             for region, start, end, size in spans.tolist():
                 if not (shared and start == end):

@@ -9,14 +9,14 @@ A pool is a list of regions, two per layer (region 2l: keys, 2l + 1: values), ea
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Spans = NDArray[np.int64]
+Spans = NDArray[np.int64]  # [n, 4]: region, offset here, offset there, bytes
 
 
 class Paged(Protocol):
@@ -33,7 +33,7 @@ class Paged(Protocol):
 
     def spans(self, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans: ...
 
-    def checksum(self, spans: Spans, there: bool = False) -> int: ...
+    def checksum(self, spans: Spans) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +60,22 @@ class Memory:
         """As page_spans."""
         return page_spans(self.page_bytes, first_layer, last_layer, sources, destinations)
 
-    def checksum(self, spans: Spans, there: bool = False) -> int:
-        """Of the bytes of `spans` here (`there`: at their offsets there, as the receiving end has them). Sums of parts add up,
-        modulo 2^63: each page of each region counts by itself, so that it does not matter how spans were cut."""
+    def checksum(self, spans: Spans) -> int:
+        """Of the bytes of `spans` here. Sums of parts add up, modulo 2^63: each page of each region counts by itself, so that it
+        does not matter how spans were cut."""
         total = 0
-        for region, source, destination, size in spans.tolist():
-            start = destination if there else source
+        for region, start, _, size in spans.tolist():
             view = self.regions[region][start : start + size]
             for at in range(0, size, self.page_bytes):
                 total += zlib.crc32(view[at : at + self.page_bytes])
         return total & (1 << 63) - 1
 
 
+Allocate = Callable[[int, int, int], Memory]  # pages, bytes of a page in one region, regions
+
+
 def page_spans(page_bytes: int, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]) -> Spans:
-    """[n, 4] (region, offset here, offset there, bytes): layers [first_layer, last_layer) of pages `sources` here to `destinations`
+    """Layers [first_layer, last_layer) of pages `sources` here to `destinations`
     there, each of `page_bytes`. Runs of pages that follow each other on both sides are one span."""
     if not sources:
         return np.empty((0, 4), np.int64)

@@ -41,7 +41,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`writes`: this end does. Where the peer writes, `process` tells when it has ended (host.py)."""
+    """`name` is "" until the agent knows it. `writes`: this end does. Where the peer does, `process` tells of its end (host.py)."""
 
     name: str
     remote: int
@@ -104,14 +104,14 @@ class NixlLink:
         theirs = msgspec.msgpack.decode(blob, type=Blob)
         if len(theirs.addresses) != len(self._addresses):
             raise LinkError(f"the peer's pool has {len(theirs.addresses)} regions, this one {len(self._addresses)}")
-
         process = -1 if writes else watch_process(theirs.pid, theirs.host)
+        peer = Peer("", remote, np.array(theirs.addresses, np.int64), writes, process)
 
         def call() -> None:
+            self._peers[link] = peer
             name = self._agent.add_remote_agent(theirs.agent)
-            name = name.decode() if isinstance(name, bytes) else name
-            self._agents.add(name)
-            self._peers[link] = Peer(name, remote, np.array(theirs.addresses, np.int64), writes, process)
+            peer.name = name.decode() if isinstance(name, bytes) else name
+            self._agents.add(peer.name)
 
         self._ask(call, link)
 

@@ -15,13 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from counterpoint.device.link.memory import Memory
+from counterpoint.device.link.memory import Memory, Spans
 
 Wake = Callable[[], None]
-Spans = NDArray[np.int64]  # [n, 4]: region, offset here, offset there, bytes
+NOT_GRANTED = "the peer has not granted these pages"  # why a write was not made
 
 
 class LinkError(RuntimeError):

@@ -20,7 +20,7 @@ import msgspec
 
 from counterpoint.device.link.board import Board, Where, Writers, blocks
 from counterpoint.device.link.memory import Memory, Spans
-from counterpoint.device.link.port import Completed, LinkError, Notice, Severed, Wake
+from counterpoint.device.link.port import NOT_GRANTED, Completed, LinkError, Notice, Severed, Wake
 
 PIECE_BYTES = 4 << 20
 
@@ -202,7 +202,7 @@ class ShmLink:
             pages = slice(target // page, (target + size - 1) // page + 1)
             inside = target >= 0 and target + size <= there.memory.regions[region].nbytes
             if not inside or not there.board.allows(job.generation, pages):
-                self._notices.append(Completed(job.op, "the peer has not granted these pages"))
+                self._notices.append(Completed(job.op, NOT_GRANTED))
                 return True
             there.memory.regions[region][target : target + size] = mine.regions[region][source : source + size]
             copied += size

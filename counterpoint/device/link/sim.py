@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from numpy.typing import NDArray
 
-from counterpoint.device.link.memory import Memory, granted, page_mask
-from counterpoint.device.link.port import Completed, Lost, Notice, Quiet, Severed, Spans
+from counterpoint.device.link.memory import Memory, Spans, granted, page_mask
+from counterpoint.device.link.port import NOT_GRANTED, Completed, Lost, Notice, Quiet, Severed
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class SimNetwork:
         if not error and not flight.cancelled:
             self.land(flight, len(flight.spans))
         if not error and flight.refused:
-            error = "the peer has not granted these pages"
+            error = NOT_GRANTED
         if not error and flight.landed < len(flight.spans):
             error = "cancelled"
         self.flights.remove(flight)

@@ -11,15 +11,13 @@ generation, which it does before it uses or frees its pages (cluster/receiver.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from counterpoint.device.link.gpu import DeviceMemory, Gpu, rows_of
-from counterpoint.device.link.memory import Memory, Spans
+from counterpoint.device.link.memory import Allocate, Memory, Spans
 from counterpoint.device.link.port import Link, LinkError, Notice
-
-Allocate = Callable[[int, int, int], Memory]  # pages, bytes of a page in one region, regions
 
 
 class StagedLink:

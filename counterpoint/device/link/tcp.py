@@ -8,6 +8,7 @@ Must not: trust a length, an offset or a connection that does not know this work
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import secrets
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from counterpoint.device.link.frames import ANSWER, BUFFERS, FRAME, FRAME_BYTES, FRAME_SPANS, MAGIC, PREFACE, advance, cut
 from counterpoint.device.link.ioloop import IoLoop
 from counterpoint.device.link.memory import Memory, Spans, granted, page_mask
-from counterpoint.device.link.port import Completed, LinkError, Lost, Notice, Quiet, Severed, Wake
+from counterpoint.device.link.port import NOT_GRANTED, Completed, LinkError, Lost, Notice, Quiet, Severed, Wake
 
 STRANGERS = 16  # connections that have not shown the key
 PREFACE_S = 10.0
@@ -100,7 +101,11 @@ class TcpLink:
     def register(self, memory: Memory) -> bytes:
         self._memory = memory
         self._views = [region.data for region in memory.regions]
-        listener = socket.create_server((self._host, 0), backlog=64)
+        try:
+            listener = socket.create_server((self._host, 0), backlog=64)
+        except OSError as error:
+            hint = "set cluster_host to an address of this machine"
+            raise LinkError(f"nobody can listen at {self._host}: {error.strerror}; {hint}") from None
         listener.setblocking(False)
         self._loop.add(listener, selectors.EVENT_READ, lambda _: self._accept(listener))
         self._loop.start()
@@ -123,7 +128,7 @@ class TcpLink:
             writing = Writing(link, sock)
             writing.buffers.append(memoryview(PREFACE.pack(MAGIC, peer.key, remote)))
             self._writing[link] = writing
-            if error in (0, 115, 36):  # connected, or EINPROGRESS (Linux, macOS)
+            if error in (0, errno.EINPROGRESS):
                 self._loop.add(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, lambda events: self._write_on(writing, events))
             else:
                 self._lose(link, OSError(error, "connect"))
@@ -221,7 +226,7 @@ class TcpLink:
         writing.answers += data
         whole = len(writing.answers) // ANSWER.size * ANSWER.size
         for op, status in ANSWER.iter_unpack(bytes(writing.answers[:whole])):
-            self._answered(writing, op, "the peer has not granted these pages" if status else "")
+            self._answered(writing, op, NOT_GRANTED if status else "")
         del writing.answers[:whole]
 
     def _answered(self, writing: Writing, op: int, error: str) -> None:
