@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 
 from counterpoint.build import make_limits
-from counterpoint.cluster.nouns import Grain
 from counterpoint.cluster.router import Router, Rule
 from counterpoint.cluster.routing import Routing
 from counterpoint.cluster.virtual import VirtualPool, Worker
@@ -124,7 +123,7 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
             raise ConfigError(f"{device.name} can't be split, so auto is chunked there: there is nothing to be taken out of it")
         return Engine(limits, variant(scheduler, device.units, model.layers, machine.levels, belief, machine.depth))
     try:
-        policy = make_policy(config.scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
+        policy = make_policy(scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Engine(limits, policy)
@@ -148,8 +147,6 @@ def make_pool(machine: Machine, config: Config, deliver: Callable[[Record, str],
     token_bytes = round(kv_token_bytes(model, device, config))
     bandwidth = cluster.link_bytes_per_s or (1e9 if device.name.startswith("cpu") else LINK_BYTES_PER_S * device.degree)
     wires = Wires(bandwidth, token_bytes)
-    grain = None if cluster.kv_grain == "auto" else Grain(cluster.kv_grain)
-    rule = Rule(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
     # In the movers' memory a byte stands for one page of one layer's keys or values.
     page_bytes = token_bytes * config.device.page_tokens / (2 * model.layers)
     network = SimNetwork(bandwidth / page_bytes, checked=True)
@@ -169,7 +166,7 @@ def make_pool(machine: Machine, config: Config, deliver: Callable[[Record, str],
     return VirtualPool(
         workers,
         network,
-        Routing(Router(machine.estimators(config)[1], wires, rule), config.scheduler.prefix_cache),
+        Routing(Router(machine.estimators(config)[1], wires, Rule.of(cluster)), config.scheduler.prefix_cache),
         deliver,
         message_s=wires.control_s,  # after the last byte one word is said
         deadline_s=cluster.handoff_deadline_s,

@@ -209,8 +209,9 @@ class Dispatch:
         self.retries -= 1
         return [Drop(failed, stale), Elsewhere(self.prefill, self.source_id, self.handoff, failed)]
 
-    def no_worker(self, reason: str = "no worker can take the request") -> list[Action]:
+    def no_worker(self) -> list[Action]:
         """Nobody was found for Again or Elsewhere."""
+        reason = "no worker can take the request"
         return self._stay(reason) if self.source < self.attempt else self._fail(reason)
 
     def lost(self, worker: str) -> list[Action]:

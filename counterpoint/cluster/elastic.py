@@ -41,8 +41,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """`tick_s` is what `tick` expects to be called after. `slack`: of a target, that a donor pool must keep to; `kv_slack`: of its
-    pages. `cool_s`: pause after a change. `drain_s`: most time for a worker to empty."""
+    """`persist`: ticks in a row in which a pool must miss its target. `slack`: of a target, that a donor pool must keep to;
+    `kv_slack`: of its pages. `cool_s`: pause after a change. `drain_s`: most time for a worker to empty."""
 
     persist: int = 3
     slack: float = 0.8

@@ -65,8 +65,3 @@ def plan(source_tp: int, target_tp: int, source_rank: int, target_rank: int, kv_
 def chosen_copy(source: Layout, target: Layout, target_rank: int) -> int:
     """Which of the prefill ranks that hold a head serves `target_rank`: its copies of the head are dealt out evenly."""
     return target_rank % target.copies * source.copies // target.copies if target.copies > 1 else target_rank % source.copies
-
-
-def writers(source_tp: int, target_tp: int, target_rank: int, kv_heads: int, mla: bool = False) -> list[int]:
-    """The prefill ranks that write to decode rank `target_rank`."""
-    return [rank for rank in range(source_tp) if plan(source_tp, target_tp, rank, target_rank, kv_heads, mla)]

@@ -29,6 +29,8 @@ from counterpoint.cluster.front import Route
 from counterpoint.cluster.nouns import Grain
 from counterpoint.cluster.transfer import choose_grain, visible_s
 from counterpoint.cluster.wires import Wires
+from counterpoint.config import ClusterConfig
+from counterpoint.perf.table import fused_work
 from counterpoint.ports import Estimator
 from counterpoint.types import Role, Slo, Work
 
@@ -64,6 +66,12 @@ class Rule:
     spill_s: float = 2.0
     watermark: float = 0.02
     grain: Grain | None = None
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> Rule:
+        """As configured."""
+        grain = None if cluster.kv_grain == "auto" else Grain(cluster.kv_grain)
+        return cls(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
 
 
 class Choice(NamedTuple):
@@ -127,8 +135,9 @@ class Router:
                 continue
             work = self._prefill(w, tokens, cached)
             chunks = max(1, math.ceil(work.prefill_tokens / w.chunk_tokens))
-            step = self._seconds(w, _joined(_share(work, chunks), w.running))
-            ttft_s = w.factor * (self._queue(w) + chunks * step)
+            part = _share(work, chunks)
+            step = self.seconds(fused_work(part, w.running, part.samples + w.running.samples), w.units)
+            ttft_s = w.factor * (self.seconds(w.pending, w.units) + chunks * step)
             choices.append(Choice(Route(w.name, w.name), ttft_s, step, self._tpot(w, tokens), reason))
         return choices
 
@@ -143,14 +152,14 @@ class Router:
             if decode is None or -(-tokens // p.page_tokens) > p.pages_total:
                 continue
             work = self._prefill(p, tokens, cached)
-            alone = self._seconds(p, work)
+            alone = self.seconds(work, p.units)
             total = self.wires.kv_bytes_per_token * (tokens - cached.get(decode.name, 0) * decode.page_tokens)
             chunks = max(1, math.ceil(work.prefill_tokens / p.chunk_tokens))
             bandwidth = self.wires.between(p.name, decode.name)
             grain = self.rule.grain or choose_grain(total, alone, bandwidth, p.layers, chunks)[0]
             groups = {Grain.PROMPT: 1, Grain.CHUNK: chunks, Grain.LAYER: chunks * p.layers}[grain]
             pause = visible_s(total, alone, bandwidth, groups, control_s=self.wires.control_s)
-            tpot, ttft_s = self._tpot(decode, tokens), p.factor * (self._queue(p) + alone)
+            tpot, ttft_s = self._tpot(decode, tokens), p.factor * (self.seconds(p.pending, p.units) + alone)
             choices.append(Choice(Route(p.name, decode.name, grain), ttft_s, pause + tpot, tpot, reason, pause))
         return choices
 
@@ -186,16 +195,14 @@ class Router:
         new = tokens - reused
         return Work(new, new * new, new * reused, 1, 0, 0, 1, 0, w.layers, w.layers)
 
-    def _queue(self, w: WorkerView) -> float:
-        return self._seconds(w, w.pending)
-
     def _tpot(self, w: WorkerView, tokens: int) -> float:
         """A decode step of `w` with this request in it."""
         batch, context = w.running.decode_batch + 1, w.running.decode_context + tokens
-        return self._seconds(w, Work(0, 0, 0, 0, batch, context, batch, 0, w.layers, w.layers))
+        return self.seconds(Work(0, 0, 0, 0, batch, context, batch, 0, w.layers, w.layers), w.units)
 
-    def _seconds(self, w: WorkerView, work: Work) -> float:
-        return self.estimator.seconds(work, w.units) if work.prefill_tokens or work.decode_batch else 0.0
+    def seconds(self, work: Work, units: int) -> float:
+        """Of a step, which may be none."""
+        return self.estimator.seconds(work, units) if work.prefill_tokens or work.decode_batch else 0.0
 
 
 def _share(work: Work, parts: int) -> Work:
@@ -204,22 +211,6 @@ def _share(work: Work, parts: int) -> Work:
     squares = tokens * tokens
     reused = math.ceil(work.prefill_reused / parts) + (work.prefill_tokens - tokens) * tokens // 2
     return Work(tokens, squares, reused, 1, 0, 0, 1, work.first_layer, work.last_layer, work.layers)
-
-
-def _joined(a: Work, b: Work) -> Work:
-    """A prefill chunk and a decode step in one pass."""
-    return Work(
-        a.prefill_tokens,
-        a.prefill_squares,
-        a.prefill_reused,
-        a.prefill_requests,
-        b.decode_batch,
-        b.decode_context,
-        a.samples + b.samples,
-        a.first_layer,
-        a.last_layer,
-        a.layers,
-    )
 
 
 def replicas(rule: Rule = Rule()) -> Rule:

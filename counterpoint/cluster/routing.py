@@ -136,22 +136,19 @@ class Routing:
         """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
         found = []
         for name, seat in self.seats.items():
-            queue = self.forecast.factor(name) * self._seconds(seat, seat.pending)
+            queue = self.forecast.factor(name) * self.router.seconds(seat.pending, seat.shape.units)
             found.append(
                 Load(
                     name=name,
                     role=seat.role,
                     ttft_s=queue,
                     compute_s=queue / max(1, seat.prefills),
-                    tpot_s=self._seconds(seat, seat.running),
+                    tpot_s=self.router.seconds(seat.running, seat.shape.units),
                     kv_share=min(1.0, seat.pages / seat.shape.pages_total),
                     drained=seat.empty,
                 )
             )
         return found
-
-    def _seconds(self, seat: Seat, work: Work) -> float:
-        return self.router.estimator.seconds(work, seat.shape.units) if work.prefill_tokens or work.decode_batch else 0.0
 
     def change(self, change: Change) -> None:
         """What elastic.py has decided."""

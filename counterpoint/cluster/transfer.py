@@ -67,18 +67,9 @@ def choose_grain(total_bytes: float, prefill_s: float, bandwidth: float, layers:
     return Grain.CHUNK, f"the transfer takes {alone_s / prefill_s:.0%} of the prefill, and a layer is too small to send"
 
 
-def visible_s(
-    total_bytes: float,
-    prefill_s: float,
-    bandwidth: float,
-    groups: int,
-    writes: int = 0,
-    write_s: float = 0.0,
-    control_s: float = 0.0,
-) -> float:
+def visible_s(total_bytes: float, prefill_s: float, bandwidth: float, groups: int, control_s: float = 0.0) -> float:
     """Seconds of transfer that remain when the prefill is over, with KV sent in `groups` equal parts as they are computed (1: at
-    the end), each of `writes` postings costing `write_s`. What was posted before the last group overlaps with computing; the
-    last group can only be sent behind it."""
+    the end). What was posted before the last group overlaps with computing; the last group can only be sent behind it."""
     group_s = total_bytes / groups / bandwidth
     behind = max(0.0, (groups - 1) * group_s - (1 - 1 / groups) * prefill_s)
-    return behind + group_s + writes * write_s + control_s
+    return behind + group_s + control_s

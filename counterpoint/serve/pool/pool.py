@@ -312,12 +312,9 @@ class Pool:
         )
 
     def _make_routing(self, ready: Ready) -> Routing:
-        cluster = self.config.cluster
         prices = build.estimator(self.config, self.source, ready.units, ready.gpu)
-        grain = None if cluster.kv_grain == "auto" else nouns.Grain(cluster.kv_grain)
-        rule = Rule(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
-        router = Router(prices, Wires(build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token), rule)
-        return Routing(router, self.config.scheduler.prefix_cache)
+        wires = Wires(build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token)
+        return Routing(Router(prices, wires, Rule.of(self.config.cluster)), self.config.scheduler.prefix_cache)
 
     def _shape(self, ready: Ready) -> Shape:
         size = ready.hello.page_tokens
