@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +42,9 @@ SEARCH = Group("Search", sort_key=0)
 MODES = "serial,chunked:512,chunked:1024,chunked:2048,chunked:8192,multiplex,auto"
 SLO = "ttft=1.0,tpot=50ms"  # unless something else is said
 SIXTEENTHS = (2, 3, 4, 6, 8)  # of the device, for decode: the static splits that `multiplex` without a number stands for
-STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for
+REQUESTS = 1000  # of a made load, unless something else is said: fewer are soon all there at once
+STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for, if they are of 2 %
+REACH = 1.02**STRIDE  # the same as a factor, whatever the steps are
 FARTHEST = 40  # strides from the start; beyond, a mode holds no rate or any
 KEPT = (
     "p50_ttft_ms",
@@ -84,6 +86,11 @@ class Task:
         """The rate of a grid step, in requests/s. Step 0 is 1 request/s."""
         return (1 + self.precision) ** step
 
+    @property
+    def stride(self) -> int:
+        """Grid steps that are about REACH."""
+        return max(1, round(math.log(REACH) / math.log1p(self.precision)))
+
 
 class Hopeless(Exception):
     """Too many requests have missed their targets."""
@@ -116,10 +123,10 @@ def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] =
             tell()
         return seen[step] is not None
 
-    low = highest(holds, start)
-    if low is not None and low + 1 not in seen:
+    if play(dataclasses.replace(task, config=config), math.inf) is not None:
         few = f"{len(task.queries)} requests are too few: {mode.name} serves them in time even when all come at once"
         raise ValueError(f"{few}; give more requests or tighter targets")
+    low = highest(holds, start, task.stride)
     tried = tuple((task.at(step), result["slo_attainment"] if result else None) for step, result in sorted(seen.items()))
     result = seen[low] if low is not None else None
     if low is None or result is None:
@@ -127,17 +134,17 @@ def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] =
     return Found(mode.name, task.at(low), result["slo_attainment"], {key: result.get(key) for key in KEPT}, tried)
 
 
-def highest(holds: Callable[[int], bool], start: int) -> int | None:
-    """The highest step that holds, if all below it do; None if none within reach does."""
+def highest(holds: Callable[[int], bool], start: int, stride: int = STRIDE) -> int | None:
+    """The highest step that holds, if all below it do; None if none within FARTHEST strides does."""
     up = holds(start)
     low = high = start
     for _ in range(FARTHEST):
         if up:
-            low, high = high, high + STRIDE
+            low, high = high, high + stride
             if not holds(high):
                 break
         else:
-            low, high = low - STRIDE, low
+            low, high = low - stride, low
             if holds(low):
                 break
     else:
@@ -149,8 +156,11 @@ def highest(holds: Callable[[int], bool], start: int) -> int | None:
 
 
 def play(task: Task, rate: float) -> dict[str, Any] | None:
-    """The report of the load at `rate` requests/s; None if too many requests missed their targets."""
-    queries = reshape.at_rate(task.queries, rate)
+    """The report of the load at `rate` requests/s (infinite: all at once); None if too many requests missed their targets."""
+    if math.isinf(rate):
+        queries = reshape.rearrived(task.queries, "once", rate, burstiness=1.0, seed=task.seed)
+    else:
+        queries = reshape.at_rate(task.queries, rate)
     slo = {query.id: targets(query, task.config) for query in queries}
     allowed = int(len(queries) * (1 - task.wanted) + 1e-9)
     try:
@@ -275,18 +285,22 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
 def command(*, what: What = What(), search_for: Search = Search(), load: Load = Load(), config: Config) -> int:
     """Find the highest rate at which each mode keeps the targets of nine requests in ten, by simulation.
 
-    counterpoint plan --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 500 --arrivals poisson --slo ttft=1,tpot=25ms
+    counterpoint plan --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 2000 --arrivals poisson --slo ttft=1,tpot=25ms
     """
     if not 0 < search_for.share <= 1 or not 0 < search_for.precision < 1:
         raise ValueError(f"--share is {search_for.share} and --precision {search_for.precision}: more than 0, and at most 1")
-    if config.scheduler.policy != "auto":
-        raise ValueError(f"policy is {config.scheduler.policy!r}: what is tried is named by --modes; leave out --policy")
+    if search_for.jobs is not None and search_for.jobs < 1:
+        raise ValueError(f"--jobs is {search_for.jobs}: it must be 1 or more")
     writable("--json", search_for.json)
     slo = search_for.slo or slo_of(config) or SLO
     config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(slo))))
     machine = what.machine(config)
+    if load.trace is None and load.requests is None:
+        load = dataclasses.replace(load, requests=REQUESTS)
     trace = load.make()
     modes = parse_modes(search_for.modes, machine)
+    if config.scheduler.policy != "auto" and all("policy" in mode.settings for mode in modes):
+        raise ValueError(f"policy is {config.scheduler.policy!r}: it is for pools alone, the other --modes name their own")
     machines = max(1, *(config.replace(**mode.settings).cluster.workers for mode in modes))
     task = Task(machine, config, trace.queries, search_for.share, search_for.precision, load.seed)
     start = round(math.log(guessed_rate(task) * machines) / math.log(1 + task.precision))
@@ -297,6 +311,7 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
             found[one.mode] = one
             bar.update(row, advance=1, description=f"{one.mode}: {number(one.rate, 2)} requests/s")
     notes = [*trace.notes, *([f"{machines} such machines in each mode: rates are of all together"] if machines > 1 else [])]
+    notes += brevity(task, found.values())
     result = report(task, slo, load, [found[mode.name] for mode in modes], notes)
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if search_for.json == "-":
@@ -306,6 +321,18 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
             Path(search_for.json).write_bytes(text + b"\n")
         show(Console(), result)
     return 0
+
+
+def brevity(task: Task, found: Iterable[Found]) -> list[str]:
+    """What is to be said of modes whose requests, at the rate found, are all sent before the first need be answered: then their
+    number was measured, more than the rate."""
+    scheduler = task.config.scheduler
+    answer = sum(q.output_tokens for q in task.queries) / len(task.queries)
+    allowed_s = (scheduler.ttft_s or 0.0) + answer * (scheduler.tpot_s or 0.0)
+    brief = [one.mode for one in found if one.rate and len(task.queries) / one.rate < allowed_s]
+    if not brief:
+        return []
+    return [f"{', '.join(brief)}: the load lasts less than the {allowed_s:.1f} s that an answer may take; give more requests"]
 
 
 def slo_of(config: Config) -> str:

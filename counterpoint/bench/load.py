@@ -57,7 +57,7 @@ class Load:
     prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = 0.5
 
     skip: Annotated[int, flag("leave out the first so many requests: another part of the same trace", SHAPE)] = 0
-    requests: Annotated[int | None, flag("how many; unset: the whole trace, or 64", SHAPE)] = None
+    requests: Annotated[int | None, flag("how many; unset: the whole trace, or of a made load 64 (plan: 1,000)", SHAPE)] = None
     arrivals: Annotated[
         Literal["trace", "poisson", "gamma", "constant", "once"] | None,
         flag("when they arrive; unset: as in the trace, or poisson. once: all at the start", SHAPE),

@@ -99,7 +99,7 @@ class SystemTurn(Strict):
 
 Turn = Annotated[
     Annotated[UserTurn, Tag("user")] | Annotated[AssistantTurn, Tag("assistant")] | Annotated[SystemTurn, Tag("system")],
-    Discriminator(role_of),
+    Discriminator(role_of, "unknown_role", "role: Input should be 'user', 'assistant' or 'system'"),
 ]
 
 

@@ -145,9 +145,12 @@ class SampledRequest(ModelRequest):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
+        "chat_template": (None,),
         "guided_decoding_backend": (None, "", "auto"),
         "guided_whitespace_pattern": (None, ""),
         "length_penalty": (None, 1, 1.0),
+        "return_token_ids": (None, False),
+        "return_tokens_as_token_ids": (None, False),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (None, False),
     }
@@ -381,7 +384,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
         request = kind.model_validate_json(body)
         fields = split_fields(body)
     except pydantic.ValidationError as error:
-        raise refusal_of(error) from None
+        raise refusal_of(error, kind) from None
     except msgspec.DecodeError as error:  # NaN in a field that is not looked at, say
         raise ApiError(400, f"Invalid JSON: {error}") from None
     for name, harmless in kind.refused.items():
@@ -398,7 +401,7 @@ def in_words_of(kind: type[ModelRequest]) -> Iterator[None]:
     try:
         yield
     except pydantic.ValidationError as error:
-        raise renamed(refusal_of(error), kind) from None
+        raise renamed(refusal_of(error, ChatRequest), kind) from None
     except ApiError as error:
         raise renamed(error, kind) from None
 
@@ -410,14 +413,17 @@ def renamed(error: ApiError, kind: type[ModelRequest]) -> ApiError:
 split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # takes no time for what is in them
 
 
-def refusal_of(error: pydantic.ValidationError) -> ApiError:
-    """Names places, never values: a body is not sent back to where it came from."""
+def refusal_of(error: pydantic.ValidationError, kind: type[ModelRequest]) -> ApiError:
+    """Names places, never values: a body is not sent back to where it came from. What is wrong between fields is said with one of
+    them first."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     told = [f"{place(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"] for e in found[:ERRORS_TOLD]]
     if len(found) > ERRORS_TOLD:
         told.append(f"and {len(found) - ERRORS_TOLD} more")
-    param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
-    return ApiError(400, "; ".join(told)[:1000].replace("Value error, ", ""), param=param)
+    message = "; ".join(told)[:1000].replace("Value error, ", "")
+    first = message.split(maxsplit=1)[0].rstrip(":")
+    param = str(found[0]["loc"][0]) if found[0]["loc"] else first if first in kind.model_fields else None
+    return ApiError(400, message, param=param)
 
 
 def place(location: tuple[int | str, ...]) -> str:

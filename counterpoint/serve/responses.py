@@ -93,12 +93,13 @@ def kind_of_input(given: Any) -> str:
     return "<text>" if isinstance(given, str) else "<items>"
 
 
+KINDS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 Item = Annotated[
     Annotated[Turn, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
-    Discriminator(kind_of_item),
+    Discriminator(kind_of_item, "unknown_item", f"type: Input should be {KINDS}"),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
 Input = Annotated[Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>")], Discriminator(kind_of_input)]

@@ -314,7 +314,12 @@ def test_echoed_logprobs_are_all_there_for_long_and_known_prompts(server: Runnin
 def test_wrong_fields_are_named(server: Running, field: str, value: Any):
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hi"})):
         error = refused(server.post(path, {"model": MODEL, **body, field: value}))
-        assert field in error["message"] or error["param"] == field
+        assert field in error["message"] and error["param"] == field
+
+
+def test_what_is_wrong_between_fields_names_one(server: Running):
+    for field, body in (("max_tokens", {"max_tokens": 0}), ("top_logprobs", {"top_logprobs": 2})):
+        assert refused(server.post(CHAT, {"messages": HELLO, **body}))["param"] == field
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
@@ -402,7 +407,8 @@ def test_a_body_is_not_sent_back(server: Running):
 
 
 def test_fields_that_are_not_there_yet(server: Running):
-    assert refused(server.post(CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}))["param"] == "functions"
+    for field, value in (("functions", [{"name": "f"}]), ("chat_template", "{{ 1 }}"), ("return_token_ids", True)):
+        assert refused(server.post(CHAT, {"messages": HELLO, field: value}))["param"] == field
     harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "user": "me"}
     assert server.post(CHAT, {"messages": HELLO, "some_field_of_tomorrow": {"a": 1}, **harmless}).status_code == 200
 

@@ -271,6 +271,20 @@ def test_a_wrong_schema_is_named(bound: Running, schema: Any, word: str):
         assert error["param"] == field and word in error["message"] and len(error["message"]) > len(field) + 5, error
 
 
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [({"type": "not-a-type"}, "not-a-type"), ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf"), ({"not": {}}, '"not"')],
+)
+def test_a_wrong_schema_of_a_tool_is_named_and_no_grammar_of_ours_shown(bound: Running, schema: Any, word: str):
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": schema}}}
+    body = {"messages": SAID, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    error = bound.post(CHAT, body).json()["error"]
+    assert error["param"] == "tools" and word in error["message"]
+    assert all(hidden not in error["message"] for hidden in ("x-guidance", "call0")) and ("oneOf" in error["message"]) == (
+        word == "oneOf"
+    )
+
+
 def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     assert "uniqueItems" in refused(bound, response_format=schema_format(schema))["message"]

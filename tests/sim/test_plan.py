@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import cyclopts
 import pytest
@@ -26,6 +28,14 @@ def test_the_highest_step_that_holds_is_found_from_anywhere(limit, start):
     tried = []
     assert highest(lambda step: tried.append(step) or step <= limit, start) == limit
     assert len(tried) < 30
+
+
+@pytest.mark.parametrize("precision", [0.001, 0.02, 0.5])
+def test_how_far_is_looked_does_not_depend_on_the_precision(precision):
+    task = dataclasses.replace(one_server(0.1, 0.9, 0.6), precision=precision)
+    assert task.at(task.stride) == pytest.approx(1.02**16, rel=0.1)
+    found = find_rate(task, SERIAL, start=round(math.log(1000) / math.log1p(precision)))
+    assert 10 / (1 + precision) < found.rate < 10.3, "a hundredth of where the search began"
 
 
 def test_a_load_that_is_never_served_in_time_has_no_rate():
@@ -123,6 +133,13 @@ def test_targets_are_the_flag_s_else_the_settings_else_the_usual(flags, said, ca
     load = ["--requests", "60", "--prompt-tokens", "500", "--output-tokens", "10", "--precision", "0.5", "--jobs", "1"]
     app([*load, "--modes", "serial", "--json", "-", *flags], exit_on_error=False, result_action="return_value")
     assert json.loads(capsys.readouterr().out)["slo"] == said
+
+
+def test_a_load_that_is_over_before_its_answers_need_be_is_told():
+    task = one_server(0.1, 0.9, 5.0)  # 200 requests
+    fast, slow = (plan.Found(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0)))
+    assert [note.partition(":")[0] for note in plan.brevity(task, [fast, slow])] == ["fast"]
+    assert plan.brevity(task, [slow]) == plan.brevity(task, [plan.Found("none", 0.0, None, {}, ())]) == []
 
 
 def test_the_clock_is_stretched_and_nothing_else():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import sys
@@ -43,6 +44,8 @@ MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
 STACK_BYTES = 1 << 20
 MESSAGE_CHARACTERS = 500
 NICENESS = 10
+BAD_SCHEMA = "failed to compile JSON schema: "
+QUOTED = re.compile(r"\n +\d+ \| ")
 WALKED, STRIDE = 32, 7919  # tokens; a prime
 
 
@@ -138,7 +141,10 @@ def decode(text: str) -> object:
 def in_words(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text satisfies it"
-    if "coerce_one_of" in error:
+    _, schema, reason = error.partition(BAD_SCHEMA)
+    if schema:  # within a grammar of ours, whose text follows, and is nothing to whoever sent the schema
+        error = QUOTED.split(reason)[0]
+    if "'coerce_one_of'" in error:
         return "oneOf is held to only where its schemas clearly exclude each other: use anyOf, or strict false"
     return error.removesuffix("<non-verbose/>").strip()[:MESSAGE_CHARACTERS] or "it cannot be held to"
 
