@@ -29,7 +29,7 @@ class ConfigError(ValueError):
 
 
 def positive(name: str, value: float | None) -> None:
-    if value is not None and value <= 0:
+    if value is not None and not value > 0:  # NaN is not
         raise ConfigError(f"{name} is {value}: it must be more than 0")
 
 
@@ -122,7 +122,7 @@ class SchedulerConfig:
         for name in (*counts, "ttft_s", "ttft_per_token_s", "tpot_s", "itl_s"):
             positive(name, getattr(self, name))
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
 
 
@@ -200,7 +200,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "replicas", "local_tokens"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
         for name in ("handoff_deadline_s", "worker_lost_s", "spill_s", "elastic_s", "link_bytes_per_s"):
             positive(name, getattr(self, name))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 from typing import Any
 
 import pytest
 
 from counterpoint.build import link_bytes_per_s, movers, sharers, take_gpu
+from counterpoint.cluster.control import Address
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.pool.crew import divided
+from counterpoint.serve.pool.crew import Crew, Processes, divided
 from counterpoint.serve.pool.pool import make_elastic
 from counterpoint.serve.pool.roster import shared_token
 from counterpoint.serve.totals import counters, total
@@ -25,6 +28,8 @@ from counterpoint.types import Stats
         ({"cluster_listen": "7000"}, "HOST:PORT"),
         ({"cluster_listen": "host:port"}, "HOST:PORT"),
         ({"worker_lost_s": 0.0}, "worker_lost_s"),
+        ({"worker_lost_s": math.nan}, "worker_lost_s"),
+        ({"ttft_weight": math.nan}, "ttft_weight"),
         ({"transport": "pigeon"}, "transport"),
         ({"cluster_token": "a", "cluster_token_file": "b"}, "give one"),
     ],
@@ -60,6 +65,26 @@ def test_cores_are_dealt_out_among_workers():
     assert divided((0, 1, 2), 2) == [(0,), (1, 2)]
     assert divided((4, 6), 4) == [(4,), (6,), (4,), (6,)]
     assert divided((0, 1), 0) == []
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    """The machine has no process, file or memory left for a moment."""
+
+    async def full(*command: str, **settings: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def work() -> list[str]:
+        ended: asyncio.Queue[str] = asyncio.Queue()
+        crew = Crew(Config().replace(replicas=1), "", Processes(1), lambda name, how: ended.put_nowait(how))
+        await crew.open()
+        crew.start(Address("127.0.0.1", 1), "token")
+        hows = [await asyncio.wait_for(ended.get(), 10) for _ in range(2)]
+        await crew.close()
+        return hows
+
+    monkeypatch.setattr("counterpoint.serve.pool.crew.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    assert all("Resource temporarily unavailable" in how for how in asyncio.run(work()))
 
 
 def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch):

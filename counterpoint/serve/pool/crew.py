@@ -136,9 +136,12 @@ class Processes:
         self._cores = dict(zip(names, divided(usable_cores(self.most_cores), len(names)), strict=True))
 
     async def run(self, start: Start) -> str:
-        process = self._processes[start.name] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "counterpoint.serve.pool.worker", stdin=asyncio.subprocess.PIPE
-        )
+        command = (sys.executable, "-m", "counterpoint.serve.pool.worker")
+        try:
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        except OSError as error:  # no process, file or memory left: there may be some later
+            return f"it could not be started: {error.strerror}"
+        self._processes[start.name] = process
         rank = list(self._cores).index(start.name)
         start = msgspec.structs.replace(start, cores=self._cores[start.name], engines=len(self._cores), rank=rank)
         assert process.stdin is not None
