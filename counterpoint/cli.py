@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
@@ -19,6 +20,9 @@ from counterpoint import __version__
 from counterpoint.config import Config
 from counterpoint.flags import settings
 from counterpoint.types import Role
+
+if TYPE_CHECKING:
+    from counterpoint.serve.answer import Piece
 
 USE = Group("Use a model", sort_key=0)
 MEASURE = Group("Measure", sort_key=1)
@@ -168,7 +172,7 @@ def batch(
     return 1 if failed else 0
 
 
-def show_completions(pieces: Any, count: int) -> None:
+def show_completions(pieces: Iterable[tuple[int, Piece]], count: int) -> None:
     """One answer as it comes; several in their order."""
     answers = [""] * count
     for choice, piece in pieces:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from counterpoint.serve.openai import (
     MAX_MESSAGES,
@@ -29,11 +29,12 @@ from counterpoint.serve.openai import (
     ResponseFormat,
     SampledRequest,
     Stop,
-    TextPart,
+    Strict,
     Tokens,
     Tool,
     ToolCall,
     ToolChoice,
+    texts,
 )
 
 PATH = "/v1/messages"
@@ -44,10 +45,6 @@ ERROR_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class TextBlock(Strict):
@@ -242,7 +239,7 @@ def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, 
 
 def messages_of(system: str | list[TextBlock] | None, turns: Sequence[UserTurn | AssistantTurn | SystemTurn]) -> Iterator[Message]:
     if system:
-        yield Message(role="system", content=text_of(system))
+        yield Message(role="system", content=texts(system))
     for turn in turns:
         if isinstance(turn.content, str):
             yield Message(role=turn.role, content=turn.content)
@@ -250,10 +247,6 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[UserTurn |
             yield assistant_message(turn.content)
         else:
             yield from user_messages(turn.role, turn.content)
-
-
-def text_of(content: str | Sequence[TextBlock]) -> str | list[TextPart]:
-    return content if isinstance(content, str) else [TextPart(type="text", text=block.text) for block in content]
 
 
 def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
@@ -266,7 +259,7 @@ def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]
     thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     return Message(
         role="assistant",
-        content=text_of(said) if said else None,
+        content=texts(said) if said else None,
         reasoning_content=thought or None,
         tool_calls=calls or None,
     )
@@ -277,9 +270,9 @@ def user_messages(role: Literal["user", "system"], blocks: Sequence[TextBlock | 
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     said = [block for block in blocks if isinstance(block, TextBlock)]
     for result in results:
-        yield Message(role="tool", content=text_of(result.content), tool_call_id=result.tool_use_id)
+        yield Message(role="tool", content=texts(result.content), tool_call_id=result.tool_use_id)
     if said or not results:
-        yield Message(role=role, content=text_of(said))
+        yield Message(role=role, content=texts(said))
 
 
 def envelope(path: str, error: ApiError) -> dict[str, Any]:

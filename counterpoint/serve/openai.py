@@ -9,8 +9,8 @@ Must not: know the model (its vocabulary and context are checked in intake.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import pydantic
@@ -67,28 +67,30 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Strict(BaseModel):
+    """Takes no value for one of another type, and no number that JSON has not."""
 
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Targets(BaseModel):
+class Targets(Strict):
     """Latency targets of one request, in seconds; what is not given is as the server was told. A wrong name is refused: it would
     be a target that nobody heeds."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     ttft_s: Target | None = None
     tpot_s: Target | None = None
     itl_s: Target | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """`strict` false: what can't be held to is passed over."""
-
-    model_config = ConfigDict(strict=True)
 
     schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = None
@@ -96,10 +98,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """`schema` beside json_object is what some clients send for a json_schema."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -112,11 +112,11 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict):
     """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
     whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -125,10 +125,10 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
-class ModelRequest(BaseModel):
+class ModelRequest(Strict):
     """What every endpoint takes."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
     # known fields that would change the answer, with the values under which they do not
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     instead: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
@@ -215,34 +215,35 @@ class GenerationRequest(SampledRequest):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(BaseModel):
-    """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
+class HasText(Protocol):
+    text: str
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+def texts(content: str | Sequence[HasText]) -> str | list[TextPart]:
+    """As chat has them, whatever another API calls the parts."""
+    return content if isinstance(content, str) else [TextPart(type="text", text=part.text) for part in content]
+
+
+class CalledFunction(Strict):
+    """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class ToolCall(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Function(BaseModel):
+class Function(Strict):
     """A tool. `parameters` is a JSON schema; none is as good as one for an object without members."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     name: FunctionName
     description: str | None = None
@@ -250,33 +251,25 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class FunctionChoice(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class FunctionChoice(Strict):
     name: FunctionName
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Strict):
     """One tool by its name."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     function: FunctionChoice
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One turn. `content` may be null beside tool calls; parts other than text are refused. What was thought is `reasoning_content`
     or `reasoning`."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

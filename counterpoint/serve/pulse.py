@@ -39,8 +39,8 @@ class Window:
         self._seconds[-1][1][bucket] += 1
         self._total[bucket] += 1
 
-    def percentiles(self, now_s: float, shares: Sequence[float] = SHARES) -> list[float] | None:
-        """The durations that these shares of all do not exceed, in seconds; None if there are none."""
+    def percentiles(self, now_s: float) -> list[float] | None:
+        """The durations that SHARES of all do not exceed, in seconds; None if there are none."""
         self._expire(now_s)
         count = self._total.total()
         if not count:
@@ -49,7 +49,7 @@ class Window:
         below = 0
         for bucket in sorted(self._total):
             below += self._total[bucket]
-            while len(found) < len(shares) and below >= shares[len(found)] * count:
+            while len(found) < len(SHARES) and below >= SHARES[len(found)] * count:
                 found.append(LEAST_S * RATIO ** (bucket + 0.5))
         return found
 
@@ -84,9 +84,8 @@ class Pulse:
         self.last_step = 0
         self._counts: deque[Counts] = deque([Counts(time.monotonic(), 0, 0, 0, 0)], maxlen=WINDOW_S + 1)  # one a second
         self._now = self._counts[0]
-        self._last_s: dict[
-            str, tuple[float, Window]
-        ] = {}  # of each request: since when its next token is due, and where that counts
+        # Of each request, since when its next token is due, and where that counts.
+        self._last_s: dict[str, tuple[float, Window]] = {}
 
     # ------------------------------------------------------------ what is heard
 

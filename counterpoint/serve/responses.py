@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from counterpoint.serve.openai import (
     MAX_MESSAGES,
@@ -29,20 +29,17 @@ from counterpoint.serve.openai import (
     ResponseFormat,
     SampledRequest,
     Stop,
-    TextPart,
+    Strict,
     Tokens,
     Tool,
     ToolCall,
     ToolChoice,
+    texts,
 )
 
 LOGPROBS = "message.output_text.logprobs"
 NOTHING_STORED = "nothing is stored here, send the earlier turns in input"
 Identifier = Annotated[str, Field(max_length=512)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Part(Strict):
@@ -242,9 +239,9 @@ def messages_of(items: Iterable[Turn | FunctionCall | FunctionCallOutput | Reaso
             yield turn
             turn = None
         if isinstance(item, FunctionCallOutput):
-            yield Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id)
+            yield Message(role="tool", content=texts(item.output), tool_call_id=item.call_id)
         elif isinstance(item, Turn) and not said:
-            yield Message(role=item.role, content=text_of(item.content))
+            yield Message(role=item.role, content=texts(item.content))
         else:
             turn = turn or Message(role="assistant")
             add(turn, item)
@@ -262,13 +259,9 @@ def goes_on(turn: Message, item: Turn | FunctionCall | FunctionCallOutput | Reas
 
 def add(turn: Message, item: Turn | FunctionCall | Reasoning) -> None:
     if isinstance(item, Turn):
-        turn.content = text_of(item.content)
+        turn.content = texts(item.content)
     elif isinstance(item, Reasoning):
         turn.reasoning_content = "".join(thought.text for thought in item.content or item.summary)
     else:
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
         turn.tool_calls = [*(turn.tool_calls or ()), call]
-
-
-def text_of(content: str | list[Part]) -> str | list[TextPart]:
-    return content if isinstance(content, str) else [TextPart(type="text", text=part.text) for part in content]

@@ -188,14 +188,12 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def respond(request: Request, generation: Generation, reply: Reply) -> Response:
+    """Raises ClientGone, and what `pieces` raises, unless the answer is streamed."""
     generation.begin(request)
     if generation.ask.request.stream:
         return EventStream(generation, reply)
-    try:
-        with contextlib.closing(generation):
-            body = await unless_gone(request.receive, generation.whole(reply))
-    except ClientGone:
-        return Response(status_code=499)  # nobody reads this
+    with contextlib.closing(generation):
+        body = await unless_gone(request.receive, generation.whole(reply))
     return Response(encode(body), media_type="application/json")
 
 

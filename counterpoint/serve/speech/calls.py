@@ -324,7 +324,7 @@ class WholeReader:
         return said
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        """None if it is anything but calls of known tools."""
+        """Empty if it is anything but calls of known tools."""
         from transformers.utils.chat_parsing import parse_response
 
         try:

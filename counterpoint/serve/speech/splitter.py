@@ -80,7 +80,7 @@ def opening(field: ResponseTemplateField) -> Mark:
 
 
 def closing(field: ResponseTemplateField) -> list[Mark]:
-    """None for a region that goes on to the end."""
+    """Empty for a region that goes on to the end."""
     if field.close_re is None:
         return []
     return [Mark(field, field.close_re, field.close_literals, not field.close_literal_can_extend)]
