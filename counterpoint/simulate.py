@@ -26,10 +26,10 @@ from counterpoint.bench.workload import Query, TokenRange, describe, offered_rat
 from counterpoint.build import find_model
 from counterpoint.config import Config, ModelConfig, writable
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import Deliver, EventLog, run
+from counterpoint.core.loop import Deliver, EventLog
 from counterpoint.core.policy.ablated import ABLATIONS
 from counterpoint.device.sim import VirtualInbox
-from counterpoint.device.timeline import Timeline
+from counterpoint.device.timeline import Timeline, run
 from counterpoint.device.watch import Watch
 from counterpoint.flags import settings
 from counterpoint.machine import Machine, dtypes, make_pool, make_rig
@@ -105,13 +105,9 @@ def play(engine: Engine, executor: Executor, inbox: VirtualInbox, deliver: Deliv
     source: Inbox = inbox
     if watched:
         executor = source = watch(engine, executor, source)
-    timeline = None
-    if files.timeline:
-        timeline = Timeline(executor, source, {lane.id: str(lane.role) for lane in engine.policy.lanes})
-        executor = source = timeline
-        deliver = timeline.deliver_to(deliver)
+    timeline = Timeline(executor, source, engine.policy.lanes) if files.timeline else None
     log = EventLog(files.event_log) if files.event_log else None
-    run(engine, source, executor, deliver, log)
+    run(engine, source, executor, deliver, log, timeline)
     if log:
         log.close()
     if timeline and files.timeline:

@@ -158,9 +158,7 @@ def _in_process(config: Config, load: Load, where: Where, out: Out, trace: Trace
     with notes.status("starting the engine") as status:
         system = build.system(config, inbox, lambda stage: status.update(stage))
     queries = reshape.without_texts(trace.queries)
-    timeline = None
-    if out.timeline:
-        timeline = Timeline(system.executor, inbox, {lane.id: str(lane.role) for lane in system.engine.policy.lanes})
+    timeline = Timeline(system.executor, inbox, system.engine.policy.lanes) if out.timeline else None
     try:
         with _progress(notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)) as watch:
             outcome = replay_engine(

@@ -120,7 +120,7 @@ def mixed_load(seconds: float) -> list[Query]:
 def play(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any], Timeline]:
     inbox = WallInbox()
     system = build.system(Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None)
-    timeline = Timeline(system.executor, inbox, {lane.id: lane.role.value for lane in system.engine.policy.lanes})
+    timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)
     warmup = [Query(10_000 + i, 0.0, 60, 8) for i in range(4)]
     try:
         outcome = replay_engine(

@@ -22,8 +22,8 @@ import msgspec
 from counterpoint.bench.client import Answer, Target, ask, scrape
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import EventLog, run
-from counterpoint.device.timeline import Timeline
+from counterpoint.core.loop import Deliver
+from counterpoint.device.timeline import Timeline, run
 from counterpoint.device.wall import WallInbox
 from counterpoint.ports import Executor
 from counterpoint.types import Abort, Arrive, Output, Record, Sampling, Stats
@@ -185,7 +185,7 @@ class _Phase:
 class _Player:
     """Puts a load into the inbox of an engine whose loop runs in a thread, from `start` to `stop`."""
 
-    def __init__(self, inbox: WallInbox, loop: Callable[[Callable[[list[Output], Engine], None]], None]) -> None:
+    def __init__(self, inbox: WallInbox, loop: Callable[[Deliver], None]) -> None:
         self.inbox = inbox
         self.phase = _Phase(-1, unwatched)
         self.failure: BaseException | None = None
@@ -242,7 +242,6 @@ def replay_engine(
     seed: int = 0,
     watch: Watch = unwatched,
     timeline: Timeline | None = None,
-    log: EventLog | None = None,
     limit_s: float | None = None,
 ) -> Outcome:
     """Play `queries` on an engine whose loop is not running: it runs in a thread meanwhile, and has ended afterwards.
@@ -253,14 +252,7 @@ def replay_engine(
     """
     warm = [(0.0, _arrive(query, tokens, seed)) for query in warmup]
     arrives = [(query.arrival_s, _arrive(query, tokens, seed)) for query in queries]
-
-    def loop(deliver: Callable[[list[Output], Engine], None]) -> None:
-        if timeline is None:
-            run(engine, inbox, executor, deliver, log)
-        else:
-            run(engine, timeline, timeline, timeline.deliver_to(deliver), log)
-
-    player = _Player(inbox, loop)
+    player = _Player(inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline))
     before = engine.stats()
     player.start()
     try:

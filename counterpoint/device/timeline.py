@@ -5,8 +5,8 @@ from the commands and events that pass through it, so nothing else has to know o
 
 It stands on both sides of an executor, as an Executor and as an Inbox:
 
-    timeline = Timeline(executor, inbox)
-    run(engine, timeline, timeline, timeline.deliver_to(deliver))
+    timeline = Timeline(executor, inbox, lanes)
+    run(engine, inbox, executor, deliver, timeline=timeline)
     timeline.write("out.json")
 
 Tracks: one per lane (a span per step), one for KV that goes to other workers (`sent`), and counters for the units of each lane, the
@@ -15,17 +15,17 @@ queue and the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from counterpoint.core import loop
 from counterpoint.core.engine import Engine
+from counterpoint.core.loop import Deliver, EventLog
 from counterpoint.ports import Executor, Inbox
-from counterpoint.types import Command, Event, Output, Stats, Step, StepDone
-
-Deliver = Callable[[list[Output], Engine], None]
+from counterpoint.types import Command, Event, Lane, Output, Stats, Step, StepDone
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -69,12 +69,12 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
 
 class Timeline:
     """Records every step between `executor` and `inbox`; `sample_s` is the least time between two readings of the gauges.
-    `names` gives the lanes' titles by id."""
+    `lanes`: those that have a title, their role."""
 
-    def __init__(self, executor: Executor, inbox: Inbox, names: dict[int, str] | None = None, sample_s: float = 0.02) -> None:
+    def __init__(self, executor: Executor, inbox: Inbox, lanes: Sequence[Lane] = (), sample_s: float = 0.02) -> None:
         self.executor = executor
         self.inbox = inbox
-        self.names = names or {}
+        self._titles = {lane.id: str(lane.role) for lane in lanes}
         self.sample_s = sample_s
         self.spans: list[Span] = []
         self.gauges: list[Gauge] = []
@@ -122,9 +122,7 @@ class Timeline:
         times = [s.started_s for s in self.spans] + [g.at_s for g in self.gauges] + [t.started_s for t in self.transfers]
         start_s = min(times, default=0.0)
         events = [_meta("process_name", 0, "counterpoint")]
-        events += [
-            _meta("thread_name", lane, self.names.get(lane, f"lane {lane}")) for lane in sorted({s.lane for s in self.spans})
-        ]
+        events += [_meta("thread_name", lane, self._title(lane)) for lane in sorted({s.lane for s in self.spans})]
         for one in self.spans:
             events.append(_span_event(one, start_s))
         for number, transfer in enumerate(self.transfers):
@@ -139,18 +137,35 @@ class Timeline:
     def write(self, path: str | Path) -> None:
         Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
 
+    def _title(self, lane: int) -> str:
+        return self._titles.get(lane, f"lane {lane}")
+
     def _unit_counters(self, start_s: float) -> list[dict[str, Any]]:
         """The split in force: units of each lane at every start and end of a step."""
         edges = [(s.started_s, 1, s) for s in self.spans] + [(s.ended_s, 0, s) for s in self.spans]
         edges.sort(key=lambda edge: edge[:2])
         now = {s.lane: 0 for s in self.spans}
-        title = {lane: self.names.get(lane, f"lane {lane}") for lane in now}
         found: list[dict[str, Any]] = []
         for index, (at_s, starts, one) in enumerate(edges):
             now[one.lane] = one.units if starts else 0
             if index + 1 == len(edges) or edges[index + 1][0] > at_s:
-                found.append(_counter("units", _us(at_s, start_s), {title[lane]: units for lane, units in now.items()}))
+                found.append(_counter("units", _us(at_s, start_s), {self._title(lane): units for lane, units in now.items()}))
         return found
+
+
+def run(
+    engine: Engine,
+    inbox: Inbox,
+    executor: Executor,
+    deliver: Deliver,
+    log: EventLog | None = None,
+    timeline: Timeline | None = None,
+) -> None:
+    """The core's loop, recorded by `timeline` if there is one (over this inbox and this executor)."""
+    if timeline is None:
+        loop.run(engine, inbox, executor, deliver, log)
+    else:
+        loop.run(engine, timeline, timeline, timeline.deliver_to(deliver), log)
 
 
 def span(step: Step, done: StepDone) -> Span:

@@ -25,9 +25,9 @@ import zmq
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import EventLog, run
+from counterpoint.core.loop import EventLog
 from counterpoint.device.gate import Gate
-from counterpoint.device.timeline import Timeline
+from counterpoint.device.timeline import Timeline, run
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.structure.grammar import vocabulary_of
 from counterpoint.serve.tokenizer import load_text
@@ -121,13 +121,9 @@ def play(start: Start, system: System, inbox: WallInbox, context: Context, out: 
     mail.start()
     out.post(hello_of(start.config, system))
     path, deliver = start.config.server.timeline, Deliver(out)
-    names = {lane.id: str(lane.role) for lane in system.engine.policy.lanes}
-    timeline = Timeline(system.executor, inbox, names) if path is not None else None
+    timeline = Timeline(system.executor, inbox, system.engine.policy.lanes) if path is not None else None
     try:
-        if timeline is None:
-            run(system.engine, inbox, system.executor, deliver, log)
-        else:
-            run(system.engine, timeline, timeline, timeline.deliver_to(deliver), log)
+        run(system.engine, inbox, system.executor, deliver, log, timeline)
         system.executor.close()
     finally:
         over.set()

@@ -33,10 +33,9 @@ from counterpoint.cluster.receiver import ReceiveState
 from counterpoint.cluster.sender import SendState
 from counterpoint.config import Config, ConfigError, host_and_port
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import run
 from counterpoint.device.cores import pin
 from counterpoint.device.link.shm import ShmLink
-from counterpoint.device.timeline import Timeline, Transfer
+from counterpoint.device.timeline import Timeline, Transfer, run
 from counterpoint.device.wall import WallInbox
 from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
 from counterpoint.serve.logs import start_logging
@@ -189,15 +188,11 @@ class Worker:
         )
         self.line.serve(ready, self.obey, self.give_up, lambda: self.courier.inspect(self.count))
         path = named(start.config.server.timeline, start.name)
-        names = {lane.id: str(lane.role) for lane in system.engine.policy.lanes}
-        timeline = Timeline(system.executor, self.inbox, names) if path is not None else None
+        timeline = Timeline(system.executor, self.inbox, system.engine.policy.lanes) if path is not None else None
         if timeline is not None:
             self.courier.on_sent = lambda sent: timeline.sent(transfer_of(sent))
         try:
-            if timeline is None:
-                run(system.engine, self.inbox, system.executor, self.deliver, self.log)
-            else:
-                run(system.engine, timeline, timeline, timeline.deliver_to(self.deliver), self.log)
+            run(system.engine, self.inbox, system.executor, self.deliver, self.log, timeline)
         finally:
             self.courier.close()
             self.gate.close()
