@@ -106,9 +106,7 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Cell]:
     if unknown:
         raise ValueError(f"{where}: no such flag of the workload: {', '.join(sorted(unknown))}")
     slo = str(load.get("slo", ""))
-    queries = reshape.without_texts(workload.make().queries)
-    if slo:
-        queries = reshape.with_targets(queries, parse_slo(slo))
+    queries = reshape.with_targets(reshape.without_texts(workload.make().queries), parse_slo(slo))
     modes = load["modes"] if isinstance(load["modes"], Mapping) else dict.fromkeys(load["modes"])
     found = []
     for text, rates in modes.items():
@@ -121,8 +119,7 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Cell]:
 
 
 def configured(config: Config, cell: Cell) -> Config:
-    slo = parse_slo(cell.slo) if cell.slo else parse_slo("")
-    return config.replace(**msgspec.structs.asdict(slo), **cell.mode.settings)
+    return config.replace(**msgspec.structs.asdict(parse_slo(cell.slo)), **cell.mode.settings)
 
 
 # ---------------------------------------------------------------- the two places

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from counterpoint.types import Slo
+
 
 class ConfigError(ValueError):
     """A setting is unknown or wrong; the message names it and says what to write instead."""
@@ -124,6 +126,13 @@ class SchedulerConfig:
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+
+    def slo(self, prompt_tokens: int) -> Slo:
+        """The default targets of a request with such a prompt."""
+        ttft_s = self.ttft_s
+        if self.ttft_per_token_s is not None:
+            ttft_s = max(ttft_s or 0.0, self.ttft_per_token_s * prompt_tokens)
+        return Slo(ttft_s, self.tpot_s, self.itl_s)
 
 
 @dataclass(frozen=True, slots=True)

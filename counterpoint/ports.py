@@ -3,7 +3,7 @@
 Owns: the Protocols. Promises: what is written here is all that the core knows of the outside.
 Must not: import a concrete class.
 
-    Inbox      wall clock (device/wall.py), virtual clock (device/sim.py), recorded log (core/loop.py)
+    Inbox      wall clock (device/wall.py), virtual clock (device/sim.py)
     Executor   cpu, cuda, sim
     Policy     serial, chunked, multiplex, auto (core/policy/)
     Estimator  roofline, fitted (perf/)

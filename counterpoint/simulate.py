@@ -176,21 +176,13 @@ def arrival(query: Query, tokens: TokenRange, seed: int, config: Config) -> Call
 
 def targets(query: Query, config: Config) -> Slo:
     """The query's own targets, and the configured ones where it has none."""
-    scheduler, own = config.scheduler, query.slo
-    ttft_s = scheduler.ttft_s
-    if scheduler.ttft_per_token_s is not None:
-        ttft_s = max(ttft_s or 0.0, scheduler.ttft_per_token_s * query.prompt_tokens)
-    return one_slo(
-        ttft_s if own.ttft_s is None else own.ttft_s,
-        scheduler.tpot_s if own.tpot_s is None else own.tpot_s,
-        scheduler.itl_s if own.itl_s is None else own.itl_s,
-    )
+    return interned(query.slo.over(config.scheduler.slo(query.prompt_tokens)))
 
 
 @lru_cache(1 << 10)
-def one_slo(ttft_s: float | None, tpot_s: float | None, itl_s: float | None) -> Slo:
+def interned(slo: Slo) -> Slo:
     """Equal targets are one object: policies need not look into it again."""
-    return Slo(ttft_s, tpot_s, itl_s)
+    return slo
 
 
 def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:

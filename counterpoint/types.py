@@ -45,6 +45,14 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     tpot_s: float | None = None
     itl_s: float | None = None
 
+    def over(self, others: Slo) -> Slo:
+        """These targets, and `others` where there is none."""
+        return Slo(
+            others.ttft_s if self.ttft_s is None else self.ttft_s,
+            others.tpot_s if self.tpot_s is None else self.tpot_s,
+            others.itl_s if self.itl_s is None else self.itl_s,
+        )
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request's tokens are chosen and when it ends. Validated by whoever makes it (`serve`), trusted by the core.

@@ -131,15 +131,7 @@ def rehearsal(queries: Sequence[Query], count: int) -> list[Query]:
 
 def with_targets(queries: Sequence[Query], slo: Slo) -> list[Query]:
     """Each query with the targets of `slo` where it has none of its own."""
-
-    def one(own: Slo) -> Slo:
-        return Slo(
-            slo.ttft_s if own.ttft_s is None else own.ttft_s,
-            slo.tpot_s if own.tpot_s is None else own.tpot_s,
-            slo.itl_s if own.itl_s is None else own.itl_s,
-        )
-
-    return [dataclasses.replace(q, slo=one(q.slo)) for q in queries]
+    return [dataclasses.replace(q, slo=q.slo.over(slo)) for q in queries]
 
 
 # ---------------------------------------------------------------- fewer requests

@@ -18,10 +18,12 @@ from __future__ import annotations
 import bisect
 import itertools
 
+from msgspec.structs import replace
+
 from counterpoint.core.limits import Limits
 from counterpoint.core.pages import Pages
 from counterpoint.core.parts import Parts
-from counterpoint.core.passes import by_segment, make_pass, some_layers
+from counterpoint.core.passes import by_segment, make_pass
 from counterpoint.core.prefixes import Prefixes
 from counterpoint.core.recent import Recent
 from counterpoint.core.request import DONE, PREFILL, Phase, Request
@@ -386,7 +388,7 @@ class Engine:
     def _launch(self, lane: LaneState, now: float, whole: Pass, units: int, layers: int) -> None:
         first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
         assert last > first and 0 < units <= self.state.free_units(lane.lane), "the policy asked for layers or units there are not"
-        work = whole.work if first == 0 and last == self.limits.layers else some_layers(whole.work, first, last)
+        work = whole.work if first == 0 and last == self.limits.layers else replace(whole.work, first_layer=first, last_layer=last)
         step = Step(self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work)
         whole.cursor = last
         whole.in_flight += 1

@@ -107,11 +107,6 @@ class Pages:
                 else:
                     self._cached[page] = None
 
-    def clear_cache(self) -> None:
-        """Forget every cached page's content."""
-        while self._cached:
-            self._free.append(self._evict())
-
     def check(self, held: dict[int, int]) -> None:
         """Raise unless the ledger agrees with `held` (page -> holders, as the block tables have it). For tests."""
         actual = {page: count for page, count in enumerate(self._holders) if count}

@@ -61,22 +61,6 @@ def make_pass(
     return Pass(new_id(), lane, requests, tuple(segments), work)
 
 
-def some_layers(work: Work, first: int, last: int) -> Work:
-    """The share of a pass's work that layers [first, last) are."""
-    return Work(
-        work.prefill_tokens,
-        work.prefill_squares,
-        work.prefill_reused,
-        work.prefill_requests,
-        work.decode_batch,
-        work.decode_context,
-        work.samples,
-        first,
-        last,
-        work.layers,
-    )
-
-
 def by_segment(sampled: tuple[T, ...], segments: tuple[Segment, ...]) -> Iterable[T | None]:
     """What each segment has of `sampled`, which holds one for each with `sample`, or none at all."""
     if len(sampled) == len(segments):

@@ -317,15 +317,7 @@ class Intake:
 
     def _slo(self, given: Targets, prompt_tokens: int) -> Slo:
         """What a request says of its targets beats what the server was told."""
-        defaults = self.scheduler
-        ttft_s = defaults.ttft_s
-        if defaults.ttft_per_token_s is not None:
-            ttft_s = max(ttft_s or 0.0, defaults.ttft_per_token_s * prompt_tokens)
-        return Slo(
-            ttft_s=given.ttft_s or ttft_s,
-            tpot_s=given.tpot_s or defaults.tpot_s,
-            itl_s=given.itl_s or defaults.itl_s,
-        )
+        return Slo(given.ttft_s, given.tpot_s, given.itl_s).over(self.scheduler.slo(prompt_tokens))
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> Sampling:
         def given(value: Any, default: Any) -> Any:
