@@ -199,9 +199,7 @@ def work(fleet: Fleet, task: Task, rate: float) -> dict[str, Any] | None:
     config = task.config.replace(**fleet.settings)
     if fleet.strict:
         config = config.replace(ttft_s=None, ttft_per_token_s=None, tpot_s=None, local_tokens=0, spill_s=1e9)
-    collected = Collected(
-        {query.id: query.arrival_s for query in queries}, judge(slo, int(len(queries) * (1 - task.wanted) + 1e-9))
-    )
+    collected = Collected({query.id: query.arrival_s for query in queries}, judge(slo, task.wanted))
     pool = make_pool(fleet.machine, config, collected.keep)
     if fleet.strict:  # nor does it matter how many a worker may run
         for seat in pool.routing.seats.values():

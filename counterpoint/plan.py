@@ -14,7 +14,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -25,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from counterpoint import __version__
-from counterpoint.bench import reshape
+from counterpoint.bench import reshape, tables
 from counterpoint.bench.load import Load, flag, parse_slo
 from counterpoint.bench.report import Latency, completed, summarise
 from counterpoint.bench.tables import number, share, short
@@ -111,16 +110,15 @@ class Found:
 # ---------------------------------------------------------------- the search
 
 
-def find_rate(task: Task, mode: Mode, start: int = 0, tell: Callable[[], None] = lambda: None) -> Found:
-    """The mode's goodput. `start`: the grid step at which the search begins. `tell` is called after every run. Raises ValueError if
-    the load is too small to be served late at any rate."""
+def find_rate(task: Task, mode: Mode, start: int = 0) -> Found:
+    """The mode's goodput. `start`: the grid step at which the search begins. Raises ValueError if the load is too small to be
+    served late at any rate."""
     config = task.config.replace(**mode.settings)
     seen: dict[int, dict[str, Any] | None] = {}
 
     def holds(step: int) -> bool:
         if step not in seen:
             seen[step] = play(dataclasses.replace(task, config=config), task.at(step))
-            tell()
         return seen[step] is not None
 
     if play(dataclasses.replace(task, config=config), math.inf) is not None:
@@ -162,17 +160,16 @@ def play(task: Task, rate: float) -> dict[str, Any] | None:
     else:
         queries = reshape.at_rate(task.queries, rate)
     slo = {query.id: targets(query, task.config) for query in queries}
-    allowed = int(len(queries) * (1 - task.wanted) + 1e-9)
     try:
-        came = simulate(task.machine, queries, task.config, seed=task.seed, on_record=judge(slo, allowed))
+        came = simulate(task.machine, queries, task.config, seed=task.seed, on_record=judge(slo, task.wanted))
     except Hopeless:
         return None
     return summarise(came.records, slo=slo, stats=came.stats)
 
 
-def judge(slo: Mapping[str, Slo], allowed: int) -> Callable[[Record], None]:
-    """Raises Hopeless when more than `allowed` of the records it is shown have missed."""
-    missed = 0
+def judge(slo: Mapping[str, Slo], wanted: float) -> Callable[[Record], None]:
+    """Raises Hopeless as soon as so many of the records shown have missed that less than the share `wanted` can be in time."""
+    allowed, missed = int(len(slo) * (1 - wanted) + 1e-9), 0
 
     def one(record: Record) -> None:
         nonlocal missed
@@ -313,12 +310,7 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
     notes = [*trace.notes, *([f"{machines} such machines in each mode: rates are of all together"] if machines > 1 else [])]
     notes += brevity(task, found.values())
     result = report(task, slo, load, [found[mode.name] for mode in modes], notes)
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    if search_for.json == "-":
-        print(text.decode())
-    else:
-        if search_for.json:
-            Path(search_for.json).write_bytes(text + b"\n")
+    if tables.write(result, search_for.json):
         show(Console(), result)
     return 0
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from counterpoint import __version__
 from counterpoint.bench import reshape, tables
-from counterpoint.bench.load import Load, flag, parse_slo
+from counterpoint.bench.load import Load, flag, json_flag, parse_slo
 from counterpoint.bench.report import bubbles, summarise
 from counterpoint.bench.trace import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
@@ -214,9 +214,7 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
 MACHINE = Group("Simulated machine", sort_key=0)
 POOL = Group("Several of them", sort_key=0)
 OUTPUT = Group("Output", sort_key=4)
-JSON = Parameter(
-    help="write the result to this file; - : standard output, which then has JSON alone", group=OUTPUT, allow_leading_hyphen=True
-)
+JSON = json_flag(OUTPUT)
 
 
 @Parameter(name="*")
@@ -331,12 +329,7 @@ def command(*, what: What = What(), load: Load = Load(), out: Out = Out(), confi
     files = Files(out.timeline, out.event_log)
     came = simulate(machine, trace.queries, config, seed=load.seed, files=files, watched=out.watch)
     result = report(machine, config, trace, came, load, out.save_detailed)
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    if out.json == "-":
-        print(text.decode())
-    elif out.json:
-        Path(out.json).write_bytes(text + b"\n")
-    if out.json != "-":
+    if tables.write(result, out.json):
         tables.show(Console(), result, f"{machine.model.name} on {machine.device.name}, {config.scheduler.policy}")
     return 0 if result["completed"] else 1
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
-import msgspec
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from counterpoint import __version__, build
 from counterpoint.bench import reshape, tables
 from counterpoint.bench.client import Target
-from counterpoint.bench.load import Load, flag, parse_slo
+from counterpoint.bench.load import Load, flag, json_flag, parse_slo
 from counterpoint.bench.replay import Outcome, Watch, replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.trace import Trace, write_queries
@@ -38,9 +37,7 @@ from counterpoint.types import Slo
 
 TARGET = Group("Target", sort_key=0)
 OUTPUT = Group("Measuring and output", sort_key=4)
-JSON = Parameter(
-    help="write the result to this file; - : standard output, which then has JSON alone", group=OUTPUT, allow_leading_hyphen=True
-)
+JSON = json_flag(OUTPUT)
 
 
 @Parameter(name="*")
@@ -247,12 +244,8 @@ def _usable(outcome: Outcome, when: Literal["before", "after"]) -> int | None:
 
 def _write(results: dict[str, dict[str, Any]], out: Out) -> None:
     whole: Any = next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
-    text = msgspec.json.format(msgspec.json.encode(whole), indent=2)
-    if out.json == "-":
-        print(text.decode())
+    if not tables.write(whole, out.json):
         return
-    if out.json:
-        Path(out.json).write_bytes(text + b"\n")
     console = Console()
     if len(results) == 1:
         result = next(iter(results.values()))

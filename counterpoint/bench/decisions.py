@@ -30,6 +30,8 @@ from counterpoint.types import Arrive, Sampling, Slo, Work
 
 MODEL = PRESETS["llama-3.1-8b"]
 PROMPT, ANSWER, CONTEXT = 1000, 400, 1500
+PROMPTS = 150  # that come while others decode
+STEPS = 4000  # that are priced
 RUNS = 3
 DECISIONS = ("order", "fill", "advance", "preempts")
 
@@ -49,15 +51,15 @@ def knowledge() -> Iterator[Known]:
     yield Known("roofline", lambda: Roofline(MODEL, H200), H200.partitions())
 
 
-def predictions(known: Known, count: int = 4000) -> dict[str, list[float]]:
+def predictions(known: Known) -> dict[str, list[float]]:
     """Microseconds of pricing a step: one never seen before (alone, beside another), and one that is remembered."""
-    return least([predict(known.make(), known.levels, count) for _ in range(RUNS)])
+    return least([predict(known.make(), known.levels) for _ in range(RUNS)])
 
 
-def predict(estimator: Estimator, levels: tuple[int, ...], count: int) -> dict[str, list[float]]:
+def predict(estimator: Estimator, levels: tuple[int, ...]) -> dict[str, list[float]]:
     dice = random.Random(0)
     spent: dict[str, list[float]] = {"alone, new": [], "beside, new": [], "beside, again": []}
-    for _ in range(count):
+    for _ in range(STEPS):
         tokens, batch = dice.randint(64, 8192), dice.randint(1, 256)
         level = dice.choice(levels)
         rest = H200.units - level
@@ -69,12 +71,12 @@ def predict(estimator: Estimator, levels: tuple[int, ...], count: int) -> dict[s
     return spent
 
 
-def decisions(known: Known, decoding: int, prompts: int = 150) -> dict[str, list[float]]:
+def decisions(known: Known, decoding: int) -> dict[str, list[float]]:
     """Microseconds of every call of the policy, by the question asked."""
-    return least([decide(known, decoding, prompts) for _ in range(RUNS)])
+    return least([decide(known, decoding) for _ in range(RUNS)])
 
 
-def decide(known: Known, decoding: int, prompts: int) -> dict[str, list[float]]:
+def decide(known: Known, decoding: int) -> dict[str, list[float]]:
     scheduler = SchedulerConfig(ttft_s=1.0, tpot_s=0.05)
     policy = make_policy(scheduler, H200.units, MODEL.layers, 2, levels=known.levels, belief=known.make())
     spent: dict[str, list[float]] = {}
@@ -82,7 +84,7 @@ def decide(known: Known, decoding: int, prompts: int) -> dict[str, list[float]]:
         setattr(policy, name, watched(getattr(policy, name), spent.setdefault(name, [])))
     limits = Limits(40_000, 16, 256, 8192, 8192, (), H200.units, MODEL.layers, overlap=True, prefix_cache=False)
     inbox = VirtualInbox()
-    for number in range(decoding + prompts):
+    for number in range(decoding + PROMPTS):
         early = number < decoding
         at_s = 0.0 if early else 5.0 + 0.05 * (number - decoding)
         sampling = Sampling(max_tokens=2 * ANSWER if early else ANSWER // 10, ignore_eos=True)

@@ -30,6 +30,12 @@ def flag(help: str, group: Group) -> Parameter:
     return Parameter(help=help, group=group)
 
 
+def json_flag(group: Group) -> Parameter:
+    return Parameter(
+        help="write the result to this file; - : standard output, which then has JSON alone", group=group, allow_leading_hyphen=True
+    )
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:

@@ -58,13 +58,13 @@ def completed(record: Record) -> bool:
     return record.finish in (Finish.STOP, Finish.LENGTH)
 
 
-def wilson(hits: int, trials: int, z: float = Z_95) -> tuple[float, float] | None:
-    """The Wilson score interval of a share, 95 % unless `z` says else (Wilson, JASA 1927). None for no trials."""
+def wilson(hits: int, trials: int) -> tuple[float, float] | None:
+    """The 95 % Wilson score interval of a share (Wilson, JASA 1927). None for no trials."""
     if trials == 0:
         return None
-    share, spread = hits / trials, z * z / trials
+    share, spread = hits / trials, Z_95 * Z_95 / trials
     centre = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
+    half = Z_95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -72,7 +72,6 @@ def summarise(
     records: Sequence[Record],
     *,
     slo: Slo | Mapping[str, Slo] = Slo(),
-    duration_s: float | None = None,
     stats: Stats | None = None,
     stats_before: Stats | None = None,
     errors: Mapping[str, str] | None = None,
@@ -81,14 +80,13 @@ def summarise(
 ) -> dict[str, Any]:
     """One flat result of plain JSON values, with the keys of `vllm bench serve` and ours beside them.
 
-    `records` has every request sent, failed ones too. `slo` holds for all, or by request id. `duration_s`: unset, from the first
-    arrival to the last end. `stats`: the engine's counters at the end, from which those of `stats_before` are subtracted.
-    `errors`: messages by request id. `lag_s`: how late each request was sent. `detailed` adds a list per request.
+    `records` has every request sent, failed ones too. `slo` holds for all, or by request id. `stats`: the engine's counters
+    at the end, from which those of `stats_before` are subtracted. `errors`: messages by request id. `lag_s`: how late each request
+    was sent. `detailed` adds a list per request. The duration is from the first arrival to the last end.
     """
     done = [r for r in records if completed(r)]
     latency = {r.id: Latency(r) for r in done}
-    if duration_s is None:
-        duration_s = max((r.finished_s for r in records), default=0.0) - min((r.arrival_s for r in records), default=0.0)
+    duration_s = max((r.finished_s for r in records), default=0.0) - min((r.arrival_s for r in records), default=0.0)
     result = _volumes(records, done, latency, duration_s)
     result |= _goodput(records, latency, slo, duration_s)
     values = list(latency.values())

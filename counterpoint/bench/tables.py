@@ -1,6 +1,6 @@
 """Results for human eyes.
 
-Owns: which figures of a result are shown, in which words and units.
+Owns: which figures of a result are shown, in which words and units; where its JSON goes.
 Promises: the same tables for a server, an engine in this process and a simulation; what has to be doubted (a late generator,
 failures, leaked pages) is said.
 Must not: compute a figure (bench/report.py does).
@@ -9,8 +9,10 @@ Must not: compute a figure (bench/report.py does).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +28,17 @@ LATENCIES = {
 }
 SEEN = 0.005  # splits that were in force for less of the time are in the file alone
 POINTS = ("mean", "p50", "p90", "p99", "max")
+
+
+def write(result: Result, path: str | None) -> bool:
+    """The whole of it as JSON into the file at `path`, if there is one. False if that is -, standard output: nothing else may be
+    shown there."""
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    if path == "-":
+        print(text.decode())
+    elif path:
+        Path(path).write_bytes(text + b"\n")
+    return path != "-"
 
 
 def show(console: Console, result: Result, title: str = "") -> None:

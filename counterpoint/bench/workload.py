@@ -159,13 +159,12 @@ def synthetic(
     *,
     arrivals: Arrivals = "poisson",
     rate: float = 1.0,
-    burstiness: float = 1.0,
     groups: PrefixGroups | None = None,
     seed: int = 0,
 ) -> list[Query]:
     """A made load of `count` queries, in order of arrival."""
     rng = np.random.default_rng(seed)
-    times = arrival_times(count, arrivals, rate, rng, burstiness)
+    times = arrival_times(count, arrivals, rate, rng)
     prompts, outputs = prompt.draw(count, rng), output.draw(count, rng)
     group = rng.integers(groups.count if groups else 1, size=count)
     return [

@@ -32,10 +32,10 @@ def usable_cores(limit: int | None = None, root: Path = Path("/")) -> tuple[int,
     return tuple(cores.values())[: min(limits, default=None)]
 
 
-def cpu_name(root: Path = Path("/")) -> str:
+def cpu_name() -> str:
     """What the processor is called; "CPU" where the system does not say."""
     try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return "CPU"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -40,13 +40,12 @@ def make_batch(
     block_table_SP: Tensor,
     page_tokens: int,
     ops: Ops,
-    device: torch.device | str = "cpu",
 ) -> Batch:
     """Positions [start, start + tokens) of each segment become rows of one pass, segment after segment.
 
     Int64 CPU tensors in; `sample_S` is bool, or the indices of the sampled segments as int64. `block_table_SP[s]` names the
     pages of segment s's request from its first token on; entries beyond its pages may be anything within the pool.
-    Tensors out are on `device`. Raises IndexError if a block-table row is too short.
+    Raises IndexError if a block-table row is too short.
     """
     first_S = torch.cumsum(tokens_S, 0) - tokens_S
     segment_T = torch.repeat_interleave(tokens_S, output_size=tokens_T.shape[0])
@@ -55,4 +54,4 @@ def make_batch(
     kv_rows_T = page_T * page_tokens + positions_T % page_tokens
     sample_rows_B = (first_S + tokens_S - 1)[sample_S]
     plan = ops.plan_attention(start_S, tokens_S, block_table_SP, page_tokens)
-    return Batch(tokens_T.to(device), positions_T.to(device), kv_rows_T.to(device), sample_rows_B.to(device), plan)
+    return Batch(tokens_T, positions_T, kv_rows_T, sample_rows_B, plan)

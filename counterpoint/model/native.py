@@ -141,18 +141,16 @@ def threads_for(x: Tensor) -> int:
     return 1 if x.numel() < SMALL else torch.get_num_threads()
 
 
-def plan_tiles(
-    start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int, tile_tokens: int = TILE_TOKENS
-) -> TilePlan:
-    """Segments cut into tiles of `tile_tokens` tokens; a decode segment is a tile of one."""
-    tiles_S = (tokens_S + (tile_tokens - 1)) // tile_tokens
+def plan_tiles(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> TilePlan:
+    """Segments cut into tiles of TILE_TOKENS tokens; a decode segment is a tile of one."""
+    tiles_S = (tokens_S + (TILE_TOKENS - 1)) // TILE_TOKENS
     segment_I = torch.repeat_interleave(tiles_S)
     first_tile_S = torch.cumsum(tiles_S, 0) - tiles_S
-    offset_I = (torch.arange(segment_I.shape[0]) - first_tile_S[segment_I]) * tile_tokens
+    offset_I = (torch.arange(segment_I.shape[0]) - first_tile_S[segment_I]) * TILE_TOKENS
     first_row_S = torch.cumsum(tokens_S, 0) - tokens_S
-    count_I = (tokens_S[segment_I] - offset_I).clamp_(max=tile_tokens)
+    count_I = (tokens_S[segment_I] - offset_I).clamp_(max=TILE_TOKENS)
     tiles_I4 = torch.stack([first_row_S[segment_I] + offset_I, count_I, start_S[segment_I] + offset_I, segment_I], 1)
-    return TilePlan(tiles_I4, block_table_SP.contiguous(), tile_tokens, page_tokens)
+    return TilePlan(tiles_I4, block_table_SP.contiguous(), TILE_TOKENS, page_tokens)
 
 
 def load_kernels(cache: Path) -> Kernels | str:
