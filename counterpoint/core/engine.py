@@ -293,6 +293,7 @@ class Engine:
         behind it that do, for at most `max_bypass_s`."""
         if not self.waiting or not self._slots:
             return
+        self.prefixes.look(itertools.islice(self.waiting, ADMISSION_SCAN))
         backlog = sum(r.target for r in self.state.prefilling.values() if not r.computed and not r.passes)
         for request in tuple(itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)):
             if not self._slots or backlog >= self.limits.max_pass_tokens:
@@ -333,7 +334,7 @@ class Engine:
         request.pages = hits + taken
         request.target = len(tokens)
         request.scheduled = request.computed = len(hits) * size
-        request.published = len(hits)
+        request.published, request.found = len(hits), 0
         self.tally.prefix(len(tokens), request.computed)
         if request.admitted_s is None:
             request.admitted_s = now

@@ -56,6 +56,9 @@ class Pages:
         """Pages that `take` can give: free ones and evictable ones."""
         return len(self._free) + len(self._cached)
 
+    def knows(self, name: bytes) -> bool:
+        return name in self._index
+
     def find(self, names: Iterable[bytes]) -> list[int]:
         """Pages that hold the longest known run of `names` from its start. They are not held yet."""
         found = []

@@ -6,10 +6,14 @@ is computed, never before. Must not: hold or free pages (core/pages.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from counterpoint.core.limits import Limits
 from counterpoint.core.pages import Pages, page_names, root_name
 from counterpoint.core.request import Request
 from counterpoint.types import Part
+
+NAMED_TOKENS = 16_384  # of requests that wait, in one look
 
 
 class Prefixes:
@@ -23,16 +27,34 @@ class Prefixes:
         """Published pages with the first of the request's `tokens` tokens; None: another request is computing more of them."""
         if not self._on:
             return []
-        size = self._page_tokens
-        self._name(request, tokens // size)
-        fetched = request.arrive.part is Part.DECODE and request.kept
-        usable = request.names[: (tokens - (not fetched)) // size]  # at least one token is computed, here or elsewhere
-        if not fetched and request.arrive.sampling.prompt_logprobs is not None:
-            usable = usable[: request.prompt_told // size]  # what is to be told of must be computed
+        self._name(request, tokens // self._page_tokens)
+        fetched = is_fetched(request)
+        usable = request.names[: self._usable(request, tokens, fetched)]
         hits = self._pages.find(usable)
         if not fetched and len(hits) < len(usable) and usable[len(hits)] in self._computing:
             return None
         return hits
+
+    def look(self, waiting: Iterable[Request]) -> None:
+        """See how much of each of the `waiting` is known by now, or is being computed by another. Pages of a few new ones are named
+        in one call: names of long prompts take milliseconds."""
+        size, room = self._page_tokens, NAMED_TOKENS
+        for request in waiting:
+            tokens = request.target or len(request.arrive.prompt)
+            if is_fetched(request):
+                request.found = tokens
+                continue
+            if not request.names:
+                if room <= 0 or not self._on:
+                    continue
+                room -= tokens
+                self._name(request, tokens // size)
+            names, found, most = request.names, request.found // size, self._usable(request, tokens, False)
+            while found < most and self._known(names[found]):
+                found += 1
+            while found and not self._known(names[found - 1]):
+                found -= 1
+            request.found = found * size
 
     def expect(self, request: Request) -> None:
         """`request` is going to compute those of its named pages that are not published."""
@@ -58,9 +80,25 @@ class Prefixes:
             if self._computing.get(name) is request:
                 del self._computing[name]
 
+    def _usable(self, request: Request, tokens: int, fetched: bool) -> int:
+        """Of its pages with the first `tokens` tokens, how many it may take from the cache: one token at least is computed, here or
+        elsewhere, and so is what is to be told of."""
+        most = (tokens - (not fetched)) // self._page_tokens
+        if not fetched and request.arrive.sampling.prompt_logprobs is not None:
+            most = min(most, request.prompt_told // self._page_tokens)
+        return most
+
+    def _known(self, name: bytes) -> bool:
+        return self._pages.knows(name) or name in self._computing
+
     def _name(self, request: Request, full: int) -> None:
         """Make sure that the first `full` pages of the request have names."""
         known, size = request.names, self._page_tokens
         if len(known) < full:
             last = known[-1] if known else root_name(request.arrive.salt)
             known += page_names(request.slice(len(known) * size, full * size), size, last)
+
+
+def is_fetched(request: Request) -> bool:
+    """Whether all of its prompt comes from elsewhere, computed."""
+    return request.arrive.part is Part.DECODE and request.kept

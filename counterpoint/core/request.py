@@ -43,6 +43,7 @@ class Request(Life):
     names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
     published: int = 0  # pages offered to the prefix index
     prompt_told: int = 0  # prompt tokens whose log-probabilities the client has, from the second on
+    found: int = 0  # of one that waits: tokens at its beginning that are in the cache or soon will be, as last seen
     blocked_s: float | None = None  # since when it is first in line and does not fit
     yielding: bool = False  # to be preempted when its passes are complete
     kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
@@ -62,6 +63,16 @@ class Request(Life):
         if end <= len(prompt):
             return prompt[start:end]
         return (*prompt[start:], *self.output[max(0, start - len(prompt)) : end - len(prompt)])
+
+    @property
+    def covered(self) -> int:
+        """Tokens at its beginning that need not be computed any more; of one that waits, as far as is known."""
+        return self.computed or self.found
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be computed before its first one; of one that waits, as far as is known."""
+        return max(1, (self.target or len(self.arrive.prompt)) - self.covered)
 
     @property
     def remaining_prefill(self) -> int:

@@ -285,6 +285,40 @@ def test_the_longest_gives_way_where_not_all_can_be_in_time():
     assert [r.id for r in some.by_urgency(requests[1:3], 0.0)] == ["b", "c"]
 
 
+def test_a_prompt_whose_beginning_is_cached_is_weighed_by_the_rest():
+    """All of it would take 640 s, and it would be late; the rest takes 40."""
+    h = Harness(auto(Priced()).engine.policy, Priced(prefill=10.0), pages=400, max_pass_tokens=64, max_running=1)
+    h.engine.policy.belief.estimator = h.price
+    h.arrive("before", range(64), max_tokens=1)
+    h.drain()
+    h.arrive("busy", range(100, 160), max_tokens=1)
+    h.arrive("other", range(200, 220), max_tokens=1, slo=Slo(ttft_s=5000.0))
+    h.arrive("again", [*range(60), 1, 1, 1, 1], max_tokens=1, slo=Slo(ttft_s=900.0))
+    h.drain()
+    assert sorted(h.records, key=lambda id: h.records[id].token_s[0]) == ["before", "busy", "again", "other"]
+
+
+def test_a_default_target_does_not_shrink_while_a_prompt_is_computed():
+    some, one = promises(), request("a", 100)
+    before_s = some.ttft_s(one)
+    one.computed = one.scheduled = 90
+    assert some.ttft_s(one) == before_s == pytest.approx(100.0)
+
+
+def test_a_short_prompt_stays_out_of_a_pass_that_would_make_it_late():
+    """It can overtake that pass. Not where it is as long itself, nor where the other has no time for it."""
+
+    def together(ttft_s: float, other_ttft_s: float, tokens: int = 4) -> list[str]:
+        policy = auto(Priced(prefill=1.0, fixed=0.0)).engine.policy
+        other, one = request("other", 50, ttft_s=other_ttft_s), request("one", tokens, ttft_s=ttft_s)
+        return [r.id for r, _ in policy._in_time([(other, 50), (one, tokens)], 0.0)]
+
+    assert together(ttft_s=30.0, other_ttft_s=200.0) == ["other"]
+    assert together(ttft_s=100.0, other_ttft_s=200.0) == ["other", "one"]
+    assert together(ttft_s=30.0, other_ttft_s=200.0, tokens=40) == ["other", "one"]
+    assert together(ttft_s=30.0, other_ttft_s=40.0) == ["other", "one"], "that one is late already"
+
+
 def test_prompts_in_time_say_how_long_prefill_may_take():
     some = promises(ttft_s=10.0)
     requests = [request("a", 20, arrival_s=0.0), request("c", 30, arrival_s=0.2)]
@@ -395,6 +429,23 @@ def split_for(stakes: Stakes) -> int:
     assert isinstance(policy, Auto)
     fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
     return policy._best([fast, gentle], [0.0, 0.0], 5.0, stakes).units
+
+
+@pytest.mark.parametrize(("need", "late", "units"), [(5.0, 0.0, 3), (0.2, 0.0, 1), (0.2, 2.0, 3)])
+def test_where_all_prompts_will_be_late_it_still_matters_by_how_much(need, late, units):
+    """Decodes are many: while prompts are in time the gentle split is taken. What decodes are promised weighs more than delay."""
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    assert isinstance(policy, Auto)
+    fast, gentle = Option(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0), Option(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0)
+    assert policy._best([fast, gentle], [late, 0.0], need, Stakes(0.1, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)).units == units
+
+
+def test_what_waits_asks_for_no_more_speed_than_its_targets_do():
+    def demand(ttft_s: float) -> float:
+        waiting = [request("b", 40, ttft_s=ttft_s)]
+        return promises().stakes([request("next", 40, ttft_s=9.0)], waiting, [], 0.0, Backlog(40, 1600, 0, 1)).demand
+
+    assert (demand(1.0), demand(400.0)) == (pytest.approx(1 / 4), pytest.approx(1 / 400))
 
 
 @pytest.mark.parametrize(("decodes", "units"), [(1, 1), (100, 3)])

@@ -122,6 +122,35 @@ def test_generated_pages_are_reused_by_the_next_turn():
     assert h.records["b"].cached_tokens == 20
 
 
+def test_how_much_of_a_prompt_is_known_is_seen_while_it_waits():
+    """In the cache, or being computed by another; less again when pages are evicted; and long prompts are looked at one by one."""
+    h = harness("chunked", max_running=1, max_context_tokens=40_000, pages=20_000)
+    h.arrive("a", range(32))
+    h.drain()
+
+    def look() -> list[int]:
+        h.engine.prefixes.look(h.engine.waiting)
+        return [r.found for r in h.engine.waiting]
+
+    h.arrive("busy", range(100, 140), max_tokens=2)
+    h.arrive("cached", (*range(30), 1, 1, 1))
+    h.arrive("soon", (*range(100, 140), 7))
+    h.arrive("whole", range(32))
+    h.arrive("salted", range(32), salt="x")
+    for n in range(2):
+        h.arrive(f"long{n}", [*range(16), *range(20_000)])
+    assert look() == [28, 40, 28, 0, 16, 0]
+    assert look() == [28, 40, 28, 0, 16, 16]
+    assert [r.left for r in h.engine.waiting][:4] == [5, 1, 4, 32]
+    h.engine.pages.clear_cache()
+    assert look() == [0, 40, 0, 0, 0, 0]
+    h.event(Abort("busy"))
+    h.step()
+    assert look()[0] == 0 and h.engine.waiting[0].id == "soon"
+    h.drain()
+    h.check_answers()
+
+
 def test_salts_share_nothing():
     h = harness("chunked")
     h.arrive("a", range(20), salt="x")

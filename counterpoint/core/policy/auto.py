@@ -133,14 +133,19 @@ class Auto:
         return Fill(picks, units, self._group(backlog_of(picks).work(self.layers), units, state))
 
     def _in_time(self, picks: list[tuple[Request, int]], now: float) -> list[tuple[Request, int]]:
-        """The first of `picks`, up to one that would make others late which are in time without it: a pass ends for all at once."""
-        ends_s, first_due = now, math.inf
-        for index, (request, _) in enumerate(picks):
-            before_s, ends_s = ends_s, ends_s + self.promises.takes_s(request)
-            if before_s <= first_due < ends_s:
-                return picks[:index]
-            first_due = min(first_due, self.promises.due(request))
-        return picks
+        """Of `picks`, which a pass ends for all at once: the first, up to one that would make others late which are in time without
+        it; but for short ones that it would make late, and that can overtake it."""
+        ends_s, first_due, together = now, math.inf, list[tuple[Request, int]]()
+        for pick in picks:
+            takes_s, due = self.promises.takes_s(pick[0]), self.promises.due(pick[0])
+            before_s, with_it_s = ends_s, ends_s + takes_s
+            if before_s <= first_due < with_it_s:
+                break
+            if due < with_it_s <= first_due and takes_s <= SHORT * (before_s - now):
+                continue
+            together.append(pick)
+            ends_s, first_due = with_it_s, min(first_due, due)
+        return together
 
     def _prefill_units(self, lane: Lane, state: State) -> int:
         kept = 0
@@ -280,7 +285,7 @@ class Auto:
             takes_all = stakes.last and option.chunk and option.whole_s <= option.step_s  # and could take more
             to_come = 0.0 if takes_all else stakes.demand * option.whole_s
             behind = max(option.stretch / need if need else math.inf, to_come)  # of those here, and to come
-            slow = min(1.0, max(0.0, behind - 1))
+            slow = lateness(behind - 1)
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:
                 continue
@@ -337,6 +342,12 @@ class Auto:
             picks.append((request, left))
             room -= left
         return backlog_of(picks)
+
+
+def lateness(excess: float) -> float:
+    """How much it harms that prompts take longer than they may, by so many times that: in proportion up to 1, then less and less,
+    never 2. So where all will be late it still matters by how much, and can't outweigh every promise to decodes."""
+    return max(0.0, excess) if excess <= 1 else 2 - 1 / excess
 
 
 def all_layers(work: Work) -> Work:

@@ -122,7 +122,7 @@ class Promises:
         scheduler = self.scheduler
         target_s = request.arrive.slo.ttft_s or scheduler.ttft_s
         if target_s is None:
-            target_s = max(1.0, 10 * self.prompt_s(request))
+            target_s = max(1.0, 10 * self._alone_s(len(request.arrive.prompt), 0))
         return max(target_s, (scheduler.ttft_per_token_s or 0.0) * len(request.arrive.prompt))
 
     def due(self, request: Request) -> float:
@@ -135,17 +135,7 @@ class Promises:
 
     def prompt_s(self, request: Request) -> float:
         """The rest of its prompt alone on the whole device, expected."""
-        if self._version != self.belief.version:
-            self._version = self.belief.version
-            self._prompt_s.clear()
-            self._by_slo.clear()
-        left = max(1, (request.target or len(request.arrive.prompt)) - request.computed)
-        key = (left, request.computed)
-        known = self._prompt_s.get(key)
-        if known is None:
-            work = Work(left, left * left, left * request.computed, 1, samples=1, last_layer=self.layers, layers=self.layers)
-            known = self._prompt_s[key] = self.belief.seconds(work, self.units)
-        return known
+        return self._alone_s(request.left, request.covered)
 
     def takes_s(self, request: Request) -> float:
         """The rest of its prompt at the pace in force."""
@@ -224,10 +214,10 @@ class Promises:
         """Of the prompts that run, of which `backlog` is next, of those that wait for them, and of those that wait for a decode to
         end. `decodes`: stake of the running decodes."""
         tokens, last = backlog.tokens, not waiting and backlog.prompts == len(running)
-        behind_tokens = sum([len(r.arrive.prompt) for r in waiting])
+        behind_tokens = sum([r.left for r in waiting])
         next_, behind = sum([1 / self.ttft_s(r) for r in running]), sum([1 / self.ttft_s(r) for r in waiting])
         queue = 1 + behind_tokens / tokens
-        demand = self.load + behind_tokens / LATELY_S
+        demand = self.load + behind_tokens / max(LATELY_S, len(waiting) / behind if waiting else 0.0)
         future = demand * (next_ + behind) / (tokens + behind_tokens)
         held = sum([1 / self.ttft_s(r) for r in blocked])
         return Stakes(next_, behind, decodes, future, self.load / tokens, demand / tokens, queue, held, last)
@@ -239,6 +229,19 @@ class Promises:
                 slo = request.arrive.slo
                 tightest_s = min(tightest_s, self.targets(slo).tpot_s)
         return tightest_s
+
+    def _alone_s(self, tokens: int, after: int) -> float:
+        """So many tokens of a prompt, after so many of it, alone on the whole device, expected."""
+        if self._version != self.belief.version:
+            self._version = self.belief.version
+            self._prompt_s.clear()
+            self._by_slo.clear()
+        key = (tokens, after)
+        known = self._prompt_s.get(key)
+        if known is None:
+            work = Work(tokens, tokens * tokens, tokens * after, 1, samples=1, last_layer=self.layers, layers=self.layers)
+            known = self._prompt_s[key] = self.belief.seconds(work, self.units)
+        return known
 
     def _tempo_s(self) -> float:
         """A decode step of one request with a short context, on the whole device: the device's own tempo."""
