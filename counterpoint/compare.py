@@ -198,17 +198,22 @@ class Kept(msgspec.Struct):
 
 
 class Results:
-    """The file of results: one row per cell and place."""
+    """The file of results: one row per cell and place. Raises ValueError where it has runs of the same place under other settings
+    than `about` says."""
 
-    def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, about: Mapping[Place, Mapping[str, Any]]) -> None:
         self.path = path
-        self.about = dict(about)
+        self.about: dict[str, Any] = {"counterpoint": __version__, **msgspec.to_builtins(about)}
         self.rows: list[dict[str, Any]] = []
         if path is not None and path.is_file():
             try:
                 kept = msgspec.json.decode(path.read_bytes(), type=Kept)
             except msgspec.DecodeError as error:
                 raise ValueError(f"--json {path}: no file of results of this command ({error}); choose another") from None
+            for place in about:
+                other = different(kept.about.get(place, {}), self.about[place])
+                if other:
+                    raise ValueError(f"--json {path}: its runs on the {place} were made with {other}; choose another file")
             self.rows, self.about = kept.rows, kept.about | self.about
 
     def has(self, cell: Cell, place: Place) -> bool:
@@ -222,6 +227,11 @@ class Results:
             part = self.path.with_name(self.path.name + ".part")
             part.write_bytes(text + b"\n")
             part.replace(self.path)
+
+
+def different(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Which settings are others, and which they were."""
+    return ", ".join(f"{name} {was} (now {asked.get(name)})" for name, was in kept.items() if asked.get(name) != was)
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -286,7 +296,11 @@ def command(
         raise ValueError(f"--only {only}: no load of {loads} has that in its name")
     if not drain >= 0:
         raise ValueError(f"--drain is {drain}: it must be 0 or more seconds")
-    results = Results(json, {"counterpoint": __version__, "model": machine.model.name, "config": dataclasses.asdict(config)})
+    asked = {"drain": drain}
+    for section in dataclasses.asdict(config).values():
+        asked |= section
+    simulated = {"gpu": gpu, "calibration": calibration, "host_overhead": host_overhead}
+    results = Results(json, {place: asked | (simulated if place == "simulator" else {}) for place in places})
     notes = Console(stderr=True, highlight=False)
     for place in places:
         missing = [cell for cell in cells if not results.has(cell, place)]

@@ -96,6 +96,18 @@ def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
     assert rows[0]["slo_attainment"] < 1
 
 
+def test_runs_under_other_settings_are_not_taken_for_these(loads, tmp_path, capsys):
+    results = tmp_path / "results.json"
+    line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(results), "--only", "chat"]
+    assert status_of([*line, "--drain", "5"]) == 0
+    kept = results.read_text()
+    capsys.readouterr()
+    assert status_of([*line, "--drain", "15", "--kv-pages", "3000"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "drain 5.0 (now 15.0)" in said and "kv_pages None (now 3000)" in said and str(results.name) in said
+    assert results.read_text() == kept
+
+
 @pytest.mark.parametrize("text", ["{", "{}", "[1]"])
 def test_a_file_of_other_results_is_named_and_kept(loads, tmp_path, capsys, text):
     (tmp_path / "other.json").write_text(text)
