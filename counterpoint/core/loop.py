@@ -6,6 +6,7 @@ engine gives the same commands. Must not: read a clock.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -39,18 +40,35 @@ def turn(engine: Engine, now: float, events: Sequence[Event], executor: Executor
 
 
 class EventLog:
-    """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each."""
+    """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each. When that fails on the way (a full
+    disk), `lost` is told once and nothing more is written: whoever serves need not stop for it. Without `lost`, it is raised."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, lost: Callable[[OSError], None] | None = None) -> None:
         self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 (closed by close)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._lost = lost
 
     def write(self, now: float, events: Sequence[Event]) -> None:
+        if self._file.closed:
+            return
         data = self._encode((now, events))
-        self._file.write(len(data).to_bytes(4, "little") + data)
+        try:
+            self._file.write(len(data).to_bytes(4, "little") + data)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # of what is still to be written
+                self._file.close()
+            self._give_up(error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if self._lost is None:
+            raise error
+        self._lost(error)
 
 
 def read_log(path: str | Path) -> Iterator[tuple[float, list[Event]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -23,12 +24,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from counterpoint.config import Config, ConfigError
+from counterpoint.config import Config, ConfigError, writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog
 from counterpoint.device.gate import Gate
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.device.wall import WallInbox
+from counterpoint.serve.logs import start_logging
 from counterpoint.serve.structure.grammar import vocabulary_of
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.serve.wire import BEAT_S, Beat, Failed, Hello, Outputs, Progress, Quit, Start, decode_to_engine, encode
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STATS_S = 0.1
 Context = zmq.Context[zmq.Socket[bytes]]
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -49,6 +52,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    level = start.config.server.log_level
+    start_logging("warning" if level == "info" else level, start.config.server.log_format)  # what goes well, the parent tells
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     context = zmq.Context()
     out = Mailbox(context, start.from_engine)
@@ -92,10 +97,11 @@ def serve(start: Start, context: Context, out: Mailbox) -> int:
     """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
     inbox = WallInbox()
     try:
-        log = open_log(start.config.server.event_log)
+        writable("timeline", start.config.server.timeline)
+        events = open_log(start.config.server.event_log)
         build = find(start.system)
         system = build(start.config, inbox, lambda stage: out.post(Progress(stage)))
-        play(start, system, inbox, context, out, log)
+        play(start, system, inbox, context, out, events)
         return 0
     except (ConfigError, ModelError) as error:
         out.post(Failed(str(error), blame="user"))
@@ -107,13 +113,24 @@ def serve(start: Start, context: Context, out: Mailbox) -> int:
 
 
 def open_log(path: str | None) -> EventLog | None:
+    def lost(error: OSError) -> None:
+        log.error("event_log %s: %s; no more is recorded", path, error.strerror)
+
     try:
-        return None if path is None else EventLog(path)
+        return None if path is None else EventLog(path, lost)
     except OSError as error:
         raise ConfigError(f"event_log {path!r} cannot be written: {error.strerror}") from None
 
 
-def play(start: Start, system: System, inbox: WallInbox, context: Context, out: Mailbox, log: EventLog | None) -> None:
+def keep(timeline: Timeline, path: str) -> None:
+    """At the end. A file that can't be written is told, and fails nothing."""
+    try:
+        timeline.write(path)
+    except OSError as error:
+        log.error("timeline %s: %s", path, error.strerror)
+
+
+def play(start: Start, system: System, inbox: WallInbox, context: Context, out: Mailbox, events: EventLog | None) -> None:
     """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
     gate = open_gate(system, inbox)
@@ -123,16 +140,16 @@ def play(start: Start, system: System, inbox: WallInbox, context: Context, out: 
     path, deliver = start.config.server.timeline, Deliver(out)
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes) if path is not None else None
     try:
-        run(system.engine, inbox, system.executor, deliver, log, timeline)
+        run(system.engine, inbox, system.executor, deliver, events, timeline)
         system.executor.close()
     finally:
         over.set()
         mail.join()
         gate.close()
-        if log is not None:
-            log.close()
+        if events is not None:
+            events.close()
         if timeline is not None and path is not None:
-            timeline.write(path)
+            keep(timeline, path)
 
 
 def find(name: str) -> Callable[..., System]:

@@ -104,6 +104,22 @@ def test_an_event_log_that_cannot_be_written_is_told(own_server: Start, tmp_path
     assert "event_log" in server.said()
 
 
+def test_a_timeline_that_cannot_be_written_is_told(own_server: Start, tmp_path: Path):
+    server = own_server(timeline=str(tmp_path / "no" / "lanes"))
+    assert server.process.wait(30) == 2
+    assert "timeline" in server.said()
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(own_server: Start):
+    server = own_server(event_log="/dev/full", timeline="/dev/full").wait_ready()
+    for number in range(20):  # more than a file's buffer holds
+        prompt = f"{number} " + "x" * 2000
+        assert server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
+    assert server.stop() == 0
+    said = server.said()
+    assert said.count("event_log /dev/full: No space left on device") == 1 and "timeline /dev/full: No space" in said
+
+
 @pytest.mark.parametrize(("system", "status", "words"), [("refusing", 2, "page_tokens"), ("broken", 1, "a fault, as asked")])
 def test_an_engine_that_cannot_start_ends_the_server(own_server: Start, system: str, status: int, words: str):
     server = own_server(system=f"fake_engine:{system}_system")

@@ -31,13 +31,13 @@ from counterpoint.cluster.ledger import Hold
 from counterpoint.cluster.nouns import Geometry, Rules, handoff_of
 from counterpoint.cluster.receiver import ReceiveState
 from counterpoint.cluster.sender import SendState
-from counterpoint.config import Config, ConfigError, host_and_port
+from counterpoint.config import Config, ConfigError, host_and_port, writable
 from counterpoint.core.engine import Engine
 from counterpoint.device.cores import pin
 from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.timeline import Timeline, Transfer, run
 from counterpoint.device.wall import WallInbox
-from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, open_gate, open_log
+from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, keep, open_gate, open_log
 from counterpoint.serve.logs import start_logging
 from counterpoint.serve.pool.frontline import FrontLine
 from counterpoint.serve.pool.joining import Census, Join, Leaving, Ready, Said, Told, token_of
@@ -150,6 +150,7 @@ class Worker:
         engines = sharers if self.device == "cuda" else start.engines
         place = Place(self.device, engines, shm.allocate if isinstance(shm, ShmLink) else None)
         build = find(start.system)
+        writable("timeline", named(start.config.server.timeline, start.name))
         self.log = open_log(named(start.config.server.event_log, start.name))
         self.system = build(start.config, inbox, lambda stage: line.post(Progress(stage)), place)
         self.gate = open_gate(self.system, inbox)
@@ -201,7 +202,7 @@ class Worker:
             if self.log is not None:
                 self.log.close()
             if timeline is not None and path is not None:
-                timeline.write(path)
+                keep(timeline, path)
         system.executor.close()
 
     def fail(self, error: str) -> None:
