@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from counterpoint.device.cuda.green import PartitionError, Partitions, check_levels, granularity
+from counterpoint.config import Config, ConfigError
+from counterpoint.device.cuda.green import Pair, PartitionError, Partitions, check_levels, granularity
+from counterpoint.device.cuda.kernels.nvcc import KernelError, load
+from counterpoint.device.cuda.start import split_device
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -34,6 +40,40 @@ def test_levels_on_the_grid_are_taken():
 def test_without_a_gpu_the_error_says_so():
     with pytest.raises(RuntimeError, match="need a CUDA GPU"):
         Partitions([16])
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """A GPU on a system with neither cuda-bindings nor a compiler."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr("counterpoint.device.cuda.kernels.nvcc.CACHE", tmp_path)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+
+
+def test_a_kernel_that_cannot_be_kept_is_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "nvcc")
+    with pytest.raises(KernelError, match="/dev/null/kernels"):
+        load("smid", "90a", cache=Path("/dev/null/kernels"))
+
+
+@pytest.mark.usefixtures("bare")
+class TestWithoutACompiler:
+    def test_what_is_not_split_needs_none(self):
+        assert split_device(Config().replace(policy="chunked"))[1] == ()
+
+    def test_what_cannot_be_split_runs_on_plain_streams(self):
+        with pytest.warns(RuntimeWarning, match="NO SM PARTITIONS"):
+            partitions, notes = split_device(Config().replace(policy="auto"))
+        assert not partitions.isolated and "plain streams" in notes[0]
+
+    def test_a_split_that_cannot_be_checked_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(Partitions, "_split", lambda self, level: Pair(self.full, self.full_urgent))
+        with pytest.raises(ConfigError, match=r"nvcc.*policy to chunked"):
+            split_device(Config().replace(policy="auto"))
 
 
 @gpu

@@ -46,7 +46,6 @@ class Tail(enum.Flag):
 IN_GRAPH = Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P | ADJUSTED | Stage.LOGPROBS | Stage.PROMPT_LOGPROBS
 
 
-@functools.lru_cache
 @functools.cache  # it is asked for every step, and flags are slow
 def tail_for(stages: int) -> Tail:
     """`stages`: what any of the rows asks for, as settings.Stage."""

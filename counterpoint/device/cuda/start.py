@@ -250,11 +250,16 @@ def split_device(config: Config) -> tuple[Partitions, tuple[str, ...]]:
         levels = tuple(level for level in LEVELS if level >= least and not level % step and level <= total - 2 * least)
     try:
         partitions = Partitions(levels)
-        realised = partitions.check()
     except ValueError as error:
         raise ConfigError(f"split is {scheduler.split}: {error}") from None
-    if levels and not partitions.isolated:
+    if not levels:
+        return partitions, ()
+    if not partitions.isolated:
         return partitions, ("no SM partitions here: prefill and decode share all SMs through plain streams",)
+    try:
+        realised = partitions.check()
+    except KernelError as error:
+        raise ConfigError(f"a split is used only if its SMs can be read back: {error}; or set policy to chunked") from None
     return partitions, tuple(
         f"split {level}: decode on SMs {intervals(sets.decode)}, prefill on {intervals(sets.prefill)}"
         for level, sets in realised.items()

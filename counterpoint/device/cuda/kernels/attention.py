@@ -103,10 +103,6 @@ class DecodeAttention:
             chained=int(chained),
         )
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self._partial.nbytes + self._arrived.nbytes + self._rows_arrived.nbytes
-
     def __call__(
         self,
         q_SHD: torch.Tensor,

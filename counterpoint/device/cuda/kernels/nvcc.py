@@ -77,14 +77,17 @@ def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], bu
             f"{source.name} must be compiled and there is no nvcc on PATH or in /usr/local/cuda/bin: install the CUDA toolkit "
             f"(12.4 or newer), or copy {built.name} from a machine that has one to {built.parent}"
         )
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        for name, text in headers.items():
-            (Path(folder) / name).write_text(text)
-        target = Path(folder) / built.name
-        command = [compiler, *recipe, "-I", folder, "-o", str(target), str(source)]
-        log.info("building %s", built.name)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise KernelError(f"{' '.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
-        os.replace(target, built)
+    try:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            for name, text in headers.items():
+                (Path(folder) / name).write_text(text)
+            target = Path(folder) / built.name
+            command = [compiler, *recipe, "-I", folder, "-o", str(target), str(source)]
+            log.info("building %s", built.name)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise KernelError(f"{' '.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+            os.replace(target, built)
+    except OSError as error:
+        raise KernelError(f"{built.name} can't be built in {built.parent}: {error.strerror}") from None
