@@ -18,6 +18,7 @@ modes are played, at which rates (requests/s):
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,11 +39,12 @@ from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import number, share
 from counterpoint.bench.workload import Query, TokenRange, describe
 from counterpoint.config import Config, ConfigError, writable
+from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
 from counterpoint.machine import Machine
 from counterpoint.plan import Mode, parse_modes
-from counterpoint.simulate import What, simulate
+from counterpoint.simulate import Files, What, simulate
 from counterpoint.types import Finish, Record, Stats
 
 COMPARISON = Group("Comparison", sort_key=0)
@@ -73,6 +75,12 @@ class Cell:
     def name(self) -> str:
         at = "" if self.rate is None else f" at {self.rate:g}/s"
         return f"{self.load}, {self.mode.name}{at}, {self.slo or 'no targets'}"
+
+    @property
+    def file(self) -> str:
+        """Its name as a file's."""
+        at = "" if self.rate is None else f"_{self.rate:g}"
+        return re.sub(r"[^\w.-]+", "_", f"{self.load}_{self.mode.name}{at}")
 
 
 # ---------------------------------------------------------------- what is played
@@ -132,13 +140,14 @@ class OnEngine:
         self._inbox = WallInbox()
         self._system = build.system(config.replace(policy="auto"), self._inbox, tell)
 
-    def play(self, config: Config, cell: Cell, limit_s: float) -> dict[str, Any]:
+    def play(self, config: Config, cell: Cell, limit_s: float, trace: Path | None) -> dict[str, Any]:
         self._system.executor.close()
         if self._system.again is None:
             raise ConfigError("this device takes one engine only")
         inbox = WallInbox()
         system = self._system = self._system.again(config, inbox)
         stopwatch = Stopwatch(system.executor, inbox)
+        timeline = None if trace is None else Timeline(stopwatch, inbox, system.engine.policy.lanes)
         came = replay_engine(
             system.engine,
             inbox,
@@ -147,7 +156,10 @@ class OnEngine:
             warmup=reshape.rehearsal(cell.queries, WARMUP),
             tokens=TokenRange.within(system.spec.vocab),
             limit_s=limit_s,
+            timeline=timeline,
         )
+        if timeline is not None and trace is not None:
+            timeline.write(trace)
         notes = [note for note in system.notes if note.startswith(("prices", "auto"))]
         return judged(cell, came.records, came.after, came.before, came.errors) | {
             "notes": notes,
@@ -163,8 +175,8 @@ class OnSimulator:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def play(self, config: Config, cell: Cell, limit_s: float) -> dict[str, Any]:
-        came = simulate(self._machine, cell.queries, config)
+    def play(self, config: Config, cell: Cell, limit_s: float, trace: Path | None) -> dict[str, Any]:
+        came = simulate(self._machine, cell.queries, config, files=Files(None if trace is None else str(trace)))
         records = [cut(record, limit_s) for record in came.records]
         return judged(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
 
@@ -272,6 +284,7 @@ def command(
     only: Annotated[str | None, flag("of the loads, those whose name holds this", COMPARISON)] = None,
     drain: Annotated[float, flag("seconds after the last arrival; what is unanswered then has failed", COMPARISON)] = 10.0,
     json: Annotated[Path | None, Parameter(help="file of results; what it has already is not run again", group=COMPARISON)] = None,
+    timelines: Annotated[Path | None, flag("write a Chrome/Perfetto trace of each run into this folder", COMPARISON)] = None,
     gpu: Annotated[str, flag("what is simulated, as in `counterpoint simulate`", COMPARISON)] = "h200",
     calibration: Annotated[str, flag("what simulated steps take, as in `counterpoint simulate`", COMPARISON)] = "auto",
     host_overhead: Annotated[
@@ -288,6 +301,8 @@ def command(
     if not places or len(places) != len(on.split(",")):
         raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
     writable("--json", json)
+    if timelines is not None:
+        timelines.mkdir(parents=True, exist_ok=True)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     machine = What(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(config)
@@ -305,14 +320,21 @@ def command(
     for place in places:
         missing = [cell for cell in cells if not results.has(cell, place)]
         if missing:
-            play(place, missing, machine, config, drain, results, notes)
+            play(place, missing, machine, config, drain, results, timelines, notes)
     names = {cell.name for cell in cells}
     show(Console(), [row for row in results.rows if row["cell"] in names])
     return 0
 
 
 def play(
-    place: Place, cells: Sequence[Cell], machine: Machine, config: Config, drain_s: float, results: Results, notes: Console
+    place: Place,
+    cells: Sequence[Cell],
+    machine: Machine,
+    config: Config,
+    drain_s: float,
+    results: Results,
+    timelines: Path | None,
+    notes: Console,
 ) -> None:
     def tell(line: str) -> None:
         notes.print(line, soft_wrap=True)
@@ -321,7 +343,8 @@ def play(
     try:
         for cell in cells:
             try:
-                result = player.play(configured(config, cell), cell, cell.queries[-1].arrival_s + drain_s)
+                trace = None if timelines is None else timelines / f"{cell.file}-{place}.json"
+                result = player.play(configured(config, cell), cell, cell.queries[-1].arrival_s + drain_s, trace)
             except ConfigError as error:
                 tell(f"{cell.name}: {error}")
                 continue

@@ -96,6 +96,14 @@ def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
     assert rows[0]["slo_attainment"] < 1
 
 
+def test_a_timeline_of_each_run_is_written(loads, tmp_path):
+    line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--only", "chat"]
+    assert status_of([*line, "--timelines", str(tmp_path / "new" / "traces")]) == 0
+    traces = {path.name: json.loads(path.read_text())["traceEvents"] for path in (tmp_path / "new" / "traces").iterdir()}
+    assert sorted(traces) == [f"chat_{mode}-simulator.json" for mode in ("auto_10", "auto_20", "chunked_512_20")]
+    assert all(any(event["ph"] == "X" for event in events) for events in traces.values())
+
+
 def test_runs_under_other_settings_are_not_taken_for_these(loads, tmp_path, capsys):
     results = tmp_path / "results.json"
     line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(results), "--only", "chat"]
