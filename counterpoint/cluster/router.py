@@ -100,10 +100,11 @@ class Router:
         cached_pages: Mapping[str, int],
         avoid: str = "",
         prefill: str = "",
+        answer_tokens: float = math.inf,
     ) -> Choice | None:
         """Where a request of `tokens` tokens goes. `cached_pages`: by worker, pages of its beginning that are there already
         (prefixes.py). `avoid`: a worker that just failed it. `prefill`: it is prefilled there already, only the decode worker
-        is to be chosen. None: nobody can take it."""
+        is to be chosen. `answer_tokens`: of a usual answer. None: nobody can take it."""
         able = [w for w in workers if w.willing and w.name != avoid]
         if prefill:
             source = next((w for w in workers if w.name == prefill), None)
@@ -114,7 +115,7 @@ class Router:
         decodes = [w for w in able if w.role is not Role.PREFILL]
         last: list[Choice] = []
         for choices in (
-            [c for c in self._whole(decodes, tokens, cached_pages, "local") if self._short(c, tokens, workers, cached_pages)],
+            self._local(decodes, tokens, cached_pages, answer_tokens),
             self._handed_on(prefills, decodes, tokens, cached_pages, "disagg"),
             self._handed_on([w for w in able if w.role is Role.DECODE], decodes, tokens, cached_pages, "borrowed"),
             self._whole(able, tokens, cached_pages, "together"),
@@ -139,6 +140,22 @@ class Router:
             step = self.seconds(fused_work(part, w.running, part.samples + w.running.samples), w.units)
             ttft_s = w.factor * (self.seconds(w.pending, w.units) + chunks * step)
             choices.append(Choice(Route(w.name, w.name), ttft_s, step, self._tpot(w, tokens), reason))
+        return choices
+
+    def _local(self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int], answer_tokens: float) -> list[Choice]:
+        """Workers that decode and have little to compute for it. If all that run in a decode worker came so, each step carries a
+        share of such a prefill for each of them: it comes once in an answer."""
+        choices = []
+        for w in workers:
+            new_tokens = self._prefill(w, tokens, cached).prefill_tokens
+            if new_tokens > self.rule.local_tokens:
+                continue
+            for choice in self._whole([w], tokens, cached, "local"):
+                carried_s = 0.0
+                if w.role is Role.DECODE:
+                    prefill_s = -(-new_tokens // w.chunk_tokens) * (choice.gap_s - self.seconds(w.running, w.units))
+                    carried_s = (w.running.decode_batch + 1) * prefill_s / answer_tokens
+                choices.append(choice._replace(tpot_s=choice.tpot_s + carried_s))
         return choices
 
     def _handed_on(
@@ -177,10 +194,6 @@ class Router:
             (choice.gap_s, slo.itl_s),
         )
         return all(limit is None or value <= limit for value, limit in limits)
-
-    def _short(self, choice: Choice, tokens: int, workers: Sequence[WorkerView], cached: Mapping[str, int]) -> bool:
-        worker = next(w for w in workers if w.name == choice.route.decode)
-        return self._prefill(worker, tokens, cached).prefill_tokens <= self.rule.local_tokens
 
     def _fits(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> bool:
         """The request's pages are there, and a little for those that run to grow; and it may run."""

@@ -20,6 +20,7 @@ from counterpoint.cluster.nouns import Times
 from counterpoint.cluster.prefixes import Prefixes
 from counterpoint.cluster.router import Choice, Router, WorkerView, replicas
 from counterpoint.core.pages import page_names, root_name
+from counterpoint.core.state import Answers
 from counterpoint.types import Arrive, Role, Work
 
 
@@ -116,6 +117,7 @@ class Routing:
         self.forecast = Forecast()
         self.seats: dict[str, Seat] = {}
         self.bookings: dict[str, Booking] = {}
+        self.answers = Answers()
         self.chosen: dict[str, int] = {}  # by reason (router.py, and fork)
         self._ties: dict[str, str] = {}  # request -> the worker that has all of its prompt
 
@@ -191,14 +193,14 @@ class Routing:
         """Where there is room; if there is none anywhere, where it will have to wait."""
         alike = all(view.role is Role.BOTH for view in views)
         router = Router(self.router.estimator, self.router.wires, replicas(self.router.rule)) if alike else self.router
-        choice = router.route(tokens, arrive.slo, views, cached, avoid, prefill)
+        choice = router.route(tokens, arrive.slo, views, cached, avoid, prefill, self.answers.mean)
         if choice is not None:
             return choice
         most = min(1, max((view.slots_free for view in views if view.willing), default=0))
         roomy = [
             msgspec.structs.replace(view, pages_free=view.pages_total, slots_free=int(view.slots_free >= most)) for view in views
         ]
-        return router.route(tokens, arrive.slo, roomy, cached, avoid, prefill)
+        return router.route(tokens, arrive.slo, roomy, cached, avoid, prefill, self.answers.mean)
 
     def _names(self, arrive: Arrive, views: list[WorkerView]) -> list[bytes]:
         if not self.prefix_cache or not views:
@@ -276,6 +278,8 @@ class Routing:
         if booking is None:
             return
         _count(booking, -1)
+        if booking.answer:
+            self.answers.add(len(booking.answer))
         if self.prefix_cache and not booking.prefilling:
             size, names = booking.target.shape.page_tokens, booking.names
             tokens = (*booking.arrive.prompt, *booking.answer)[:-1]  # the last token's KV was never computed

@@ -76,6 +76,17 @@ def test_a_short_prompt_that_would_break_a_pause_target_is_handed_on():
     assert route(50, slo=slo).reason == "local"
 
 
+def test_short_prompts_are_handed_on_where_prefilling_them_all_would_slow_answers():
+    """A step of 20 decodes takes 12 ms; in answers of 40 tokens, each brings half of a prefill of 100 ms with it."""
+    busy, slo = changed("d0", running=batch(20, 100))[:3], Slo(tpot_s=0.05)
+    assert route(100, busy, slo).reason == "local", "nothing is known of answers"
+    assert route(100, busy, slo, answer_tokens=400).reason == "local"
+    assert route(100, busy, slo, answer_tokens=40).reason == "disagg"
+    assert route(100, busy, Slo(tpot_s=0.07), answer_tokens=40).reason == "local"
+    alike = tuple(msgspec.structs.replace(w, role=Role.BOTH) for w in busy)
+    assert route(100, alike, slo, rule=replicas(), answer_tokens=40).reason == "local", "there is nobody to hand it to"
+
+
 def test_the_shortest_queue_prefills_and_the_lightest_batch_decodes():
     workers = (view("p0", Role.PREFILL, pending=queue(3000)), *changed("d0", running=batch(20, 50_000))[1:])
     assert route(1000, workers).route[:2] == ("p1", "d1")

@@ -8,10 +8,11 @@ from collections import Counter
 import msgspec
 
 from counterpoint.cluster.elastic import CallOff, Commit, Elastic, Patience, StartDrain, Targets
+from counterpoint.cluster.front import Route
 from counterpoint.cluster.router import Router, Rule
 from counterpoint.cluster.routing import Routing, Seat, Shape
 from counterpoint.cluster.wires import Wires
-from counterpoint.types import Arrive, Role, Sampling, Work
+from counterpoint.types import Arrive, Role, Sampling, Slo, Work
 
 SHAPE = Shape(units=1, layers=4, page_tokens=4, pages_total=1000, chunk_tokens=64)
 
@@ -131,6 +132,24 @@ def test_a_tied_request_forks_where_its_prompt_is_if_there_is_room():
     book.seats["e"].lost_pages = 990
     route = book.pick(arrive("r2"), "", "")
     assert route is not None and route.decode == "d"
+
+
+def test_how_long_answers_are_is_learnt_and_weighs_prefills_beside_them():
+    """A prefill of 100 ms for each answer of 2 tokens is more than 60 ms a token; for one of 100 tokens it is little."""
+
+    def where(answer_tokens: int) -> str:
+        book = Routing(Router(Prices(), Wires(1e9, 1000), Rule(local_tokens=512)))
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            book.seat(name, role, msgspec.structs.replace(SHAPE, chunk_tokens=512))
+        for n in range(10):
+            assert book.pick(arrive(f"r{n}"), "", "") == Route("d", "d")
+            book.grew(f"r{n}", tuple(range(answer_tokens)))
+            book.ended(f"r{n}")
+        route = book.pick(msgspec.structs.replace(arrive("last"), slo=Slo(tpot_s=0.04)), "", "")
+        assert route is not None
+        return route.prefill
+
+    assert where(2) == "p" and where(100) == "d"
 
 
 def test_the_only_worker_is_not_avoided():
