@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from counterpoint.device.cuda.start import CudaDevice
     from counterpoint.device.grammar import Grammars
     from counterpoint.device.wall import WallInbox
+    from counterpoint.model.kv import KVPool
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def chosen_device(config: Config) -> str:
 def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
-    from counterpoint.device.link.kvpool import layout_of, memory_of
+    from counterpoint.device.link.kvpool import memory_of
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.device.tables import Tables
     from counterpoint.model.invariance import refuse_varying_products
@@ -185,14 +186,8 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes() // place.engines)
     limits = make_limits(config, spec, pages, len(cores))
     kv_dtype = str(decoder.kv_dtype).removeprefix("torch.")
-    key = Key(
-        device=cpu_name(),
-        units=len(cores),
-        model=shape_of(spec),
-        dtype="float16",
-        kv_dtype=kv_dtype,
-        kernels=decoder.ops.name,
-    )
+    model, kernels = shape_of(spec), decoder.ops.name
+    key = Key(device=cpu_name(), units=len(cores), model=model, dtype="float16", kv_dtype=kv_dtype, kernels=kernels)
     prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
     policy, notes = cpu_policy(config, spec, key, prior)
     storage = place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions if place.allocate is not None else None
@@ -207,8 +202,6 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
     notes += [warning] if warning else []
-    seed = config.model.weights_seed if config.model.load_format == "dummy" else None
-    digest = make_digest(spec, weights_id(source, seed), str(decoder.kv_dtype), size, layout_of(kv))
     return System(
         Engine(limits, policy),
         executor,
@@ -221,8 +214,16 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
         pricing=Pricing(key, prior, levels=tuple(range(1, len(cores)))),
         again=lambda config, inbox: system(config, inbox, progress),
         memory=memory_of(kv),
-        digest=digest,
+        digest=digest_of(config, source, spec, kv),
     )
+
+
+def digest_of(config: Config, source: Source, spec: ModelSpec, kv: KVPool) -> Digest:
+    """Of what this worker and another must have in common for the one's KV to be the other's."""
+    from counterpoint.device.link.kvpool import layout_of
+
+    seed = config.model.weights_seed if config.model.load_format == "dummy" else None
+    return make_digest(spec, weights_id(source, seed), str(kv.k[0].dtype), kv.page_tokens, layout_of(kv))
 
 
 def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place | None = None) -> System:
@@ -234,12 +235,9 @@ def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Prog
     built = cuda_engine(config, source, inbox, cuda)
     if place is None:
         return built
-    from counterpoint.device.link.kvpool import layout_of, memory_of
+    from counterpoint.device.link.kvpool import memory_of
 
-    seed = config.model.weights_seed if config.model.load_format == "dummy" else None
-    names = weights_id(source, seed), str(cuda.decoder.kv_dtype)
-    digest = make_digest(cuda.spec, *names, config.device.page_tokens, layout_of(cuda.kv))
-    return dataclasses.replace(built, memory=memory_of(cuda.kv), digest=digest)
+    return dataclasses.replace(built, memory=memory_of(cuda.kv), digest=digest_of(config, source, cuda.spec, cuda.kv))
 
 
 def set_queues() -> None:

@@ -77,11 +77,8 @@ class Grammars:
         """It can be used without delay ("": there is none)."""
         return not grammar or grammar in self._compiled
 
-    def prepare(self, grammar: str) -> None:
-        """Compile it now. What goes wrong shows when it is used."""
-        self._compile(grammar)
-
-    def _compile(self, grammar: str) -> LLMatcher:
+    def prepare(self, grammar: str) -> LLMatcher:
+        """Compile it now, if it is not yet. What is wrong with it shows when it is used."""
         known = self._known(grammar)
         if known is not None:
             return known
@@ -148,7 +145,7 @@ class Grammars:
     def _allowed(self, bound: Bound) -> np.ndarray | int:
         """One answer's mask, 0 if nothing is allowed."""
         if bound.matcher is None:
-            bound.matcher = (bound.compiled or self._compile(bound.sampling.grammar)).deep_copy()
+            bound.matcher = (bound.compiled or self.prepare(bound.sampling.grammar)).deep_copy()
         matcher = bound.matcher
         followed = matcher.consume_tokens(bound.unread)
         bound.unread.clear()

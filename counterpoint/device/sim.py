@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from counterpoint.core.tally import ActiveUnits
 from counterpoint.ports import Estimator
 from counterpoint.types import Close, Command, Event, Open, Step, StepDone, Work
 
 Alarm = Callable[[], Event | None]
-NextToken = Callable[[int, int], int]
-ActiveUnits = Callable[[Work, int], float]
 HICCUP = (1.3, 4.0)  # times as long, uniformly
 
 
@@ -149,8 +148,8 @@ class SimExecutor:
     """ports.Executor of one simulated device. `physics` says what a step takes, alone and beside another.
 
     `host` says for how long the launch of a step keeps the host busy, and when the device could start it: hidden while an earlier
-    step still runs, felt when the lane has run dry. `token` makes the sampled ids from (seed of the request, position). `active`:
-    how many of its units a step keeps at work; None: not told.
+    step still runs, felt when the lane has run dry. Sampled ids are `fake_token`'s. `active`: how many of its units
+    a step keeps at work; None: not told.
     """
 
     def __init__(
@@ -159,7 +158,6 @@ class SimExecutor:
         inbox: VirtualInbox,
         layers: int,
         host: Host = Latency(),
-        token: NextToken = fake_token,
         active: ActiveUnits | None = None,
         hiccups: float = 0.0,
     ) -> None:
@@ -168,7 +166,6 @@ class SimExecutor:
         self.inbox = inbox
         self.layers = layers
         self.host = host
-        self.token = token
         self.active = active
         self.hiccups = hiccups
         self._seeds: dict[int, int] = {}  # of the open slots
@@ -256,5 +253,5 @@ class SimExecutor:
         )
 
     def _sampled(self, step: Step) -> tuple[int, ...]:
-        token, seeds = self.token, self._seeds
-        return tuple([token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample])
+        seeds = self._seeds
+        return tuple([fake_token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample])

@@ -110,9 +110,7 @@ def attend_segment(
     for first in range(0, tokens, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, tokens)
         seen = length - tokens + last
-        mask = causal_NL[: last - first, causal_NL.shape[1] - seen :]
-        if last - first < causal_NL.shape[0]:
-            mask = causal_NL[causal_NL.shape[0] - (last - first) :, causal_NL.shape[1] - seen :]
+        mask = causal_NL[causal_NL.shape[0] - (last - first) :, causal_NL.shape[1] - seen :]
         out[:, :, first:last] = F.scaled_dot_product_attention(
             q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=True
         )
