@@ -68,6 +68,21 @@ class Took(NamedTuple):
     start_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Beside:
+    """Steps on both lanes at once, by lane: when each ended, and for how long the host launched it; `began_s`: the first decode
+    step; `per_pass`: steps of a prefill pass."""
+
+    per_pass: int
+    began_s: float = 0.0
+    ends: dict[int, list[float]] = field(default_factory=lambda: {DECODE: [], PREFILL: []})
+    launches_s: dict[int, list[float]] = field(default_factory=lambda: {DECODE: [], PREFILL: []})
+
+    @property
+    def pass_ends(self) -> list[float]:
+        return self.ends[PREFILL][self.per_pass - 1 :: self.per_pass]
+
+
 def middle(values: Sequence[float]) -> float:
     """Mean of the middle two thirds: what is typical, where single ones are disturbed."""
     ordered = sorted(values)
@@ -272,52 +287,59 @@ class Probe:
         group = max(1, min(self.layers, -(-int(1e6 * decode_s) * self.layers // max(1, int(1e6 * prefill_s)))))
         least = PASSES if prefill_s < LONG_S else PASSES - 1
         passes = 1 + max(least, min(24, -(-int(1e6 * DECODES * decode_s) // max(1, int(1e6 * prefill_s)))))
-        queue: deque[Step] = deque()
-        made = 0
-        ends: dict[int, list[float]] = {DECODE: [], PREFILL: []}
-        launches_s: dict[int, list[float]] = {DECODE: [], PREFILL: []}
-        pass_ends: list[float] = []
-        began_s: dict[int, float] = {}
-        running = 0
+        seen = Beside(per_pass=-(-self.layers // group))
+        self._side_by_side(
+            seen,
+            lambda: self.decode_step(decode, level),
+            lambda: self.prefill_steps(prefill, prompts, rest, group),
+            passes,
+            for_s,
+        )
+        pass_ends = seen.pass_ends
+        if for_s:
+            half_s = (pass_ends[0] + pass_ends[-1]) / 2
+            pass_ends = [at for at in pass_ends if at >= half_s]
+        steady = [at for at in seen.ends[DECODE] if pass_ends[0] <= at <= pass_ends[-1]]
+        if len(steady) < 2:
+            steady = [seen.began_s, *seen.ends[DECODE]]
+        period_s, pass_s = (middle([b - a for a, b in itertools.pairwise(times)]) for times in (steady, pass_ends))
+        parts = seen.launches_s[PREFILL]
+        each_s = [sum(parts[at : at + seen.per_pass]) for at in range(0, len(parts), seen.per_pass)]
+        return Took(period_s, middle(seen.launches_s[DECODE][1:])), Took(pass_s, middle(each_s[1:]), seen.per_pass)
+
+    def _side_by_side(
+        self, seen: Beside, decode: Callable[[], Step], prefill: Callable[[], Sequence[Step]], passes: int, for_s: float
+    ) -> None:
+        """At least so many passes, for at least so long; decode steps all the while."""
+        queue = deque[Step]()
+        made = running = 0
 
         def feed(lane: int) -> None:
             nonlocal made, running
             self.host_s = 0.0
-            more = made < passes or (len(ends[DECODE]) < LEAST_STEPS and made < MOST_PASSES * passes)  # the guess may be far off
-            more = more or (len(pass_ends) > 0 and pass_ends[-1] - pass_ends[0] < for_s)
+            few = len(seen.ends[DECODE]) < LEAST_STEPS and made < MOST_PASSES * passes  # the guess may be far off
+            ends = seen.pass_ends
+            more = made < passes or few or (len(ends) > 0 and ends[-1] - ends[0] < for_s)
             step = None
             if lane == PREFILL:
                 if not queue and more:
                     made += 1
-                    queue.extend(self.prefill_steps(prefill, prompts, rest, group))
+                    queue.extend(prefill())
                 step = queue.popleft() if queue else None
-            elif more or len(pass_ends) < made:
-                step = self.decode_step(decode, level)
+            elif more or len(ends) < made:
+                step = decode()
             if step is not None:
                 self._submit(step)
                 running += 1
-                launches_s[lane].append(self.host_s)
+                seen.launches_s[lane].append(self.host_s)
 
-        per_pass = -(-self.layers // group)
         for _ in range(self.depth):
             feed(DECODE)
             feed(PREFILL)
         while running:
             for done in self._done():
                 running -= 1
-                if not ends[done.lane]:
-                    began_s[done.lane] = done.started_s
-                ends[done.lane].append(done.ended_s)
-                if done.lane == PREFILL and len(ends[PREFILL]) % per_pass == 0:
-                    pass_ends.append(done.ended_s)
+                if done.lane == DECODE and not seen.ends[DECODE]:
+                    seen.began_s = done.started_s
+                seen.ends[done.lane].append(done.ended_s)
                 feed(done.lane)
-        if for_s:
-            half_s = (pass_ends[0] + pass_ends[-1]) / 2
-            pass_ends = [at for at in pass_ends if at >= half_s]
-        steady = [at for at in ends[DECODE] if pass_ends[0] <= at <= pass_ends[-1]]
-        if len(steady) < 2:
-            steady = [began_s[DECODE], *ends[DECODE]]
-        period_s, pass_s = (middle([b - a for a, b in itertools.pairwise(times)]) for times in (steady, pass_ends))
-        parts = launches_s[PREFILL]
-        each_s = [sum(parts[at : at + per_pass]) for at in range(0, len(parts), per_pass)]
-        return Took(period_s, middle(launches_s[DECODE][1:])), Took(pass_s, middle(each_s[1:]), per_pass)

@@ -190,15 +190,15 @@ class NixlLink:
             for call in calls:
                 call()
             self._hear()
-            for op, (link, handle) in tuple(self._flights.items()):
-                self._look(op, link, handle)
+            for op, (_, handle) in tuple(self._flights.items()):
+                self._look(op, handle)
             for link, peer in tuple(self._peers.items()):
                 if peer.leaving and peer.writes and all(other != link for other, _ in self._flights.values()):
                     self._leave(link, peer)
                 elif peer.leaving and not peer.writes and peer.process >= 0 and has_ended(peer.process):
                     self._severed(link)
 
-    def _look(self, op: int, link: int, handle: Any) -> None:
+    def _look(self, op: int, handle: Any) -> None:
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
