@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from counterpoint.config import ConfigError
+from counterpoint.config import ConfigError, writable
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, in_words_of, parse
@@ -28,6 +28,8 @@ from counterpoint.serve.responses import ResponsesRequest
 from counterpoint.serve.responses_reply import ResponseReply
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest, ResponsesRequest)
+BATCH_ID = "batch_req_"
+BEGINNING = f'{{"id":"{BATCH_ID}'.encode()  # of every line of the output
 Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
 
 
@@ -41,9 +43,10 @@ class Line(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What is looked at of a line of the output."""
+    """What is looked at of a line of the output. `response` is what a line of the input has not."""
 
     custom_id: str
+    response: msgspec.Raw
 
 
 decode = msgspec.json.Decoder(Line).decode
@@ -52,6 +55,7 @@ decode_done = msgspec.json.Decoder(Done).decode
 
 def left_to_do(source: Path, out: Path) -> list[Line]:
     """The requests of `source` that have no answer in `out`. A last line that was cut off is cut off `out`. Raises ConfigError."""
+    writable("--out", out)
     lines = read_requests(source)
     done = answered(out) if out.exists() else set()
     return [line for line in lines if line.custom_id not in done]
@@ -82,7 +86,7 @@ def answered(path: Path) -> set[str]:
     with path.open("r+b") as file:
         whole = 0
         for number, data in enumerate(file, 1):
-            if not data.endswith(b"\n"):
+            if not data.endswith(b"\n") and (data.startswith(BEGINNING) or BEGINNING.startswith(data)):
                 file.truncate(whole)
                 break
             whole += len(data)
@@ -154,6 +158,6 @@ def outcome(finished: Finished, reply: Reply) -> tuple[int, Json]:
 def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:
     """At once: what is told is on its way to the disk."""
     response = {"status_code": status, "request_id": request_id, "body": body}
-    line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
+    line = {"id": f"{BATCH_ID}{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
     file.write(msgspec.json.encode(line) + b"\n")
     file.flush()

@@ -11,19 +11,15 @@ Must not: know the engine (offline.py does), or read the environment.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from counterpoint.config import Config
+from counterpoint.config import Config, ConfigError, owner
 from counterpoint.serve.answer import Answer, Piece
 from counterpoint.serve.client import EngineLost
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
-from counterpoint.serve.openai import ChatRequest, CompletionRequest, parse
 from counterpoint.serve.replies import about_prompt, usage_of
 from counterpoint.serve.speech.speech import Call, gather
 from counterpoint.types import TokenLogprobs
@@ -106,10 +102,13 @@ class Output:
 
 
 class LLM:
-    """`settings` are those of the command line, with underscores. Raises ConfigError or ModelError. To be closed, or used as a
-    context manager."""
+    """`settings` are those of the command line, with underscores, of one engine: model, device, scheduler, and `event_log`. Raises
+    ConfigError or ModelError. To be closed, or used as a context manager."""
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        for name in settings:
+            if owner(name) in ("server", "cluster") and name != "event_log":
+                raise ConfigError(f"{name} is a setting of `counterpoint serve`: here is one engine and no server; leave it out")
         self._engine = Offline(Config().replace(model=model, **settings))
 
     def __enter__(self) -> LLM:
@@ -126,9 +125,13 @@ class LLM:
     ) -> list[Output]:
         """Continue each text, or list of token ids; `params` for all, or for each its own. Raises ApiError if a prompt or parameter
         is wrong, EngineLost if the engine fails."""
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts is of type {type(prompts).__name__}: give a text, a list of token ids, or a list of these")
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         every: Sequence[Any] = [prompts] if one else prompts
-        each = [params] * len(every) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(every) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+            raise TypeError(f"params is of type {type(params).__name__}: give SamplingParams, or a list with one for each prompt")
         if len(each) != len(every):
             raise ValueError(f"params has {len(each)} entries for {len(every)} prompts: give one, or one for each")
         return self._outputs([self._completion(prompt, p) for prompt, p in zip(every, each, strict=True)])
@@ -152,12 +155,10 @@ class LLM:
         return self._outputs([self._chat(conversation, fields) for conversation in every])
 
     def _completion(self, prompt: Prompt, params: SamplingParams) -> Ask:
-        request = parse(CompletionRequest, msgspec.json.encode({"prompt": prompt} | params.fields()))
-        return asyncio.run(self._engine.intake.completion(request))
+        return self._engine.completion({"prompt": prompt} | params.fields())
 
     def _chat(self, messages: Conversation, fields: dict[str, Any]) -> Ask:
-        request = parse(ChatRequest, msgspec.json.encode({"messages": messages} | fields))
-        return asyncio.run(self._engine.intake.chat(request))
+        return self._engine.conversation({"messages": messages} | fields)
 
     def _outputs(self, asks: list[Ask]) -> list[Output]:
         done = {finished.ask.id: output_of(finished) for finished in self._engine.finish(asks)}
@@ -169,14 +170,15 @@ def output_of(finished: Finished) -> Output:
     if finished.error:
         raise EngineLost(finished.error)
     request, prompt = finished.ask.request, finished.ask.prompts[0].tokens
-    choices = tuple(choice_of(*each, finished.ask.options.logprobs) for each in zip(finished.answers, finished.pieces, strict=True))
+    choices = tuple(choice_of(*each, finished.ask) for each in zip(finished.answers, finished.pieces, strict=True))
     known = None
     if request.prompt_logprobs is not None:
         known = tuple(each for _, each in about_prompt(prompt, finished.answers[0]))
     return Output(prompt, choices, usage_of(finished.ask, finished.answers), known)
 
 
-def choice_of(answer: Answer, pieces: Sequence[Piece], logprobs: bool) -> Choice:
-    known = tuple(entry.logprobs for piece in pieces for entry in piece.entries) if logprobs else None
+def choice_of(answer: Answer, pieces: Sequence[Piece], ask: Ask) -> Choice:
+    known = tuple(entry.logprobs for piece in pieces for entry in piece.entries) if ask.options.logprobs else None
+    tokens = () if ask.options.discard else tuple(answer.tokens)
     speech, last = gather(part for piece in pieces for part in piece.said), pieces[-1]
-    return Choice(speech.content, tuple(answer.tokens), str(last.finish), last.stopped_by, known, speech.reasoning, speech.calls)
+    return Choice(speech.content, tokens, str(last.finish), last.stopped_by, known, speech.reasoning, speech.calls)

@@ -7,12 +7,12 @@ fails raises EngineLost in whoever waits, never hangs them. Must not: speak HTTP
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import msgspec
 
 from counterpoint import build
 from counterpoint.config import Config
@@ -31,6 +31,21 @@ from counterpoint.types import Abort, Delta, Output
 
 AT_ONCE = 512  # choices that are with the engine, where there are many
 Mail = queue.SimpleQueue[Delta | EngineLost]
+
+
+def body_of(fields: Mapping[str, Any]) -> bytes:
+    """As a client sends them. NaN and half an emoji stay what they are, to be refused by name (msgspec writes null, and raises)."""
+    return json.dumps(fields).encode()
+
+
+def made(ask: Coroutine[Any, Any, Ask]) -> Ask:
+    """Waits for it, on another thread where an event loop runs on this one (in a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(ask)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask).result()
 
 
 class Finished:
@@ -92,13 +107,19 @@ class Offline:
     def complete(self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[int, Piece]]:
         """(choice, piece) as they come, for texts or token ids; `options` are the fields of a completion request.
         Raises ApiError if they are wrong."""
-        request = parse(CompletionRequest, msgspec.json.encode({"prompt": prompts, **options}))
-        return self.pieces(asyncio.run(self.intake.completion(request)))
+        return self.pieces(self.completion({"prompt": prompts, **options}))
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Iterator[Piece]:
         """The pieces of the answer to a conversation; `options` are the fields of a chat request. Raises ApiError."""
-        request = parse(ChatRequest, msgspec.json.encode({"messages": messages, **options}))
-        return (piece for _, piece in self.pieces(asyncio.run(self.intake.chat(request))))
+        return (piece for _, piece in self.pieces(self.conversation({"messages": messages, **options})))
+
+    def completion(self, fields: Mapping[str, Any]) -> Ask:
+        """What the fields of a completion request ask of the engine. Raises ApiError if they are wrong."""
+        return made(self.intake.completion(parse(CompletionRequest, body_of(fields))))
+
+    def conversation(self, fields: Mapping[str, Any]) -> Ask:
+        """The same of a chat request."""
+        return made(self.intake.chat(parse(ChatRequest, body_of(fields))))
 
     def pieces(self, ask: Ask) -> Iterator[tuple[int, Piece]]:
         """Ends when each choice has had its finish; left early, it aborts them. Raises EngineLost."""

@@ -118,3 +118,15 @@ def test_a_file_that_is_something_else_is_left_alone(batch: Batch, capsys: pytes
     batch.out.write_text("my diary\n")
     assert batch.run(completion("a")) == 2
     assert "out.jsonl:1" in capsys.readouterr().err and batch.out.read_text() == "my diary\n"
+
+
+def test_the_input_and_other_files_are_no_output(batch: Batch, capsys: pytest.CaptureFixture[str]):
+    batch.source.write_text(json.dumps(completion("a")) + "\n")
+    line = list(batch.command)
+    for name, text in (("in.jsonl", batch.source.read_text()), ("notes.txt", "a line without an end")):
+        path = batch.source.with_name(name)
+        path.write_text(text)
+        line[3] = str(path)
+        assert status_of(line) == 2 and name in capsys.readouterr().err and path.read_text() == text
+    line[3] = "/nowhere/out.jsonl"
+    assert status_of(line) == 2 and "--out" in capsys.readouterr().err

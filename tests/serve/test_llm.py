@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import TINY
@@ -110,6 +112,42 @@ def test_what_is_wrong_is_named(llm: LLM):
     with pytest.raises(ConfigError, match="event_log"):
         LLM("smollm2", event_log="/nowhere/events")
     assert llm.generate("once", GREEDY)[0].finish_reason == "length"
+
+
+def test_what_is_none_of_the_api_s_is_named(llm: LLM):
+    with pytest.raises(ApiError, match=r"temperature.*finite"):
+        llm.generate("once", SamplingParams(temperature=float("nan")))
+    with pytest.raises(ApiError, match="JSON"):
+        llm.generate("half an emoji \ud83d", GREEDY)
+    for prompts, params, word in (
+        (None, GREEDY, "prompts"),
+        (7, GREEDY, "prompts"),
+        ("once", {}, "params"),
+        ("once", None, "params"),
+    ):
+        with pytest.raises(TypeError, match=word):
+            llm.generate(prompts, params)
+
+
+def test_settings_that_it_has_no_use_for_are_named(tiny: str):
+    wrong: list[dict[str, Any]] = [{"replicas": 2}, {"prefill": 1}, {"port": 9000}, {"timeline": "lanes.json"}]
+    for setting in wrong:
+        with pytest.raises(ConfigError, match=next(iter(setting))):
+            LLM(tiny, load_format="dummy", **setting)
+
+
+def test_no_tokens_are_none(llm: LLM):
+    (output,) = llm.generate("once", SamplingParams(max_tokens=0))
+    assert (output.text, output.token_ids, output.usage["completion_tokens"]) == ("", (), 0)
+
+
+def test_inside_an_event_loop(llm: LLM):
+    """As in a notebook."""
+
+    async def cell() -> str:
+        return llm.generate("once", GREEDY)[0].text + llm.chat([{"role": "user", "content": "once"}], GREEDY)[0].text
+
+    assert asyncio.run(cell()) == asyncio.run(cell())
 
 
 def test_a_closed_one_says_so(tiny: str):
