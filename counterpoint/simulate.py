@@ -103,11 +103,14 @@ def simulate(
 
 def play(engine: Engine, executor: Executor, inbox: VirtualInbox, deliver: Deliver, files: Files, watched: bool) -> None:
     source: Inbox = inbox
-    if watched:
-        executor = source = watch(engine, executor, source)
+    guard = watch(engine, executor, inbox) if watched else None
+    if guard is not None:
+        executor = source = guard
     timeline = Timeline(executor, source, engine.policy.lanes) if files.timeline else None
     log = EventLog(files.event_log) if files.event_log else None
     run(engine, source, executor, deliver, log, timeline)
+    if guard is not None:
+        guard.at_rest()
     if log:
         log.close()
     if timeline and files.timeline:

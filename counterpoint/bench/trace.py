@@ -224,7 +224,6 @@ def _field(message: str) -> str:
 
 class _Turn(msgspec.Struct):
     value: str
-    speaker: str = msgspec.field(name="from", default="")
 
 
 class _Conversation(msgspec.Struct):

@@ -19,7 +19,7 @@ from counterpoint.config import Config
 from counterpoint.device.grammar import Grammars, make_tokenizer
 from counterpoint.device.settings import Settings
 from counterpoint.model.sample import sample
-from counterpoint.serve.structure.grammar import from_choice, from_json_object, from_json_schema, from_regex, vocabulary_of
+from counterpoint.serve.structure.grammar import JSON_OBJECT, from_choice, from_json_schema, from_regex, vocabulary_of
 from counterpoint.serve.tokenizer import load_text
 from counterpoint.spec.source import load_spec
 from counterpoint.types import Sampling
@@ -37,7 +37,7 @@ PERSON = {
     "additionalProperties": False,
 }
 GRAMMARS = {
-    "JSON object": from_json_object(),
+    "JSON object": from_json_schema(JSON_OBJECT),
     "schema of five": from_json_schema(PERSON),
     "300 properties": from_json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}),
     "pattern": from_regex(r"[a-z]+@[a-z]{3,50}\.(com|org)( [0-9]{1,3}){1,200}"),

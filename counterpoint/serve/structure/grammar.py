@@ -95,11 +95,6 @@ def json_options(strict: bool) -> Any:
     }
 
 
-def from_json_object() -> str:
-    """Any JSON object."""
-    return from_json_schema(JSON_OBJECT)
-
-
 def from_regex(pattern: str) -> str:
     """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
     return bounded(LLMatcher.grammar_from_regex(pattern))
