@@ -57,14 +57,15 @@ class Fill(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides; never launches, allocates or sleeps. Asked at each edge: a lane has room, or a pass stands between layer groups."""
+    """Decides; never launches, allocates or sleeps. Asked at each edge: a lane has room, or a pass stands between layer groups.
+    Who inherits from it has the plainest answers, and writes `fill`; `advance` too, if its passes are cut."""
 
     lanes: tuple[Lane, ...]
     shares: tuple[int, ...]  # units of each lane while all have work (where the split moves: at first)
 
     def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         """The order in which waiting requests are offered pages."""
-        ...
+        return waiting
 
     def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
         """What a lane with room should start now; None leaves it idle until the next event."""
@@ -72,17 +73,16 @@ class Policy(Protocol):
 
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
         """Units and layers of the next step of a pass cut into layer groups; None: not now."""
-        ...
+        raise AssertionError("no pass of this policy is cut")
 
     def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
         """Whether `fill` shall start another pass on the lane first, while `open_pass` waits between two layer groups. One pass
         at a time can be put aside like this."""
-        ...
+        return False
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         """A step has come back, while `beside` ran on another lane: for policies that learn."""
-        ...
 
     def report(self) -> PolicyReport:
         """How well it has predicted, and what it decided, since the start."""
-        ...
+        return PolicyReport()

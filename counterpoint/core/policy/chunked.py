@@ -8,38 +8,20 @@ Owns: nothing. Promises: one lane, all units. Must not: cut a pass by layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from counterpoint.core.policy.pick import chunks
-from counterpoint.core.request import Request
-from counterpoint.core.state import Pass, State
-from counterpoint.ports import Fill
-from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
+from counterpoint.core.state import State
+from counterpoint.ports import Fill, Policy
+from counterpoint.types import Lane, Role
 
 
-class Chunked:
+class Chunked(Policy):
     def __init__(self, chunk_tokens: int, units: int, depth: int = 1) -> None:
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.chunk_tokens = chunk_tokens
         self.units = units
         self.shares = (units,)
 
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
-        return waiting
-
     def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
         picks = [(r, 1) for r in state.decodes(lane)]
         picks += chunks(state.prefills(lane), self.chunk_tokens - len(picks))
         return Fill(picks, self.units) if picks else None
-
-    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
-        raise AssertionError("chunked passes are never cut")
-
-    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
-        return False
-
-    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
-        pass
-
-    def report(self) -> PolicyReport:
-        return PolicyReport()

@@ -11,18 +11,16 @@ Must not: decode on the prefill lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from counterpoint.core.policy.pick import whole_prompts
-from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
-from counterpoint.ports import Fill
-from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
+from counterpoint.ports import Fill, Policy
+from counterpoint.types import Lane, Role, Step, StepDone
 
 FORGET = 0.2  # weight of the newest step in a moving average
 
 
-class Multiplex:
+class Multiplex(Policy):
     def __init__(
         self, max_pass_tokens: int, units: int, split: int, layers: int, layer_group: int | None = None, depth: int = 1
     ) -> None:
@@ -37,9 +35,6 @@ class Multiplex:
         self.layer_group = layer_group
         self._decode_s = 0.0  # a decode step, moving average
         self._token_layer_unit_s = 0.0  # prefill: seconds x units per token and layer, moving average
-
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
-        return waiting
 
     def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
         if lane.role is Role.DECODE:
@@ -56,9 +51,6 @@ class Multiplex:
         units = self._prefill_units(lane, state)
         return (units, self._group(open_pass.work.prefill_tokens, units)) if units else None
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
-        return False
-
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         took = done.ended_s - done.started_s
         if took <= 0:
@@ -68,9 +60,6 @@ class Multiplex:
         else:
             token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
             self._token_layer_unit_s = _blend(self._token_layer_unit_s, took * step.units / token_layers)
-
-    def report(self) -> PolicyReport:
-        return PolicyReport()
 
     def _prefill_units(self, lane: Lane, state: State) -> int:
         """All that decode leaves: its share is kept for it as long as it has requests, in flight or not."""

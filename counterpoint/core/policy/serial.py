@@ -6,25 +6,19 @@ Owns: nothing. Promises: one lane, all units; while any prompt waits, no token i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from counterpoint.core.policy.pick import whole_prompts
-from counterpoint.core.request import Request
 from counterpoint.core.state import Pass, State
-from counterpoint.ports import Fill
-from counterpoint.types import Lane, PolicyReport, Role, Step, StepDone
+from counterpoint.ports import Fill, Policy
+from counterpoint.types import Lane, Role
 
 
-class Serial:
+class Serial(Policy):
     def __init__(self, max_pass_tokens: int, units: int, depth: int = 1, layer_group: int | None = None) -> None:
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.max_pass_tokens = max_pass_tokens
         self.units = units
         self.shares = (units,)
         self.layer_group = layer_group
-
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
-        return waiting
 
     def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
         prompts = whole_prompts(state.prefills(lane), self.max_pass_tokens)
@@ -36,12 +30,3 @@ class Serial:
     def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
         assert self.layer_group is not None, "no other pass is cut"
         return self.units, self.layer_group
-
-    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
-        return False
-
-    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
-        pass
-
-    def report(self) -> PolicyReport:
-        return PolicyReport()
