@@ -28,6 +28,7 @@ USE = Group("Use a model", sort_key=0)
 MEASURE = Group("Measure", sort_key=1)
 MODELS = Group("Models", sort_key=2)
 ASKING = Group("Question and answer", sort_key=0)
+JOINING = Group("Worker", sort_key=0)
 
 app = App(
     name="counterpoint",
@@ -72,9 +73,9 @@ def serve(config: Config) -> int:
 @settings("model", "device", "scheduler", "cluster")
 def worker(
     *,
-    join: Annotated[str, Parameter(help="HOST:PORT where `counterpoint serve --cluster-listen` waits", group=ASKING)],
-    role: Annotated[Role, Parameter(help="what it does for the others", group=ASKING)] = Role.BOTH,
-    name: Annotated[str | None, Parameter(help="unique in the cluster; unset: role and host name", group=ASKING)] = None,
+    join: Annotated[str, Parameter(help="HOST:PORT where `counterpoint serve --cluster-listen` waits", group=JOINING)],
+    role: Annotated[Role, Parameter(help="what it does for the others", group=JOINING)] = Role.BOTH,
+    name: Annotated[str | None, Parameter(help="unique in the cluster; unset: role and host name", group=JOINING)] = None,
     config: Config,
 ) -> int:
     """Be a worker of a server on another machine.

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Annotated, Any
@@ -185,9 +189,23 @@ def search(task: Task, modes: Sequence[Mode], jobs: int, start: int = 0) -> Iter
     if jobs < 2:
         yield from (find_rate(task, mode, start) for mode in modes)
         return
-    with ProcessPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(find_rate, task, mode, start) for mode in modes]):
-            yield done.result()
+    with ProcessPoolExecutor(jobs, initializer=follow_parent) as pool:
+        try:
+            for done in as_completed([pool.submit(find_rate, task, mode, start) for mode in modes]):
+                yield done.result()
+        except BaseException:  # a mode can't be, or Ctrl-C: nobody waits for the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def follow_parent() -> None:
+    """In a process of `search`: a Ctrl-C is the parent's to heed, and the parent's end is the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 # ---------------------------------------------------------------- modes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -59,7 +60,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"port {port} of {host} cannot be used: {error.strerror}; choose another with --port") from None
+        other = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(f"port {port} of {host} cannot be used: {error.strerror}; choose another with {other}") from None
     with listener:
         yield listener
 
@@ -116,6 +118,8 @@ class Server:
                 await starting  # raises what kept it from starting
             return 1 if self.http.force_exit else 0
         except EngineFailed as failed:
+            if self.signals:  # to the whole group, before the engine's process knew that it is not meant
+                return 0
             if failed.blame == "user":
                 raise ConfigError(str(failed)) from None
             log.error("the engine could not start: %s", failed)

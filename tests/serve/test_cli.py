@@ -113,6 +113,7 @@ def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, words: str)
         (["bench"], "--url"),
         (["batch", "nowhere.jsonl", "-o", "out.jsonl"], "nowhere.jsonl"),
         (["serve", "--drain-s", "nan"], "drain_s"),
+        (["serve", "--host", "192.0.2.1"], "--host"),
         (["simulate", "--json", "/nowhere/out.json"], "--json"),
         (["simulate", "--timeline", "/"], "--timeline"),
         (["simulate", "--event-log", "/nowhere/log"], "--event-log"),

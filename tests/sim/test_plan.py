@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import cyclopts
+import psutil
 import pytest
 from sim_builders import Constant
 
@@ -75,6 +82,35 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
     one = {found.mode: found.rate for found in search(task, modes, jobs=1, start=0)}
     two = {found.mode: found.rate for found in search(task, modes, jobs=2, start=9)}
     assert one == two and all(rate > 1 for rate in one.values())
+
+
+PLAN = """
+import signal, sys
+from counterpoint.cli import status_of
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+sys.exit(status_of(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
+"""
+
+
+def busy(process: psutil.Process) -> list[psutil.Process]:
+    """Its children that search."""
+    return [child for child in process.children() if child.cpu_times().user > 0.2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_a_plan_that_is_ended(number):
+    """Ctrl-C reaches the whole group; a kill the command alone."""
+    command = psutil.Popen([sys.executable, "-c", PLAN], start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        while len(children := busy(command)) < 2:
+            assert command.poll() is None
+            time.sleep(0.05)
+        os.killpg(command.pid, number) if number == signal.SIGINT else command.kill()
+        assert command.wait(30) == (130 if number == signal.SIGINT else -number)
+        assert not psutil.wait_procs(children, timeout=30)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
 
 
 def test_modes_are_read_and_wrong_ones_named():
