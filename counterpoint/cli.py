@@ -7,6 +7,7 @@ Must not: do the work of a command.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -230,6 +231,10 @@ def with_token(config: Config) -> Config:
 
 
 def given(**options: Any) -> dict[str, Any]:
+    """Those that are. Raises ValueError for nan, which JSON has not."""
+    for name, value in options.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be a number")
     return {name: value for name, value in options.items() if value is not None}
 
 

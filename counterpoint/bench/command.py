@@ -88,6 +88,10 @@ def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), conf
         raise ValueError("say what is to be measured: either --url http://HOST:PORT or --in-process")
     for name, path in (("--json", out.json), ("--save-load", out.save_load), ("--timeline", out.timeline)):
         writable(name, path)
+    if out.warmup < 0:
+        raise ValueError(f"--warmup is {out.warmup}: it must be 0 or more")
+    if not where.timeout > 0:
+        raise ValueError(f"--timeout is {where.timeout}: it must be more than 0 seconds")
     notes = Console(stderr=True, highlight=False)
     targets = parse_slo(out.slo) if out.slo else _slo_of(config)
     config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
@@ -145,9 +149,16 @@ def first_model(target: Target) -> str:
         response.raise_for_status()
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, OSError) as error:
-        raise ConnectionError(f"{target.root}: no list of models ({error}); is the server up?") from None
+        raise ConnectionError(f"{target.root}: no list of models ({why_none(error)})") from None
     except (ValueError, LookupError, TypeError):
         raise ConnectionError(f"{target.root}/v1/models lists no model; name one with --api-model") from None
+
+
+def why_none(error: Exception) -> str:
+    if not isinstance(error, httpx.HTTPStatusError):
+        return f"{error}; is the server up?"
+    status = f"{error.response.status_code} {error.response.reason_phrase}"
+    return f"{status}; give the right --api-key" if error.response.status_code in (401, 403) else status
 
 
 def _in_process(config: Config, load: Load, where: Where, out: Out, trace: Trace, notes: Console) -> dict[str, Any]:

@@ -34,7 +34,12 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     http = httpx.Client(base_url=f"{root}/v1", headers=headers, timeout=httpx.Timeout(600, connect=10))
     try:
-        listed = http.get("/models").raise_for_status().json()
+        response = http.get("/models")
+        if response.status_code in (401, 403):
+            raise ConnectionError(
+                f"{url}: {response.status_code} {response.reason_phrase}: set OPENAI_API_KEY to a key of this server"
+            )
+        listed = response.raise_for_status().json()
         model = listed["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConnectionError(f"{url}: no model of the OpenAI API found there: {error}") from None

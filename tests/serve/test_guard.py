@@ -13,7 +13,10 @@ import openai
 import pytest
 from serve_process import Running, poll
 
+from counterpoint.bench.client import Target
+from counterpoint.bench.command import first_model
 from counterpoint.config import Config, ConfigError
+from counterpoint.serve.chat import remote_speaker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Start = Callable[..., Running]
@@ -38,6 +41,10 @@ def test_an_api_key(own_server: Start):
     for path in ("/v1/models", "/version", "/openapi.json", "/nothing"):
         envelope(server.get(path), 401)
     assert server.get("/health").status_code == server.get("/metrics").status_code == 200
+    with pytest.raises(ConnectionError, match="401 Unauthorized: set OPENAI_API_KEY"):
+        remote_speaker(server.url, None, {})
+    with pytest.raises(ConnectionError, match="401 Unauthorized; give the right --api-key"):
+        first_model(Target(server.url, ""))
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="swordfish-7", max_retries=0)
     assert client.completions.create(model="echo", prompt="hi", max_tokens=2).choices[0].text == "hi"
     with pytest.raises(openai.AuthenticationError):
