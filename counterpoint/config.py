@@ -25,6 +25,9 @@ from typing import Any, Literal
 
 from counterpoint.types import Slo
 
+LARGEST = 2**63  # of whole numbers, and excluded
+KINDS: dict[Any, str] = {int: "a whole number below 2**63", float: "a number", bool: "true or false", str: "a text"}
+
 
 class ConfigError(ValueError):
     """A setting is unknown or wrong; the message names it and says what to write instead."""
@@ -69,6 +72,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         positive("max_context_tokens", self.max_context_tokens)
+        if not self.model:
+            raise ConfigError("model is empty: give a folder, a file or a name, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +281,8 @@ def from_mapping(tree: Mapping[str, Any], where: str = "config") -> Config:
     for section, part in tree.items():
         if section not in SECTIONS:
             raise ConfigError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
+        if part is None:  # nothing stands below its name, or all of it is a comment
+            continue
         if not isinstance(part, Mapping):
             raise ConfigError(f"{where}: section {section!r} must be a mapping of settings, not {type(part).__name__}")
         known = [f.name for f in dataclasses.fields(SECTIONS[section])]
@@ -298,7 +305,7 @@ def from_file(path: str) -> Config:
             tree = yaml.safe_load(file) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: the file must hold sections ({', '.join(SECTIONS)})")
@@ -323,18 +330,24 @@ def checked(key: str, value: Any) -> Any:
         if typing.get_origin(option) is Literal:
             if value in typing.get_args(option):
                 return value
-        elif option is float:
-            if type(value) in (int, float) and not math.isnan(value):
-                return float(value)
+        elif option in (int, float):
+            if is_number(value, option):
+                return option(value)
         elif type(value) is option or (option is types.NoneType and value is None):
             return value
     names = [
-        "one of " + ", ".join(map(str, typing.get_args(o))) if typing.get_origin(o) is Literal else getattr(o, "__name__", str(o))
+        "one of " + ", ".join(map(str, typing.get_args(o))) if typing.get_origin(o) is Literal else KINDS[o]
         for o in options
         if o is not types.NoneType
     ]
     shown = repr(value) if section.__dataclass_fields__[key].repr else "wrong"
     raise ConfigError(f"{key} is {shown}: it must be {' or '.join(names)}")
+
+
+def is_number(value: Any, kind: type) -> bool:
+    if type(value) is int:
+        return abs(value) < LARGEST
+    return kind is float and type(value) is float and not math.isnan(value)
 
 
 def _hint(key: str, known: Any) -> str:

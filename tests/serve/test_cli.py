@@ -87,11 +87,34 @@ def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("scheduler: {polcy: auto}", "polcy"), ("schedler: {}", "schedler"), ("device: {cores: 'two'}", "cores")]
+    ("text", "words"),
+    [
+        ("scheduler: {polcy: auto}", "polcy"),
+        ("schedler: {}", "schedler"),
+        ("scheduler: [auto]", "scheduler"),
+        ("device: {cores: 'two'}", "cores"),
+        ("device: {cores: true}", "cores"),
+        ("scheduler: {max_running: 1" + "0" * 30 + "}", "max_running"),
+        ("scheduler: {ttft_s: 1" + "0" * 400 + "}", "ttft_s"),
+        ("scheduler: {ttft_s: .nan}", "ttft_s"),
+        ("model: {model: ''}", "model is empty"),
+        ("model: " + "[" * 5000, "not YAML"),
+    ],
 )
 def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, words: str):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
+        command("x", config=str(tmp_path / "run.yaml"))
+
+
+def test_a_section_with_nothing_in_it_says_nothing(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("scheduler:\n  # policy: serial\nserver: {port: 9}")
+    assert command("x", config=str(tmp_path / "run.yaml"))[1] == Config().replace(port=9)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
         command("x", config=str(tmp_path / "run.yaml"))
 
 
