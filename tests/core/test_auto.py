@@ -357,6 +357,27 @@ def beside_a_decode() -> Harness:
     return h
 
 
+@pytest.mark.parametrize(("ttft_s", "queued"), [(40.0, 1), (4000.0, 2)])
+def test_no_chunk_is_queued_behind_a_step_that_takes_long(ttft_s, queued):
+    """Lanes two steps deep, weights that dominate: all is fused, in steps of 5 to 6 s."""
+    estimator = Priced(fixed=5.0, prefill=0.01, context=0.0)
+    scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0, ttft_s=ttft_s)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
+    h.arrive("a", range(8), max_tokens=60)
+    while not h.got.get("a"):
+        h.step()
+    for i in range(3):
+        h.arrive(f"b{i}", [30 + i] * 60, max_tokens=2)
+    most = 0
+    while any(f"b{i}" not in h.got for i in range(3)):
+        assert h.step()
+        most = max(most, sum(step.work.kind == "mixed" for step, _ in h.engine.state.lanes[0].in_flight))
+    assert most == queued
+    h.drain()
+    h.check_answers()
+
+
 def test_the_split_changes_once_a_layer_group_at_most():
     h = beside_a_decode()
     policy, state = h.engine.policy, h.engine.state

@@ -37,6 +37,7 @@ from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Wo
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.95  # share of the target that is aimed at
 EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
+QUEUED = 0.125  # of a target for the first token: no chunk is queued behind a step that takes longer
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 SPARE = 0.3  # of its time for the first token, which that one must not lose, unless the other would be late behind it
 
@@ -106,7 +107,7 @@ class Auto:
             return Fill(picks, units) if units else None
         self.choice = self._choose(decodes, state, now, prefilling)
         if self.choice.chunk:
-            if state.free_units(lane) < self.units:
+            if state.free_units(lane) < self.units or self._takes_long(state.lanes[0].in_flight):
                 return None
             return Fill(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
         if prefilling and state.lanes[0].in_flight and prefill_lane.open is None:
@@ -117,6 +118,11 @@ class Auto:
             return None
         units = min(self.choice.units, state.free_units(lane))
         return Fill(picks, units) if units else None
+
+    def _takes_long(self, in_flight: Iterable[tuple[Step, Pass]]) -> bool:
+        """Whether a step is in flight behind which none should stand yet: a prompt that comes meanwhile would wait for both."""
+        most_s = QUEUED * (self.scheduler.ttft_s or 1.0)
+        return any(self.belief.seconds(step.work, step.units) > most_s for step, _ in in_flight)
 
     def _fill_prefill(self, lane: Lane, state: State, now: float) -> Fill | None:
         units = self._prefill_units(lane, state)
