@@ -344,8 +344,12 @@ def command(
 
     counterpoint calibrate llama-3.1-8b --device cuda
     """
-    if budget <= 0:
-        raise ValueError(f"--budget is {budget}: it must be more than 0")
+    if not 0 < budget < math.inf:
+        raise ValueError(f"--budget is {budget}: it must be more than 0 seconds")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}: it must be 0 or more")
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out is {out}: that is a folder; name a file in it")
     writable("--json", json)
     notes = Console(stderr=True, highlight=False)
     config = config.replace(policy="multiplex")

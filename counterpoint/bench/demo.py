@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -42,6 +43,8 @@ def demo(
     seconds: Annotated[float, Parameter(help="length of the load that each policy plays")] = 20.0,
 ) -> int:
     """Answer three questions through the server, then play short chats with long documents among them under every policy."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds is {seconds}: it must be more than 0")
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     with serving(model, console) as url:

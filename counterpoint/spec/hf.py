@@ -7,7 +7,7 @@ Must not: import transformers or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from counterpoint.spec.model import FAMILIES, ModelError, ModelSpec, RopeSpec
@@ -36,6 +36,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1, 1.0),
     "use_qk_norm": (None, False),
 }
+NUMBERS = ("head_dim", "max_window_layers", "num_key_value_heads", "rms_norm_eps", "rope_theta", "sliding_window")  # if given
+ROPE_NUMBERS = (
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"),
+    *("original_max_position_embeddings", "rope_theta"),
+)
 WINDOW_OF_MISTRAL_TOKENS = 4096  # what a Mistral config that does not name its window means
 
 
@@ -51,6 +56,7 @@ def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: 
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}: this engine supports silu")
 
+    check_numbers(config, NUMBERS)
     heads = count(config, "num_attention_heads")
     hidden = count(config, "hidden_size")
     layers = count(config, "num_hidden_layers")
@@ -89,12 +95,22 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def check_numbers(config: Mapping[str, Any], keys: Iterable[str], within: str = "") -> None:
+    for key in keys:
+        value = config.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ModelError(f"{within}{key} is {value!r}: config.json must give it as a number")
+
+
 def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
     """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds them all."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all")
+    check_numbers(rope, ROPE_NUMBERS, f"{field}.")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn")
@@ -152,12 +168,15 @@ def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -
         window = None
     types = config.get("layer_types")
     if types is not None:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if not isinstance(types, list):
+            raise ModelError(f"layer_types is {types!r}: config.json must give it as a list")
+        unknown = {str(each) for each in types} - {"full_attention", "sliding_attention"}
         if unknown:
             raise ModelError(f"layer_types has {', '.join(sorted(unknown))}: this engine supports full_attention")
         windowed = "sliding_attention" in types
     elif family in ("qwen2", "qwen3"):
-        windowed = config.get("max_window_layers", 28) < layers
+        full = config.get("max_window_layers")
+        windowed = (28 if full is None else full) < layers
     else:
         windowed = True
     if windowed and window is not None and window < context_tokens:

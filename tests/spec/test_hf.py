@@ -103,6 +103,17 @@ def test_half_a_rope_scaling(scaling: dict[str, Any]):
         from_hf({**LLAMA, "rope_scaling": scaling})
 
 
+@pytest.mark.parametrize(
+    "field", ["head_dim", "num_key_value_heads", "rope_theta", "sliding_window", "layer_types", "rope_scaling"]
+)
+@pytest.mark.parametrize("value", ["x", [7], True, 1.5e999])
+def test_a_field_of_another_kind_is_refused_by_name(field: str, value: Any):
+    with pytest.raises(ModelError, match=field):
+        from_hf({**LLAMA, field: value})
+    with pytest.raises(ModelError, match=r"rope_scaling\.factor"):
+        from_hf({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": value}})
+
+
 MISTRAL = {**LLAMA, "model_type": "mistral", "max_position_embeddings": 32768}
 QWEN = {**LLAMA, "model_type": "qwen2", "max_position_embeddings": 32768, "sliding_window": 4096}
 
