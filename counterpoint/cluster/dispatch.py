@@ -259,7 +259,8 @@ class Dispatch:
         return [*drops, Again(self.handoff, msgspec.structs.replace(self.arrive, resumed=tuple(self.tokens)), avoid)]
 
     def _drops(self) -> list[Action]:
-        return [Drop(self.prefill, self.source_id), Drop(self.decode, self.handoff)]
+        parts = ((self.prefill, self.source_id), (self.decode, self.handoff))
+        return [Drop(worker, handoff) for worker, handoff in parts if worker]
 
     def _fail(self, reason: str) -> list[Action]:
         self.over = True

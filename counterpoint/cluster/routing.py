@@ -9,7 +9,7 @@ Must not: read a clock, talk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -18,7 +18,7 @@ from counterpoint.cluster.forecast import Forecast
 from counterpoint.cluster.front import Route
 from counterpoint.cluster.nouns import Times
 from counterpoint.cluster.prefixes import Prefixes
-from counterpoint.cluster.router import Choice, Router, WorkerView, replicas
+from counterpoint.cluster.router import Choice, Router, Rule, WorkerView, replicas
 from counterpoint.core.pages import page_names, root_name
 from counterpoint.core.state import Answers
 from counterpoint.types import Arrive, Role, Work
@@ -191,16 +191,22 @@ class Routing:
         self, tokens: int, arrive: Arrive, views: list[WorkerView], cached: Mapping[str, int], avoid: str, prefill: str
     ) -> Choice | None:
         """Where there is room; if there is none anywhere, where it will have to wait."""
-        alike = all(view.role is Role.BOTH for view in views)
-        router = Router(self.router.estimator, self.router.wires, replicas(self.router.rule)) if alike else self.router
-        choice = router.route(tokens, arrive.slo, views, cached, avoid, prefill, self.answers.mean)
+        rule = self.router.rule
+        if all(view.role is Role.BOTH for view in views):
+            rule = replicas(rule)
+
+        def among(views: list[WorkerView], rule: Rule) -> Choice | None:
+            router = Router(self.router.estimator, self.router.wires, rule)
+            return router.route(tokens, arrive.slo, views, cached, avoid, prefill, self.answers.mean)
+
+        choice = among(views, rule)
         if choice is not None:
             return choice
         most = min(1, max((view.slots_free for view in views if view.willing), default=0))
         roomy = [
             msgspec.structs.replace(view, pages_free=view.pages_total, slots_free=int(view.slots_free >= most)) for view in views
         ]
-        return router.route(tokens, arrive.slo, roomy, cached, avoid, prefill, self.answers.mean)
+        return among(roomy, replace(rule, watermark=0.0))  # nobody is left there who grows
 
     def _names(self, arrive: Arrive, views: list[WorkerView]) -> list[bytes]:
         if not self.prefix_cache or not views:

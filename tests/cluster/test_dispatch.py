@@ -117,7 +117,7 @@ def test_where_it_may_not_stay_it_fails():
 def test_nobody_at_all():
     dispatch = Dispatch(arrive())
     dispatch.begin()
-    assert dispatch.no_worker()[-1].finish is Finish.ERROR
+    assert dispatch.no_worker() == [Finished(Finish.ERROR, "no worker can take the request", lost=True)]
 
 
 def test_what_was_adopted_is_not_rerouted():

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import msgspec
+import pytest
 
 from counterpoint.cluster.elastic import CallOff, Commit, Elastic, Patience, StartDrain, Targets
 from counterpoint.cluster.front import Route
@@ -52,6 +53,14 @@ def test_a_burst_is_spread_though_no_worker_has_said_a_word():
     routes = [book.pick(arrive(f"r{n}"), "", "") for n in range(12)]
     assert Counter(route.prefill for route in routes if route) == {"p": 6, "q": 6}
     assert Counter(route.decode for route in routes if route) == {"d": 6, "e": 6}
+
+
+@pytest.mark.parametrize("roles", [{"a": Role.BOTH}, {"p": Role.PREFILL, "d": Role.DECODE}], ids=str)
+def test_what_fills_a_pool_waits_for_it_and_what_is_larger_goes_nowhere(roles):
+    book, whole = routing(**roles), SHAPE.pages_total * SHAPE.page_tokens
+    assert book.pick(arrive("small"), "", "") is not None
+    assert book.pick(arrive("large", whole), "", "") is not None
+    assert book.pick(arrive("larger", whole + 1), "", "") is None
 
 
 def test_whatever_becomes_of_requests_nothing_stays_booked():

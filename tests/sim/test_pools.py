@@ -95,6 +95,15 @@ def test_what_the_decode_worker_has_no_room_for_goes_on_all_the_same():
     assert "decode" in tokens_by_kind(came)["prefill-0"]
 
 
+@pytest.mark.parametrize("pools", [{"replicas": 2}, ONE_ONE], ids=str)
+def test_a_prompt_that_fills_a_pool_is_answered_and_one_that_no_pool_holds_is_refused(pools):
+    queries = [Query(i, 0.0, 16 * 50 - 2, 2) for i in range(3)]
+    config = Config().replace(**PLAIN, **pools, kv_pages=50)
+    check_whole(queries, simulate(SECOND, queries, config))
+    came = simulate(SECOND, [*queries, Query(3, 0.0, 16 * 50 + 1, 2)], config)
+    assert came.errors == {"q3": "no worker can take the request"}
+
+
 def test_a_worker_without_a_free_slot_is_not_waited_for():
     """Of two alike, each may run eight; forty that come at once are answered by both."""
     queries = [Query(i, 0.01 * i, 100, 30) for i in range(40)]
