@@ -83,7 +83,10 @@ class Machine:
 
 
 def dtypes(config: Config, device: DeviceSpec) -> tuple[str, str]:
-    """Element types of weights and of the KV cache that `config` means on `device`."""
+    """Element types of weights and of the KV cache that `config` means on `device`. Raises ConfigError if it has none such."""
+    for setting in ("quantization", "kv_cache_dtype"):
+        if getattr(config.device, setting) == "fp8" and "fp8" not in dict(device.peak_flops):
+            raise ConfigError(f"{setting} is fp8, which {device.name} lacks: leave it out")
     asked = None if config.model.dtype == "auto" else config.model.dtype
     weights = "fp8" if config.device.quantization == "fp8" else asked or device.dtype
     kv = "fp8" if config.device.kv_cache_dtype == "fp8" else asked or device.kv_dtype

@@ -144,6 +144,8 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path):
         (["simulate", "--event-log", "/nowhere/log"], "--event-log"),
         (["simulate", "--requests", "1", "--json", "/dev/full"], "No space left"),
         (["simulate", "--depth", "0"], "--depth"),
+        (["simulate", "--gpu", "a100", "--kv-cache-dtype", "fp8"], "kv_cache_dtype is fp8, which a100 lacks"),
+        (["simulate", "--gpu", "8xa100", "--quantization", "fp8"], "quantization is fp8, which 8xa100 lacks"),
         (["simulate", "--host-overhead", "inf"], "--host-overhead"),
         (["simulate", "--belief-error", "5"], "--belief-error"),
         (["simulate", "--link-bytes-per-s", "nan"], "link_bytes_per_s"),
