@@ -131,6 +131,8 @@ class SchedulerConfig:
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        if self.chunk_tokens == 1:  # a decode that waits for a page would wait for a prompt that waits for the decode
+            raise ConfigError("chunk_tokens is 1: it must be 2 or more, for a decode and a token of a prompt beside it")
 
     def slo(self, prompt_tokens: int) -> Slo:
         """The default targets of a request with such a prompt."""

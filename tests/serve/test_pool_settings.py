@@ -30,6 +30,7 @@ from counterpoint.types import Stats
         ({"worker_lost_s": 0.0}, "worker_lost_s"),
         ({"worker_lost_s": math.nan}, "worker_lost_s"),
         ({"ttft_weight": math.nan}, "ttft_weight"),
+        ({"chunk_tokens": 1}, "chunk_tokens is 1"),
         ({"transport": "pigeon"}, "transport"),
         ({"cluster_token": "a", "cluster_token_file": "b"}, "give one"),
     ],
