@@ -12,13 +12,14 @@ A flag is a field's name with dashes (`--chunk-tokens 512`); the YAML file has t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +51,16 @@ def writable(name: str, path: str | Path | None) -> None:
         raise ConfigError(f"{name} is {path}: there is no folder {file.parent}; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{name} is {path}: it may not be written there")
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """What goes wrong while a file is written (a full disk) names it, as what goes wrong at its opening does by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def setting(default: Any, help: str, secret: bool = False) -> Any:

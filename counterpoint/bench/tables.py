@@ -17,6 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from counterpoint.config import writing
+
 Result = Mapping[str, Any]
 
 LATENCIES = {
@@ -37,7 +39,8 @@ def write(result: Result, path: str | None) -> bool:
     if path == "-":
         print(text.decode())
     elif path:
-        Path(path).write_bytes(text + b"\n")
+        with writing(path):
+            Path(path).write_bytes(text + b"\n")
     return path != "-"
 
 

@@ -67,6 +67,7 @@ class EventLog:
 
     def _give_up(self, error: OSError) -> None:
         if self._lost is None:
+            error.filename = self._file.name
             raise error
         self._lost(error)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from counterpoint.config import writing
 from counterpoint.core import loop
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import Deliver, EventLog
@@ -135,7 +136,8 @@ class Timeline:
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
+        with writing(path):
+            Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
 
     def _title(self, lane: int) -> str:
         return self._titles.get(lane, f"lane {lane}")

@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from counterpoint.config import ConfigError, writable
+from counterpoint.config import ConfigError, writable, writing
 from counterpoint.serve.intake import Ask
 from counterpoint.serve.offline import Finished, Offline
 from counterpoint.serve.openai import ApiError, ChatRequest, CompletionRequest, in_words_of, parse
@@ -101,7 +101,7 @@ def answer(lines: list[Line], out: Path, engine: Offline, progress: Progress) ->
     """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
     failed = count = 0
     names: dict[str, tuple[Line, Reply]] = {}
-    with out.open("ab") as file:
+    with writing(out), out.open("ab") as file:
 
         def tell(line: Line, status: int, body: Json, id: str) -> None:
             nonlocal failed, count
