@@ -196,14 +196,14 @@ def pull(name: str) -> None:
 @app.command(group=MODELS)
 def models() -> None:
     """List the models that have a name."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from counterpoint import build
     from counterpoint.spec.model import SHAPES_ONLY
     from counterpoint.spec.presets import PRESETS
     from counterpoint.spec.source import NAMED, find_named
 
-    table = Table("name", "what it is", "where", box=None)
+    table = Table("name", "what it is", Column("where", overflow="fold"), box=None)
     for name, wheel in NAMED.items():
         where = find_named(name, build.cache_folder())
         table.add_row(name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]")

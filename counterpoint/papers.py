@@ -23,7 +23,7 @@ from counterpoint.bench import reshape
 from counterpoint.bench.load import Load, parse_slo
 from counterpoint.bench.report import presence_s, summarise
 from counterpoint.bench.workload import TokenRange
-from counterpoint.config import Config
+from counterpoint.config import Config, writable
 from counterpoint.core.policy import nearest
 from counterpoint.machine import Machine, make_pool
 from counterpoint.perf.roofline import Product, Roofline, busy_units
@@ -360,6 +360,17 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="settings by number, from 0")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    for name in ("azure_2023_code.csv", "azure_2023_conv.csv"):
+        if not (options.traces / name).is_file():
+            parser.error(f"--traces {options.traces}: there is no {name} in it")
+    try:
+        writable("--json", options.json)
+        simulate_all(options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def simulate_all(options: argparse.Namespace) -> None:
     waves, results, bubbles = list(wave_rows()), list[dict[str, Any]](), list[dict[str, Any]]()
 
     def tell(line: str) -> None:

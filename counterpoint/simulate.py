@@ -215,7 +215,7 @@ def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
 # ---------------------------------------------------------------- the command
 
 MACHINE = Group("Simulated machine", sort_key=0)
-POOL = Group("Several of them", sort_key=0)
+POOL = Group("Several of them", sort_key=0.5)
 OUTPUT = Group("Output", sort_key=4)
 JSON = json_flag(OUTPUT)
 

@@ -68,3 +68,10 @@ def test_fleets_have_equal_numbers_of_gpus():
         assert workers * fleet.machine.device.degree == fleet.gpus, fleet.name
     assert {fleet.gpus for fleet in one} == {4} and {fleet.gpus for fleet in eight} == {8}
     assert [fleet.name for fleet in eight if fleet.strict] == ["strict pools 4:4"]
+
+
+def test_traces_that_are_not_there_are_named_before_anything_is_simulated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["papers", "--traces", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        papers.main()
+    assert "azure_2023_code.csv" in capsys.readouterr().err
