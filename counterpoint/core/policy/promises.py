@@ -25,6 +25,7 @@ from counterpoint.types import Slo, Work
 LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
 PATIENCE = 8.0  # in targets: a prompt that has waited so long goes first, and nobody overtakes it
 LATELY_S = 4.0  # time after which load has faded to a third
+REMEMBERED = 4096  # prices of prompts
 LOOK_AHEAD = 64  # waiting requests that are thought of
 
 
@@ -232,7 +233,7 @@ class Promises:
 
     def _alone_s(self, tokens: int, after: int) -> float:
         """So many tokens of a prompt, after so many of it, alone on the whole device, expected."""
-        if self._version != self.belief.version:
+        if self._version != self.belief.version or len(self._prompt_s) > REMEMBERED:
             self._version = self.belief.version
             self._prompt_s.clear()
             self._by_slo.clear()
