@@ -114,6 +114,7 @@ class FrontLine:
 
     async def _follow(self) -> None:
         """One front after another, until one says farewell."""
+        told = ""
         while True:
             try:
                 self._wire = await join(self.front, self.token, self.me)
@@ -122,9 +123,12 @@ class FrontLine:
                 if refused or not self.stays:
                     self._failure = error if isinstance(error, OSError) else ConnectionError(str(error) or type(error).__name__)
                     return
-                log.info("no front at %s:%d yet: %s", *self.front, str(error) or type(error).__name__)
+                if (reason := str(error) or type(error).__name__) != told:  # it may be so for hours
+                    log.info("no front at %s:%d yet, asking again each second: %s", *self.front, reason)
+                    told = reason
                 await asyncio.sleep(AGAIN_S)
                 continue
+            told = ""
             self._joined.set()
             if self._ready is not None:
                 self._write(self._ready)
