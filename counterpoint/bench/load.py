@@ -7,7 +7,7 @@ Must not: know who answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
@@ -24,6 +24,11 @@ SHAPE = Group("Shape of the workload", sort_key=3)
 SYNTHETIC_REQUESTS = 64
 SYNTHETIC_RATE = 1.0
 MOST = 2**63
+OF_A_TRACE = ("trace_format", "tokenizer", "thin", "length_scale", "time_scale", "jitter")
+OF_A_MADE_ONE = (
+    *("prompt_tokens", "prompt_lengths", "prompt_spread", "output_tokens", "output_lengths", "output_spread"),
+    *("prefix_groups", "prefix_share"),
+)
 
 
 def flag(help: str, group: Group) -> Parameter:
@@ -79,10 +84,8 @@ class Load:
     def make(self) -> Trace:
         """The queries. Raises ValueError (TraceError for a file) naming the flag or the place."""
         self._check()
+        self._check_use()
         if self.trace is None:
-            for name, value in (("thin", self.thin), ("time-scale", self.time_scale), ("length-scale", self.length_scale)):
-                if value is not None:
-                    raise ValueError(f"--{name} changes a trace: give one with --trace")
             trace = Trace(tuple(self._synthetic()), timed=False)
         else:
             trace = read_trace(self.trace, self.trace_format, tokenize=self._tokenize(), jitter_s=self.jitter, seed=self.seed)
@@ -106,6 +109,20 @@ class Load:
                 raise ValueError(f"--{name} is {value}: it must be {low} or more, and less than 2**63")
         if self.rate is not None and not self.rate > 0:
             raise ValueError(f"--rate is {self.rate}: it must be more than 0 requests per second")
+
+    def _check_use(self) -> None:
+        """A flag that would do nothing beside the others is a mistake."""
+        idle = OF_A_TRACE if self.trace is None else OF_A_MADE_ONE
+        for field in fields(self):
+            if field.name in idle and getattr(self, field.name) != field.default:
+                why = (
+                    "changes a trace: give one with --trace" if self.trace is None else "makes a workload: leave it out, or --trace"
+                )
+                raise ValueError(f"--{field.name.replace('_', '-')} {why}")
+        if self.burstiness != 1.0 and self.arrivals != "gamma":
+            raise ValueError("--burstiness is of gamma arrivals: give --arrivals gamma, too")
+        if self.arrivals == "once" and self.rate not in (None, float("inf")):
+            raise ValueError("--arrivals once sends all at the start, whatever --rate says: leave one of them out")
 
     def _synthetic(self) -> list[Query]:
         return synthetic(
