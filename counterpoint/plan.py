@@ -24,7 +24,7 @@ import msgspec
 from cyclopts import Group, Parameter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from counterpoint import __version__
@@ -320,7 +320,7 @@ def command(*, what: What = What(), search_for: Search = Search(), load: Load = 
     task = Task(machine, config, trace.queries, search_for.share, search_for.precision, load.seed)
     start = round(math.log(guessed_rate(task) * machines) / math.log(1 + task.precision))
     found: dict[str, Found] = {}
-    with Progress(console=Console(stderr=True)) as bar:
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         row = bar.add_task("searching", total=len(modes))
         for one in search(task, modes, search_for.jobs or len(usable_cores()), start):
             found[one.mode] = one
