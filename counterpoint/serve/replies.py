@@ -25,6 +25,7 @@ Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
+LINE_ENDS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))  # legal in JSON as they are
 
 
 class Reply(Protocol):
@@ -52,8 +53,12 @@ class Reply(Protocol):
 
 
 def event(body: Json, name: str = "") -> bytes:
-    """A server-sent event."""
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode(body) + b"\n\n"
+    """A server-sent event. What Unicode also counts as ends of lines is escaped: a few clients split there (httpx's iter_lines)."""
+    data = encode(body)
+    for character, escaped in LINE_ENDS:
+        if character in data:
+            data = data.replace(character, escaped)
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
 
 
 def usage_of(ask: Ask, answers: Sequence[Answer]) -> Json:

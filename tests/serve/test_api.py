@@ -112,6 +112,13 @@ def test_every_shape_of_prompt(server: Running):
     assert both.usage.completion_tokens == sum(len(c.text) + (c.finish_reason == "stop") for c in both.choices)
 
 
+def test_no_character_of_an_answer_ends_a_line_of_a_stream(server: Running):
+    """Some clients split where Unicode ends lines, not only at the line feeds of server-sent events."""
+    prompt = "one\u2028two\u2029three\x85four\x0bfive"
+    events = server.events({"prompt": prompt, "echo": True, "max_tokens": 1})[:-1]
+    assert "".join(event["choices"][0]["text"] for event in events).startswith(prompt)
+
+
 def test_echo(server: Running):
     assert complete(server, "hello", echo=True, max_tokens=2).choices[0].text == "hellohe"
     assert complete(server, [104, 105], echo=True, max_tokens=0).choices[0].text == "hi"
