@@ -6,7 +6,7 @@ stays in the conversation; what was thought is shown and does not. Must not: kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -50,7 +50,7 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
             with http.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise ConnectionError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
-                for line in response.iter_lines():
+                for line in lines_of(response.iter_bytes()):
                     yield from parts_of(line)
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise ConnectionError(f"{url}: the answer broke off: {error}") from None
@@ -78,9 +78,17 @@ class Chunk(msgspec.Struct):
 decode = msgspec.json.Decoder(Chunk).decode
 
 
-def parts_of(line: str) -> Iterator[Said]:
+def lines_of(data: Iterable[bytes]) -> Iterator[bytes]:
+    """Ended by line feeds, as those of server-sent events are; an answer may hold other ends of lines that Unicode knows."""
+    rest = b""
+    for part in data:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+
+
+def parts_of(line: bytes) -> Iterator[Said]:
     """What is said in one line of a stream. Raises ConnectionError for an error event, DecodeError if it is none of the API's."""
-    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
         return
     chunk = decode(line[5:])
     if chunk.error is not None:

@@ -54,6 +54,13 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
+def test_an_answer_may_hold_ends_of_lines_that_are_none_of_a_stream(server):
+    said = "one\u2028two\x85three"
+    server.answer = f'data: {{"choices": [{{"delta": {{"content": "{said}"}}}}]}}\r\n\r\n'.encode()
+    speak = remote_speaker(f"http://127.0.0.1:{server.server_port}", None, {})
+    assert next(speak([{"role": "user", "content": "say"}])) == Content(said)
+
+
 @pytest.mark.parametrize("rest", [b"", b"data: {broken\n\n", b'data: {"what": 1}\n\n', b'data: {"choices": [7]}\n\n'])
 def test_a_stream_that_breaks_off_or_is_none_is_said_so(server, rest):
     server.answer = SAID + rest
