@@ -293,8 +293,9 @@ class Engine:
         behind it that do, for at most `max_bypass_s`."""
         if not self.waiting or not self._slots:
             return
-        self.prefixes.look(itertools.islice(self.waiting, ADMISSION_SCAN))
         backlog = sum(r.target for r in self.state.prefilling.values() if not r.computed and not r.passes)
+        if backlog < self.limits.max_pass_tokens:
+            self.prefixes.look(itertools.islice(self.waiting, ADMISSION_SCAN))
         for request in tuple(itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)):
             if not self._slots or backlog >= self.limits.max_pass_tokens:
                 return
