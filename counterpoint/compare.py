@@ -301,8 +301,6 @@ def command(
     if not places or len(places) != len(on.split(",")):
         raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
     writable("--json", json)
-    if timelines is not None:
-        timelines.mkdir(parents=True, exist_ok=True)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     machine = What(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(config)
@@ -316,6 +314,8 @@ def command(
         asked |= section
     simulated = {"gpu": gpu, "calibration": calibration, "host_overhead": host_overhead}
     results = Results(json, {place: asked | (simulated if place == "simulator" else {}) for place in places})
+    if timelines is not None:
+        timelines.mkdir(parents=True, exist_ok=True)
     notes = Console(stderr=True, highlight=False)
     for place in places:
         missing = [cell for cell in cells if not results.has(cell, place)]

@@ -113,9 +113,10 @@ class Router:
             return min(choices, key=lambda c: c.tpot_s, default=None)
         prefills = [w for w in able if w.role is not Role.DECODE]
         decodes = [w for w in able if w.role is not Role.PREFILL]
+        little = [w for w in decodes if self._prefill(w, tokens, cached_pages).prefill_tokens <= self.rule.local_tokens]
         last: list[Choice] = []
         for choices in (
-            self._local(decodes, tokens, cached_pages, answer_tokens),
+            self._whole(little, tokens, cached_pages, "local", answer_tokens),
             self._handed_on(prefills, decodes, tokens, cached_pages, "disagg"),
             self._handed_on([w for w in able if w.role is Role.DECODE], decodes, tokens, cached_pages, "borrowed"),
             self._whole(able, tokens, cached_pages, "together"),
@@ -128,8 +129,11 @@ class Router:
 
     # ------------------------------------------------------------ choices
 
-    def _whole(self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int], reason: str) -> list[Choice]:
-        """All of it on one worker, in chunks beside the answers that run there."""
+    def _whole(
+        self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int], reason: str, answer_tokens: float = math.inf
+    ) -> list[Choice]:
+        """All of it on one worker, in chunks beside the answers that run there. If all that run in a decode worker came so, each
+        step carries a share of such a prefill for each of them: it comes once in an answer."""
         choices = []
         for w in workers:
             if not self._fits(w, tokens, cached):
@@ -138,24 +142,11 @@ class Router:
             chunks = max(1, math.ceil(work.prefill_tokens / w.chunk_tokens))
             part = _share(work, chunks)
             step = self.seconds(fused_work(part, w.running, part.samples + w.running.samples), w.units)
-            ttft_s = w.factor * (self.seconds(w.pending, w.units) + chunks * step)
-            choices.append(Choice(Route(w.name, w.name), ttft_s, step, self._tpot(w, tokens), reason))
-        return choices
-
-    def _local(self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int], answer_tokens: float) -> list[Choice]:
-        """Workers that decode and have little to compute for it. If all that run in a decode worker came so, each step carries a
-        share of such a prefill for each of them: it comes once in an answer."""
-        choices = []
-        for w in workers:
-            new_tokens = self._prefill(w, tokens, cached).prefill_tokens
-            if new_tokens > self.rule.local_tokens:
-                continue
-            for choice in self._whole([w], tokens, cached, "local"):
-                carried_s = 0.0
-                if w.role is Role.DECODE:
-                    prefill_s = -(-new_tokens // w.chunk_tokens) * (choice.gap_s - self.seconds(w.running, w.units))
-                    carried_s = (w.running.decode_batch + 1) * prefill_s / answer_tokens
-                choices.append(choice._replace(tpot_s=choice.tpot_s + carried_s))
+            ttft_s, tpot_s = w.factor * (self.seconds(w.pending, w.units) + chunks * step), self._tpot(w, tokens)
+            if w.role is Role.DECODE:
+                prefill_s = chunks * (step - self.seconds(w.running, w.units))
+                tpot_s += (w.running.decode_batch + 1) * prefill_s / answer_tokens
+            choices.append(Choice(Route(w.name, w.name), ttft_s, step, tpot_s, reason))
         return choices
 
     def _handed_on(

@@ -1,7 +1,7 @@
 """Which pages hold the beginning of a request, and which running request is computing them.
 
-Owns: the names of requests' pages, and who will publish a name that is not there yet. Promises: a page is published when all of it
-is computed, never before. Must not: hold or free pages (core/pages.py).
+Owns: the names of requests' pages, who will publish a name that is not there yet, and how much of a waiting request is known.
+Promises: a page is published when all of it is computed, never before. Must not: hold or free pages (core/pages.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Prefixes:
             return []
         self._name(request, tokens // self._page_tokens)
         fetched = is_fetched(request)
-        usable = request.names[: self._usable(request, tokens, fetched)]
+        usable = request.names[: self._usable(request, tokens)]
         hits = self._pages.find(usable)
         if not fetched and len(hits) < len(usable) and usable[len(hits)] in self._computing:
             return None
@@ -49,7 +49,7 @@ class Prefixes:
                     continue
                 room -= tokens
                 self._name(request, tokens // size)
-            names, found, most = request.names, request.found // size, self._usable(request, tokens, False)
+            names, found, most = request.names, request.found // size, self._usable(request, tokens)
             while found < most and self._known(names[found]):
                 found += 1
             while found and not self._known(names[found - 1]):
@@ -80,11 +80,13 @@ class Prefixes:
             if self._computing.get(name) is request:
                 del self._computing[name]
 
-    def _usable(self, request: Request, tokens: int, fetched: bool) -> int:
+    def _usable(self, request: Request, tokens: int) -> int:
         """Of its pages with the first `tokens` tokens, how many it may take from the cache: one token at least is computed, here or
         elsewhere, and so is what is to be told of."""
-        most = (tokens - (not fetched)) // self._page_tokens
-        if not fetched and request.arrive.sampling.prompt_logprobs is not None:
+        if is_fetched(request):
+            return tokens // self._page_tokens
+        most = (tokens - 1) // self._page_tokens
+        if request.arrive.sampling.prompt_logprobs is not None:
             most = min(most, request.prompt_told // self._page_tokens)
         return most
 

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import cyclopts
 import psutil
@@ -85,26 +84,29 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
 
 
 PLAN = """
-import signal, sys
+import multiprocessing, os, signal, sys
+from counterpoint import plan
 from counterpoint.cli import status_of
+multiprocessing.set_start_method("fork")  # so that its processes have this too:
+play = plan.play
+plan.play = lambda task, rate: (print(os.getpid(), flush=True), play(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.exit(status_of(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
 """
 
 
-def busy(process: psutil.Process) -> list[psutil.Process]:
-    """Its children that search."""
-    return [child for child in process.children() if child.cpu_times().user > 0.2]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_a_plan_that_is_ended(number):
     """Ctrl-C reaches the whole group; a kill the command alone."""
-    command = psutil.Popen([sys.executable, "-c", PLAN], start_new_session=True, stderr=subprocess.DEVNULL)
+    command = psutil.Popen(
+        [sys.executable, "-c", PLAN], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
-        while len(children := busy(command)) < 2:
-            assert command.poll() is None
-            time.sleep(0.05)
+        searching: set[int] = set()
+        while len(searching) < 2:
+            searching.add(int(command.stdout.readline()))
+        children = [psutil.Process(each) for each in searching]
+        assert all(child.ppid() == command.pid for child in children)
         os.killpg(command.pid, number) if number == signal.SIGINT else command.kill()
         assert command.wait(30) == (130 if number == signal.SIGINT else -number)
         assert not psutil.wait_procs(children, timeout=30)[1]

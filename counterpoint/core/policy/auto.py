@@ -11,7 +11,8 @@ to pay: what DuetServe (arXiv 2511.04791) and MuxWise (ASPLOS'26) do by rule, do
     pause      decode may sit out layer groups that its slack pays for, when a first token is about to be late
     overtake   a short prompt goes before a long one between layer groups, if that one has time to spare, or if it would be late
                itself and the long one can still be in time
-    cut        a pass ends before a prompt that would make the others in it late
+    cut        a pass ends before a prompt that would make the others in it late, and leaves out short ones that it would make late
+    queue      no chunk stands behind a step that takes long: who comes meanwhile would wait for both
 
 Owns: all of that. Promises: a decision takes a millisecond or so at most. Must not: know what kind of device runs.
 """
