@@ -1,9 +1,9 @@
 """Routing: the front's own book of what it has sent where, and the choice of workers from it.
 
-Owns: for every living request its workers, its size and how far it is; from them each worker's load; how long the latest answers were.
-Promises: pure; the load is that of this very moment, since every request and every token passes the front (a worker's own report would
-be a round trip old, and a burst would all go to the one that looked idle); a request finds a worker as long as a willing one could ever
-hold it.
+Owns: for every living request its workers, its size and how far it is; from them each worker's load; how long the latest answers
+were. Promises: pure; the load is that of this very moment, since every request and every token passes the front (a worker's own
+report would be a round trip old, and a burst would all go to the one that looked idle); a request finds a worker as long as a
+willing one could ever hold it.
 Must not: read a clock, talk.
 """
 
