@@ -10,6 +10,7 @@ waits for the end of standard input.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -77,6 +78,13 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def settle() -> None:
+    """All objects that there are now stay: spare the collector to walk over them again and again (150 to 200 ms each time for the
+    370,000 objects of an engine on an H200, in which no step is launched)."""
+    gc.collect()
+    gc.freeze()
+
+
 class Mailbox:
     """One thread's way out. `post` never blocks."""
 
@@ -136,6 +144,7 @@ def play(start: Start, system: System, inbox: WallInbox, context: Context, out: 
     gate = open_gate(system, inbox)
     mail = threading.Thread(target=take_mail, args=(start, context, inbox, gate, over), name="mail", daemon=True)
     mail.start()
+    settle()
     out.post(hello_of(start.config, system))
     path, deliver = start.config.server.timeline, Deliver(out)
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes) if path is not None else None

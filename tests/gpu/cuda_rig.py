@@ -22,14 +22,14 @@ from counterpoint.core.loop import run
 from counterpoint.device.cuda.attend import Attention, TorchPlanner, best_decode, best_planner, decode_by_torch
 from counterpoint.device.cuda.driver import CudaDriver, Driver
 from counterpoint.device.cuda.executor import CudaExecutor
-from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
+from counterpoint.device.cuda.graphs import DecodeGraphs
 from counterpoint.device.cuda.green import Partitions
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.ops import cuda_ops, decode_ops, layer_kernels
 from counterpoint.device.cuda.passes import SIZES, Passes
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import Products
-from counterpoint.device.cuda.tables import DeviceTables
+from counterpoint.device.cuda.tables import DeviceTables, buckets_for
 from counterpoint.device.wall import WallInbox
 from counterpoint.device.watch import Watch
 from counterpoint.model.checkpoint import Dummy
@@ -196,7 +196,7 @@ def make_parts(
     tables = DeviceTables(
         slots, spec.max_context_tokens, PAGE, vocab, spec.eos_token_ids, pages, driver, FilterFloor() if gpu else None
     )
-    graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
+    graphs = DecodeGraphs(decoder, kv, tables, driver)
     passes = Passes(decoder, kv, tables, driver, sizes)
     return Parts(decoder, kv, tables, graphs, passes, places, driver, units, close)
 

@@ -9,9 +9,9 @@ from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Service, make_parts, re
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
 from counterpoint.device.cuda.attend import decode_by_torch
-from counterpoint.device.cuda.graphs import buckets_for
 from counterpoint.device.cuda.places import Place, Places
 from counterpoint.device.cuda.sampling import MOST_TOP, Tail, tail_for
+from counterpoint.device.cuda.tables import buckets_for
 from counterpoint.device.settings import Stage
 from counterpoint.model.batch import make_batch
 from counterpoint.model.checkpoint import Dummy

@@ -82,12 +82,17 @@ def untied(found: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", POOLS)
 def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: list[Any], name: str):
     pool = running[name]
-    found = untied(answers(pool, BODIES))
-    wrong = others(found, truth)
-    assert not wrong, [(BODIES[number], found[number], truth[number]) for number in wrong[:2]]
+
+    def tried() -> bool:
+        """How full workers are when a request is routed is chance: rounds go on until enough was handed over, and forked."""
+        found = untied(answers(pool, BODIES))
+        wrong = others(found, truth)
+        assert not wrong, [(BODIES[number], found[number], truth[number]) for number in wrong[:2]]
+        adopted = pool.metric("counterpoint_handoffs_ended_total", outcome="adopted")
+        return adopted > 60 and pool.metric("counterpoint_routes_total", reason="fork") > 5
+
+    poll(tried, 120, "hardly a request was handed over, or forked")
     poll(lambda: pool.at_rest, what="the pool does not come to rest")
-    assert pool.metric("counterpoint_handoffs_ended_total", outcome="adopted") > 60
-    assert pool.metric("counterpoint_routes_total", reason="fork") > 5
     kind = name if name in ("tcp", "shm") else "cuda-ipc"
     assert pool.metric("counterpoint_handoff_links", transport=kind) == pool.metric("counterpoint_handoff_links") >= 2
     assert ("through host memory" in pool.said()) == (kind != "cuda-ipc"), "a slow way must be told, and no other"

@@ -10,12 +10,15 @@ It is a seam, so that the executor can be tested without a GPU: a driver that ru
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+ALIGNED_BYTES = 256
 
 
 class Driver(Protocol):
@@ -77,14 +80,17 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """Pinned memory is kept, never freed: torch, when it frees some, records an event on the stream that used it, which would spoil
-    a capture that another thread is making there."""
+    """Pinned memory is cut from large slabs and never freed. CUDA, when asked for more, waits until the device has nothing to do
+    (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used it,
+    which would spoil a capture that another thread is making there."""
+
+    SLAB_BYTES = 32 << 20
 
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
         self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
         self._borrowed: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self._slab = self._pinned(self.SLAB_BYTES)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -120,9 +126,8 @@ class CudaDriver:
         return self._borrow(tensor).copy_(tensor, non_blocking=True)
 
     def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        block = torch.empty(shape, dtype=dtype, pin_memory=True)
-        self._kept.append(block)
-        return block
+        count = math.prod(shape)
+        return self._cut(count * dtype.itemsize)[: count * dtype.itemsize].view(dtype).view(shape)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         to.copy_(source, non_blocking=True)
@@ -137,11 +142,22 @@ class CudaDriver:
 
     def _borrow(self, like: Tensor) -> Tensor:
         """Pinned memory of the shape and dtype of `like`."""
-        size = 1 << max(8, (max(1, like.nbytes) - 1).bit_length())
+        size = max(ALIGNED_BYTES, 1 << (max(1, like.nbytes) - 1).bit_length())
         idle = self._idle.setdefault(size, [])
-        block = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        block = idle.pop() if idle else self._cut(size)
         self._borrowed.append(block)
         return block[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _cut(self, size: int) -> Tensor:
+        """At least so many bytes of pinned memory, for good."""
+        size = -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+        if size > len(self._slab):
+            self._slab = self._pinned(max(size, self.SLAB_BYTES))
+        block, self._slab = self._slab[:size], self._slab[size:]
+        return block
+
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:
         """The graph's own memory is shared with the driver's other graphs of the same stream: they must not run at once, which

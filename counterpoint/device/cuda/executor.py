@@ -181,17 +181,16 @@ class CudaExecutor:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
             rows, way = held.rows, held.way
         inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
-        only_B = None if every else inputs.sample_rows_B
-        x_TD = way.run(place, step.first_layer, step.last_layer, only_B)
+        x_TD = way.run(place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N)
         if x_TD is None:
             self._open[step.batch] = OpenPass(rows, way)
             return
         flight.held, flight.over = inputs, inputs.plan.close
         if every:
             flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, x_TD)
-            x_TD = x_TD[inputs.sample_rows_B]
+            x_TD = x_TD[inputs.last_rows_N]
         if len(rows.slot_B):
-            self._sample(flight, decoder.head(x_TD), rows, inputs.sampled)
+            self._sample(flight, decoder.head(x_TD)[: len(rows.slot_B)], rows, inputs.sampled)
 
     @torch.inference_mode()
     def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:

@@ -11,7 +11,6 @@ Shapes: B rows of the bucket, P pages of a block-table row, V vocabulary.
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,14 +31,6 @@ from counterpoint.model.sample import logprobs
 from counterpoint.types import Segment
 
 Chosen = tuple[Tensor, Tensor, Tensor]  # of B rows: the token's log-probability, the best ids and their log-probabilities [B, N]
-
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-
-
-def buckets_for(max_rows: int) -> tuple[int, ...]:
-    """The bucket sizes up to `max_rows`, and multiples of 64 above the largest named."""
-    sizes = [*BUCKETS, *range(BUCKETS[-1] + 64, max_rows + 64, 64)]
-    return tuple(sizes[: bisect.bisect_left(sizes, max_rows) + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,12 +58,12 @@ class Graph:
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: Decoder, kv: KVPool, tables: DeviceTables, driver: Driver, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, kv: KVPool, tables: DeviceTables, driver: Driver) -> None:
         self.decoder = decoder
         self.kv = kv
         self.tables = tables
         self.driver = driver
-        self.buckets = buckets_for(max_rows)
+        self.buckets = tables.buckets
         self.capture_s = 0.0
         self._graphs: dict[tuple[str, int, Tail], Graph] = {}
 
@@ -80,13 +71,10 @@ class DecodeGraphs:
     def count(self) -> int:
         return len(self._graphs)
 
-    def bucket(self, rows: int) -> int:
-        return self.buckets[bisect.bisect_left(self.buckets, rows)]
-
     def launch(self, place: Place, segments: Sequence[Segment]) -> tuple[Graph, Feed]:
         """Launch a step of decodes on the place's stream (which is current). The ids come to the feed's `ids_B`, or the logits
         stay in the graph's, until its next launch. The feed goes back to `graph.idle` when it has been read."""
-        graph = self.graph(place, self.bucket(len(segments)), self._tail([s.slot for s in segments]))
+        graph = self.graph(place, self.tables.bucket(len(segments)), self._tail([s.slot for s in segments]))
         feed = graph.idle.pop() if graph.idle else self._feed(graph)
         self.tables.decode_inputs(segments, feed.rows_3B)
         self.driver.copy(feed.inputs_3B, graph.inputs_3B)

@@ -28,7 +28,7 @@ from counterpoint.device.cuda.adjust import ELEMENT_BYTES as ADJUSTMENT_BYTES
 from counterpoint.device.cuda.attend import DecodeKernel, Planner, best_decode, best_planner
 from counterpoint.device.cuda.driver import CudaDriver
 from counterpoint.device.cuda.executor import CudaExecutor, Reports
-from counterpoint.device.cuda.graphs import DecodeGraphs, buckets_for
+from counterpoint.device.cuda.graphs import DecodeGraphs
 from counterpoint.device.cuda.green import Partitions, granularity
 from counterpoint.device.cuda.kernels.attention import FP8_CAPABILITY
 from counterpoint.device.cuda.kernels.floor import FilterFloor
@@ -37,8 +37,9 @@ from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer
 from counterpoint.device.cuda.passes import Passes, sizes_for
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import MANY, Matrix, Products, build_tiles, probes_up_to
+from counterpoint.device.cuda.rehearsal import rehearse
 from counterpoint.device.cuda.sampling import Tail
-from counterpoint.device.cuda.tables import DeviceTables
+from counterpoint.device.cuda.tables import DeviceTables, buckets_for
 from counterpoint.device.tables import pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.fp8 import FP8
@@ -134,20 +135,24 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     kv = KVPool(spec, pages + 1, size, decoder.kv_dtype, device)
     known = spec.vocab if vocab is None else vocab
     tables = DeviceTables(slots, context, size, known, spec.eos_token_ids, pages, driver, filter_floor(device))
-    graphs = DecodeGraphs(decoder, kv, tables, driver, slots)
+    graphs = DecodeGraphs(decoder, kv, tables, driver)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
     passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec))
     progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
     free = torch.cuda.mem_get_info(device)[0]
-    passes.capture(fused_places(config, places))
+    passes.capture([place for _, place in fused_places(config, places)])
     torch.cuda.synchronize(device)
     took = f"in {passes.capture_s:.1f} s, {memory.gib(free - torch.cuda.mem_get_info(device)[0])}"
     progress(f"{passes.count} graphs of passes with prompt tokens captured {took}")
     progress(f"KV cache of {pages} pages ({memory.gib(pages * each)}): {budget}")
-    return CudaDevice(
+    opened = CudaDevice(
         decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
+    played = rehearse(opened.executor, fused_places(config, places), min(config.scheduler.max_pass_tokens, pages * size))
+    torch.cuda.synchronize(device)
+    progress(f"{played}; {memory.gib(torch.cuda.mem_get_info(device)[0])} of the device are free")
+    return opened
 
 
 def equip(
@@ -284,12 +289,11 @@ def captured_places(config: Config, places: Places) -> list[Place]:
     return places.of(Role.DECODE)
 
 
-def fused_places(config: Config, places: Places) -> list[Place]:
-    """Where graphs of passes with prompt tokens are wanted from the first request on; elsewhere when first needed.
-    `auto` prices steps and would hold the 20 ms of a capture against one: all of its places, and where it decodes and fuses."""
-    if config.scheduler.policy == "auto":
-        return places.of(Role.PREFILL) + places.of(Role.DECODE)[:1]
-    return places.of(Role.PREFILL)[:1]
+def fused_places(config: Config, places: Places) -> list[tuple[Role, Place]]:
+    """Where passes with prompt tokens run, and as what: wherever there is prefill, and where `auto` decodes and fuses. Everything
+    is wanted there from the first request on: the 20 ms of a capture would be held against a step whose price is being learnt."""
+    fusing = places.of(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
+    return [*((Role.PREFILL, place) for place in places.of(Role.PREFILL)), *((Role.DECODE, place) for place in fusing)]
 
 
 def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver, total: int, shared: bool = False) -> memory.Budget:

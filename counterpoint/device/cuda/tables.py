@@ -2,7 +2,7 @@
 
 Owns: token ids, block tables and sampling numbers of the open slots, as tensors of the device, and the way there. Promises: a
 decode step needs its slots, positions and new pages from the host, nothing else; a sampled token never leaves the device to come
-back; nothing here waits for the device.
+back; nothing here waits for the device; rows that are computed for few requests come in few numbers (BUCKETS).
 Must not: run a model.
 
 What `open` is told stays on the host until a step names the slot: it is sent on that step's stream, so no stream has to wait for
@@ -12,11 +12,12 @@ Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens; 
 283 MiB for 256 slots and 128,256 tokens (adjust.py).
 
 Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled segments or rows of a decode step,
-P pages of a block-table row.
+P pages of a block-table row, N rows of a bucket.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ from counterpoint.types import Open, Segment
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INTEGERS = ("top_k", "seed", "prompt_tokens", "min_tokens")
 ADJUSTED = Stage.PENALTIES | Stage.BIAS | Stage.KEEP_ON
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def buckets_for(max_rows: int) -> tuple[int, ...]:
+    """The bucket sizes up to `max_rows`, and multiples of 64 above the largest named."""
+    sizes = [*BUCKETS, *range(BUCKETS[-1] + 64, max_rows + 64, 64)]
+    return tuple(sizes[: bisect.bisect_left(sizes, max_rows) + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +56,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:
-    """`place_2T`: slot and position of each row. `sample_rows_B`: the rows whose last hidden states are sampled from."""
+    """`place_2T`: slot and position of each row. `last_rows_N`: those whose last hidden states are sampled from, filled up to a
+    bucket with the first of them."""
 
     place_2T: Tensor
-    sample_rows_B: Tensor
+    last_rows_N: Tensor
     sampled: Sampled
     plan: Plan
 
@@ -89,8 +98,13 @@ class DeviceTables:
         self._adjusted: set[int] = set()  # slots whose row there says something
         self.filter_floor = filter_floor
         self._no_tables = self.pages[:0], torch.zeros(0, dtype=torch.int32, device=device)
+        self.buckets = buckets_for(slots)
         self._unsent: dict[int, Open] = {}
         self._pages_used = [0] * slots
+
+    def bucket(self, rows: int) -> int:
+        """To how many rows so many are filled up."""
+        return self.buckets[bisect.bisect_left(self.buckets, rows)] if rows else 0
 
     def open(self, command: Open) -> None:
         """Raises ValueError if the row does not hold that many tokens."""
@@ -153,9 +167,13 @@ class DeviceTables:
         position_T = np.arange(tokens_S.sum()) + np.repeat(start_S - first_S, tokens_S)
         place_2T = self.driver.upload(np.stack([np.repeat(slot_S, tokens_S), position_T]))
         last_S = first_S + tokens_S - 1
-        sampled = self.driver.upload(np.stack([last_S[rows.sampled_B.numpy()], rows.slot_B.numpy(), rows.end_B.numpy()]))
+        count = len(rows.slot_B)
+        sampled_3N = np.zeros((3, self.bucket(count)), np.int64)
+        sampled_3N[:, :count] = last_S[rows.sampled_B.numpy()], rows.slot_B.numpy(), rows.end_B.numpy()
+        sampled_3N[0, count:] = sampled_3N[0, :1]
+        last_rows_N, slot_N, end_N = self.driver.upload(sampled_3N)
         plan = self._plan(slot_S, start_S + tokens_S, tokens_S, planner, decode)
-        return PassInputs(place_2T, sampled[0], Sampled(sampled[1], sampled[2]), plan)
+        return PassInputs(place_2T, last_rows_N, Sampled(slot_N[:count], end_N[:count]), plan)
 
     def look_up(self, place_2T: Tensor) -> tuple[Tensor, Tensor]:
         """Of rows by slot and position: their tokens, and where in the pool their K and V belong. Capturable."""
@@ -165,7 +183,7 @@ class DeviceTables:
     def batch(self, inputs: PassInputs) -> Batch:
         """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""
         tokens_T, kv_rows_T = self.look_up(inputs.place_2T)
-        return Batch(tokens_T, inputs.place_2T[1], kv_rows_T, inputs.sample_rows_B, inputs.plan)
+        return Batch(tokens_T, inputs.place_2T[1], kv_rows_T, inputs.last_rows_N, inputs.plan)
 
     def put_sampled(self, sampled: Sampled, ids_B: Tensor) -> None:
         """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still

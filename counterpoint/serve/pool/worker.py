@@ -37,7 +37,17 @@ from counterpoint.device.cores import pin
 from counterpoint.device.link.shm import ShmLink
 from counterpoint.device.timeline import Timeline, Transfer, run
 from counterpoint.device.wall import WallInbox
-from counterpoint.serve.engine_process import STATS_S, die_with_parent, end_with_parent, find, hello_of, keep, open_gate, open_log
+from counterpoint.serve.engine_process import (
+    STATS_S,
+    die_with_parent,
+    end_with_parent,
+    find,
+    hello_of,
+    keep,
+    open_gate,
+    open_log,
+    settle,
+)
 from counterpoint.serve.logs import start_logging
 from counterpoint.serve.pool.frontline import FrontLine
 from counterpoint.serve.pool.joining import Census, Join, Leaving, Ready, Said, Told, token_of
@@ -178,6 +188,7 @@ class Worker:
     def run(self) -> None:
         """From Ready to the front's farewell."""
         start, system = self.start, self.system
+        settle()
         ready = Ready(
             hello=hello_of(start.config, system),
             address=self.courier.address,

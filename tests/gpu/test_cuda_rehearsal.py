@@ -1,0 +1,101 @@
+"""What a rehearsal leaves behind: everything made, nothing changed. On a GPU or, without one, in place on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cuda_rig import HAS_GPU, TINY, Parts, Service, make_parts, requests, rig
+
+from counterpoint.core.policy import Multiplex
+from counterpoint.device.cuda.places import Place
+from counterpoint.device.cuda.rehearsal import passes, rehearse
+from counterpoint.types import Role
+
+SIZES = (4, 8, 16)
+TOKENS = 200
+
+
+def everywhere(parts: Parts) -> list[tuple[Role, Place]]:
+    return [(role, place) for role in (Role.PREFILL, Role.DECODE) for place in parts.places.of(role)]
+
+
+def ask(parts: Parts, seed: int = 4) -> dict[str, list[int]]:
+    service = Service(
+        parts, Multiplex(160, parts.units, parts.places.of(Role.DECODE)[-1].units, TINY.layers, depth=2), overlap=HAS_GPU
+    )
+    answers = service.ask(requests(24, seed=seed))
+    service.close()
+    return answers
+
+
+def played(parts: Parts, places: Sequence[tuple[Role, Place]] | None = None, tokens: int = TOKENS) -> str:
+    return rehearse(parts.executor, everywhere(parts) if places is None else places, tokens)
+
+
+def test_answers_are_the_same_after_it():
+    found = []
+    for first in (False, True):
+        parts = make_parts(sizes=SIZES)
+        if first:
+            played(parts)
+        found.append(ask(parts))
+    assert found[0] == found[1]
+
+
+def test_only_the_spare_page_is_written():
+    parts = make_parts(sizes=SIZES)
+    played(parts)
+    for pool in (*parts.kv.k, *parts.kv.v):
+        assert not pool[:-1].any(), "a page that a request may be given"
+        assert pool[-1].any()
+
+
+def test_the_largest_comes_first_and_every_bucket_is_sampled():
+    with rig(sizes=SIZES, slots=24) as r:
+        found = list(passes(r.executor, TOKENS))
+        rows = [sum(segment.tokens for segment in segments) for segments, _ in found]
+        assert rows[0] == max(rows) == TOKENS
+        sampled = {sum(segment.sample for segment in segments) for segments, layers in found if layers == TINY.layers}
+        assert sampled == {1, 2, 4, 8, 16, 24}
+        ends = [segment.start + segment.tokens for segments, _ in found for segment in segments]
+        assert max(ends) == TINY.max_context_tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_no_pass_is_larger_than_allowed(tokens: int):
+    with rig(sizes=SIZES) as r:
+        assert all(sum(segment.tokens for segment in segments) <= tokens for segments, _ in passes(r.executor, tokens))
+
+
+def test_a_pass_that_fails_is_told_and_the_others_are_played(caplog: pytest.LogCaptureFixture):
+    parts = make_parts(sizes=SIZES)
+    start, calls = parts.passes.start, 0
+
+    def failing(inputs):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("no room for this one")
+        return start(inputs)
+
+    parts.passes.start = failing
+    with caplog.at_level(logging.WARNING, logger="counterpoint.device.cuda.rehearsal"):
+        note = played(parts, everywhere(parts)[:1])
+    assert [r.message for r in caplog.records if "rehearsed" in r.message] == [
+        "a pass could not be rehearsed: OutOfMemoryError: no room for this one"
+    ]
+    assert note.startswith(f"{calls} passes rehearsed")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
+def test_serving_gets_no_memory_from_the_driver_afterwards():
+    parts = make_parts(sizes=SIZES, dtype=torch.bfloat16)
+    played(parts)
+    ask(parts)  # whatever the engine's own steps take: decode graphs are captured when first needed here
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    ask(parts, seed=9)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
