@@ -12,6 +12,7 @@ import torch
 from cuda_rig import HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex
+from counterpoint.device.cuda.attend import gathered_at_once
 from counterpoint.device.cuda.passes import SIZES, sizes_for
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Drop, Sampling, Segment, StepDone
@@ -235,3 +236,29 @@ def test_large_layers_need_fewer_graphs():
     assert sizes_for(8192, large) == tuple(size for size in SIZES if size <= 640)
     assert sizes_for(100, small) == sizes_for(100, large) == (16, 32, 48, 64, 96, 128)
     assert sizes_for(8192, dataclasses.replace(large, ffn=1 << 30)) == SIZES[:1], "the smallest passes always have theirs"
+
+
+def test_prompts_of_one_pass_may_be_gathered_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """However many are gathered at once: decodes, prompts in pieces, and one that alone is longer than the bound."""
+
+    def script(r: Rig) -> list[StepDone]:
+        lengths = (30, 7, 96, 41, 2)
+        for slot, length in enumerate(lengths):
+            r.open(slot, prompt(length, length), ASKING)
+        dones = [r.run([Segment(slot, 0, n // 2, False, pages(slot, n)) for slot, n in enumerate(lengths)], lane=1)]
+        dones.append(r.run([Segment(slot, n // 2, n - n // 2, True) for slot, n in enumerate(lengths)], lane=1))
+        decodes = [Segment(slot, lengths[slot], 1, True) for slot in (0, 1)]
+        r.open(5, prompt(50, 50), ASKING)
+        return [*dones, r.run([*decodes, Segment(5, 0, 50, True, pages(5, 50))], lane=1)]
+
+    truth = told(script, ())
+    for most in (1, 40, 100):
+        monkeypatch.setattr("counterpoint.device.cuda.attend.MOST_GATHERED", most)
+        tokens, numbers, _ = told(script, SMALL)
+        assert tokens == truth[0] and (numbers - truth[1]).abs().max() <= 1e-4, most
+
+
+def test_how_many_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("counterpoint.device.cuda.attend.MOST_GATHERED", 100)
+    assert gathered_at_once([100, 1, 99, 1]) == [(0, 1), (1, 3), (3, 4)]
+    assert gathered_at_once([500, 500]) == [(0, 1), (1, 2)]

@@ -2,7 +2,8 @@
 
 Owns: the plan of a pass, and the kernels' workspaces. Promises: the first rows of a pass, one token each, go to a decode kernel
 that reads pages where they lie; the rest is prefill, over its context gathered into one piece (a copy of the context costs far less
-than attention over it, and the kernels for contiguous keys are the faster ones). A plan is made once per pass and never waits.
+than attention over it, and the kernels for contiguous keys are the faster ones), of some prompts at a time: so the copy's memory is
+bounded. A plan is made once per pass and never waits.
 Must not: know a request.
 
 Which prefill kernel: FlashInfer's where it is installed and has the shape (FlashAttention-3 on Hopper: Shah et al.,
@@ -15,6 +16,7 @@ P pages of a block-table row.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from counterpoint.device.cuda.kernels.attention import DecodeAttention
 
 log = logging.getLogger(__name__)
+
+MOST_GATHERED = 1 << 16  # context tokens of prompts that are gathered at once: 256 MiB of a layer of Llama-3.1-8B
 
 DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k pages, v pages, block table, lengths -> [B, H * A]
 
@@ -56,19 +60,38 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """Some prompts of a pass: its rows [first, last), and the rows of the pool in which their context lies."""
+
+    first: int
+    last: int
+    prefill: Prefill
+    context_L: Tensor  # int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Attention of one pass. The first `len(length_B)` rows are decodes; the others belong to `prefill`, whose context lies in rows
-    `context_L` of the pool (None: there are none)."""
+    """Attention of one pass. The first `len(length_B)` rows are decodes; the others are those of `prompts`."""
 
     table_BP: Tensor  # int32
     length_B: Tensor  # int32
     decode: DecodeKernel
-    prefill: Prefill | None = None
-    context_L: Tensor | None = None  # int32
+    prompts: tuple[Prompts, ...] = ()
 
     def close(self) -> None:
-        if self.prefill is not None:
-            self.prefill.close()
+        for some in self.prompts:
+            some.prefill.close()
+
+
+def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """Prompts [first, last) of these contexts whose copies are made at once: no more than MOST_GATHERED tokens, or one prompt."""
+    edges, total = [0], 0
+    for number, context in enumerate(contexts):
+        if total and total + context > MOST_GATHERED:
+            edges.append(number)
+            total = 0
+        total += context
+    return list(itertools.pairwise([*edges, len(contexts)]))
 
 
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -83,7 +106,7 @@ class Attention:
 
     def __call__(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
         """[T, H * A]."""
-        if plan.prefill is None:
+        if not plan.prompts:
             return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
         out_TE = torch.empty_like(q_THA).flatten(1)
         self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
@@ -92,15 +115,13 @@ class Attention:
     def over_layers(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan, out_TE: Tensor) -> Attend:
         """Attention in one layer after another, whose queries and results lie in the same memory each time, and whose pages are all
         as these are: what does not change costs the host once."""
-        decodes, prefill, context_L = plan.length_B.shape[0], plan.prefill, plan.context_L
-        out_THA = out_TE.view(q_THA.shape)
-        prompts_THA, results_THA = q_THA[decodes:], out_THA[decodes:]
+        decodes, out_THA = plan.length_B.shape[0], out_TE.view(q_THA.shape)
+        parts = [(p.prefill.run, q_THA[p.first : p.last], p.context_L, out_THA[p.first : p.last]) for p in plan.prompts]
         decode = decode_over_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes]) if decodes else None
 
         def attend(k_pages: Tensor, v_pages: Tensor) -> None:
-            if prefill is not None:
-                assert context_L is not None
-                prefill.run(prompts_THA, *self.gather(k_pages, v_pages, context_L), results_THA)
+            for prefill, some_THA, context_L, results_THA in parts:
+                prefill(some_THA, *self.gather(k_pages, v_pages, context_L), results_THA)
             if decode is not None:
                 decode(k_pages, v_pages)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.device.cuda.attend import Attention, Plan, Planner, best_planner, decode_by_torch
+from counterpoint.device.cuda.attend import Attention, Plan, Planner, Prompts, best_planner, decode_by_torch
 from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.products import Packed, Products, Quantise, quantised, scaled
@@ -71,7 +71,7 @@ def cuda_ops(
         none = torch.zeros(0, 1, dtype=torch.int32, device=device)
         prefill = planner.plan(tokens_S.tolist(), ends_S.tolist())
         context_L = torch.cat(rows).to(device, torch.int32)
-        return Plan(none, none[:, 0], decode_by_torch, prefill, context_L)
+        return Plan(none, none[:, 0], decode_by_torch, (Prompts(0, int(tokens_S.sum()), prefill, context_L),))
 
     record = dataclasses.replace(
         reference_ops(),

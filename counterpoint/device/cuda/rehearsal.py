@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from counterpoint.device.cuda.attend import MOST_GATHERED
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.places import Place
 from counterpoint.device.wall import WallInbox
@@ -50,7 +51,7 @@ def rehearse(make: Callable[[Sequence[Lane], WallInbox], CudaExecutor], places: 
 
 def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
     """The segments of each pass, and how many layers of it are played. First the largest, so that the others find its memory; then
-    those launched operation by operation; then any number of sampled rows behind graphs; then the longest context."""
+    those launched operation by operation; then any number of sampled rows behind graphs; then the longest contexts."""
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
     captured = max(executor.passes.sizes, default=0)
@@ -60,13 +61,18 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
         decodes = min(count, tokens) - 1
         prompt = min(FEW, tokens - decodes, context)
         yield [*(Segment(slot, 0, 1, True) for slot in range(decodes)), Segment(decodes, 0, prompt, True)], layers
-    few = min(FEW, tokens, context)
-    yield [Segment(0, context - few, few, True)], 1
+    yield long_contexts(tokens, context), 1
 
 
 def prompts(rows: int, context: int) -> list[Segment]:
     """So many rows, as prompts as long as a context may be. A slot may have several: nobody reads what they compute."""
     return [Segment(0, 0, min(context, rows - at), False) for at in range(0, rows, context)]
+
+
+def long_contexts(tokens: int, context: int) -> list[Segment]:
+    """The ends of the longest prompts, as many as are gathered at once."""
+    few = min(FEW, tokens, context)
+    return [Segment(0, context - few, few, False)] * max(1, min(MOST_GATHERED // context, tokens // few))
 
 
 class Player:

@@ -37,7 +37,7 @@ from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer
 from counterpoint.device.cuda.passes import Passes, sizes_for
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import MANY, Matrix, Products, build_tiles, probes_up_to
-from counterpoint.device.cuda.rehearsal import rehearse
+from counterpoint.device.cuda.rehearsal import long_contexts, prompts, rehearse
 from counterpoint.device.cuda.sampling import Tail
 from counterpoint.device.cuda.tables import DeviceTables, buckets_for
 from counterpoint.device.tables import pass_rows
@@ -49,7 +49,7 @@ from counterpoint.model.ops import Ops
 from counterpoint.model.weights import build_decoder, load_decoder
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.source import Source, load_spec
-from counterpoint.types import Lane, Open, Role, Sampling, Segment
+from counterpoint.types import Lane, Role
 
 log = logging.getLogger(__name__)
 
@@ -327,26 +327,25 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
 
 
 def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: CudaDriver) -> int:
-    """Peak memory of a pass of `max_pass_tokens`, measured on one layer and the LM head."""
+    """What a stream's passes keep of memory, measured on one layer and the LM head: passes of `max_pass_tokens`, and of the longest
+    contexts."""
     spec, size = decoder.spec, config.device.page_tokens
+    context = config.model.max_context_tokens or spec.max_context_tokens
     tokens = min(config.scheduler.max_pass_tokens, spec.max_context_tokens)
-    one_layer = dataclasses.replace(spec, layers=1)
-    pages = -(-tokens // size)
-    kv = KVPool(one_layer, pages + 1, size, decoder.kv_dtype, driver.device)
-    tables = DeviceTables(1, tokens, size, spec.vocab, (), pages, driver)
+    kv = KVPool(dataclasses.replace(spec, layers=1), 1, size, decoder.kv_dtype, driver.device)
+    tables = DeviceTables(1, context, size, spec.vocab, (), 0, driver)
     place = places.of(Role.PREFILL)[0]
-    tables.open(Open(0, (0,) * tokens, tokens, (), Sampling(max_tokens=1, temperature=0.0)))
-    segments = (Segment(0, 0, tokens, True, tuple(range(pages))),)
-    before = torch.cuda.memory_allocated(driver.device)
+    torch.cuda.empty_cache()
+    reserved, allocated = torch.cuda.memory_reserved(driver.device), torch.cuda.memory_allocated(driver.device)
     torch.cuda.reset_peak_memory_stats(driver.device)
-    with driver.on(place.stream), torch.inference_mode():
-        tables.send(segments)
-        batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode))
-        x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
-        decoder.logits(x_TD, batch)
-    torch.cuda.synchronize(driver.device)
-    batch.attention.close()
-    return torch.cuda.max_memory_allocated(driver.device) - before
+    for segments in (prompts(tokens, context), long_contexts(tokens, context)):
+        with driver.on(place.stream), torch.inference_mode():
+            batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode))
+            x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
+            decoder.head(x_TD[: config.scheduler.max_running])
+        torch.cuda.synchronize(driver.device)
+        batch.attention.close()
+    return max(torch.cuda.memory_reserved(driver.device) - reserved, torch.cuda.max_memory_allocated(driver.device) - allocated)
 
 
 class DrawnWeights:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.cuda.adjust import Adjustments
-from counterpoint.device.cuda.attend import DecodeKernel, Plan, Planner
+from counterpoint.device.cuda.attend import DecodeKernel, Plan, Planner, Prompts, gathered_at_once
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.settings import Settings, Stage
@@ -221,14 +221,22 @@ class DeviceTables:
             length_B = self.driver.upload(end_S[:decodes].astype(np.int32))
         if decodes == len(slot_S):
             return Plan(table_BP, length_B, decode)
-        context_S = end_S[decodes:]
+        row_S = np.append(0, np.cumsum(tokens_S))
+        prompts = []
+        for first, last in gathered_at_once(end_S[decodes:].tolist()):
+            some = slice(decodes + first, decodes + last)
+            prefill = planner.plan(tokens_S[some].tolist(), end_S[some].tolist())
+            rows = int(row_S[some.start]), int(row_S[some.stop])
+            prompts.append(Prompts(*rows, prefill, self._context(slot_S[some], end_S[some])))
+        return Plan(table_BP, length_B, decode, tuple(prompts))
+
+    def _context(self, slot_S: np.ndarray, context_S: np.ndarray) -> Tensor:
+        """Where in the pool the contexts lie, one behind the other: int32 [L]."""
         total = int(context_S.sum())
-        integers = self.driver.upload(np.stack([slot_S[decodes:], np.cumsum(context_S) - context_S, context_S]))
+        integers = self.driver.upload(np.stack([slot_S, np.cumsum(context_S) - context_S, context_S]))
         segment_L = torch.repeat_interleave(self._range(len(context_S)), integers[2], output_size=total)
         position_L = self._range(total) - integers[1][segment_L]
-        context_L = self._kv_rows(integers[0][segment_L], position_L).to(torch.int32)
-        prefill = planner.plan(tokens_S[decodes:].tolist(), context_S.tolist())
-        return Plan(table_BP, length_B, decode, prefill, context_L)
+        return self._kv_rows(integers[0][segment_L], position_L).to(torch.int32)
 
     def _kv_rows(self, slot_T: Tensor, position_T: Tensor) -> Tensor:
         size = self.page_tokens
