@@ -22,7 +22,7 @@ from counterpoint.cluster.transfer import Reach
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import Limits
-from counterpoint.core.policy import make_policy
+from counterpoint.core.policy import Auto, make_policy
 from counterpoint.device.choose import gpu_found
 from counterpoint.device.link.host import host_name
 from counterpoint.device.link.memory import Allocate, Memory
@@ -93,9 +93,9 @@ class Pricing:
 @dataclass(frozen=True, slots=True)
 class System:
     """One engine on one device. `lanes` describes them in words; `notes` are things the user should know (a fallback, say).
-    `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them). `again(config, inbox)`
-    puts another engine over the same device, once this one is closed. `memory` and `digest`: its KV pool for other workers; None
-    where they can't reach it."""
+    `grammars`: where requests have their grammars compiled before they arrive (None: nobody heeds them).
+    `again(config, inbox, auto)` puts another engine over the same device, once this one is closed (`auto`: as make_policy has it).
+    `memory` and `digest`: its KV pool for other workers; None where they can't reach it."""
 
     engine: Engine
     executor: Executor
@@ -106,7 +106,7 @@ class System:
     notes: tuple[str, ...] = ()
     grammars: Grammars | None = None
     pricing: Pricing | None = None
-    again: Callable[[Config, WallInbox], System] | None = None
+    again: Callable[[Config, WallInbox, type[Auto]], System] | None = None
     memory: Memory | None = None
     digest: Digest | None = None
 
@@ -160,7 +160,9 @@ def chosen_device(config: Config) -> str:
     return "cpu"
 
 
-def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place) -> System:
+def cpu_system(
+    config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place, auto: type[Auto] = Auto
+) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
     from counterpoint.device.link.kvpool import memory_of
@@ -189,7 +191,7 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
     model, kernels = shape_of(spec), decoder.ops.name
     key = Key(device=cpu_name(), units=len(cores), model=model, dtype="float16", kv_dtype=kv_dtype, kernels=kernels)
     prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
-    policy, notes = cpu_policy(config, spec, key, prior)
+    policy, notes = cpu_policy(config, spec, key, prior, auto)
     storage = place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions if place.allocate is not None else None
     kv = KVPool(spec, pages, size, decoder.kv_dtype, storage=storage)
     vocab = known_vocab(source, spec)
@@ -212,7 +214,7 @@ def cpu_system(config: Config, source: Source, inbox: WallInbox, progress: Progr
         tuple(notes),
         grammars=tables.settings.grammars,
         pricing=Pricing(key, prior, levels=tuple(range(1, len(cores)))),
-        again=lambda config, inbox: system(config, inbox, progress),
+        again=lambda config, inbox, auto: cpu_system(config, source, inbox, progress, place, auto),
         memory=memory_of(kv),
         digest=digest_of(config, source, spec, kv),
     )
@@ -245,8 +247,9 @@ def set_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice) -> System:
-    """An engine over an open GPU. Raises ConfigError if `config` wants what the GPU was not opened for."""
+def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice, auto: type[Auto] = Auto) -> System:
+    """An engine over an open GPU. `auto`: as make_policy has it. Raises ConfigError if `config` wants what the GPU was not opened
+    for."""
     cuda.capture(config)
     spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
@@ -261,7 +264,7 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
         unknown = f"auto runs chunked: nothing is known of {cuda.name}; `counterpoint calibrate` measures it"
         notes.append("auto runs chunked: the GPU can't be split" if not cuda.isolated else prices.note if belief else unknown)
     levels = cuda.levels if cuda.isolated else ()
-    policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief)
+    policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief, auto=auto)
     lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
     return System(
         Engine(limits, policy, ActiveUnits(prior) if device is not None and units <= device.units else None),
@@ -273,7 +276,7 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
         tuple(notes),
         grammars=cuda.tables.settings.grammars,
         pricing=Pricing(key, prior, levels, cuda.graphs.buckets, cuda.passes.sizes),
-        again=lambda config, inbox: cuda_engine(config, source, inbox, cuda),
+        again=lambda config, inbox, auto: cuda_engine(config, source, inbox, cuda, auto),
     )
 
 
@@ -283,7 +286,7 @@ def element_types(config: Config, dtype: object) -> tuple[str, str]:
     return ("fp8" if config.device.quantization == "fp8" else plain), ("fp8" if config.device.kv_cache_dtype == "fp8" else plain)
 
 
-def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline) -> tuple[Policy, list[str]]:
+def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline, auto: type[Auto]) -> tuple[Policy, list[str]]:
     """The policy for the cores of `key`, and what the user should know of it."""
     cores, notes = key.units, []
     if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):
@@ -292,7 +295,7 @@ def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline) -> tu
     if cores > 1 and config.scheduler.policy == "auto":
         notes.append(belief.note)
     levels = tuple(range(1, cores))
-    return make_policy(config.scheduler, cores, spec.layers, levels=levels, belief=belief.estimator, chunk=128), notes
+    return make_policy(config.scheduler, cores, spec.layers, levels=levels, belief=belief.estimator, chunk=128, auto=auto), notes
 
 
 # ---------------------------------------------------------------- workers of a pool

@@ -39,6 +39,7 @@ from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import number, share
 from counterpoint.bench.workload import Query, TokenRange, describe
 from counterpoint.config import Config, ConfigError, writable
+from counterpoint.core.policy.ablated import variant_of
 from counterpoint.device.timeline import Timeline
 from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
@@ -145,7 +146,7 @@ class OnEngine:
         if self._system.again is None:
             raise ConfigError("this device takes one engine only")
         inbox = WallInbox()
-        system = self._system = self._system.again(config, inbox)
+        system = self._system = self._system.again(config, inbox, variant_of(cell.mode.without))
         stopwatch = Stopwatch(system.executor, inbox)
         timeline = None if trace is None else Timeline(stopwatch, inbox, system.engine.policy.lanes)
         came = replay_engine(
@@ -176,7 +177,7 @@ class OnSimulator:
         self._machine = machine
 
     def play(self, config: Config, cell: Cell, limit_s: float, trace: Path | None) -> dict[str, Any]:
-        came = simulate(self._machine, cell.queries, config, files=Files(None if trace is None else str(trace)))
+        came = simulate(cell.mode.on(self._machine), cell.queries, config, files=Files(None if trace is None else str(trace)))
         records = [cut(record, limit_s) for record in came.records]
         return judged(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
 

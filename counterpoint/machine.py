@@ -19,7 +19,7 @@ from counterpoint.cluster.wires import Wires
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.policy import make_policy
-from counterpoint.core.policy.ablated import ABLATIONS
+from counterpoint.core.policy.ablated import variant_of
 from counterpoint.device.link.memory import Memory
 from counterpoint.device.link.sim import SimLink, SimNetwork
 from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
@@ -120,13 +120,11 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
     model, device = machine.model, machine.device
     limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
-    scheduler, variant = config.scheduler, ABLATIONS.get(machine.without or "")
-    if variant is not None and scheduler.policy == "auto":
-        if not machine.levels:
-            raise ConfigError(f"{device.name} can't be split, so auto is chunked there: there is nothing to be taken out of it")
-        return Engine(limits, variant(scheduler, device.units, model.layers, machine.levels, belief, machine.depth))
+    scheduler, levels, auto = config.scheduler, machine.levels, variant_of(machine.without)
+    if machine.without and scheduler.policy == "auto" and not levels:
+        raise ConfigError(f"{device.name} can't be split, so auto is chunked there: there is nothing to be taken out of it")
     try:
-        policy = make_policy(scheduler, device.units, model.layers, machine.depth, levels=machine.levels, belief=belief)
+        policy = make_policy(scheduler, device.units, model.layers, machine.depth, levels=levels, belief=belief, auto=auto)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Engine(limits, policy)

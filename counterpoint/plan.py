@@ -35,6 +35,7 @@ from counterpoint.bench.tables import number, share, short
 from counterpoint.bench.workload import Query, describe
 from counterpoint.config import Config, writable
 from counterpoint.core.policy import nearest
+from counterpoint.core.policy.ablated import ABLATIONS
 from counterpoint.device.cores import usable_cores
 from counterpoint.flags import settings
 from counterpoint.machine import Machine
@@ -63,10 +64,15 @@ KEPT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to serve: a name, and the settings that it is."""
+    """A way to serve: a name, and the settings that it is. `without`: the part that auto lacks (core/policy/ablated.py)."""
 
     name: str
     settings: Mapping[str, Any]
+    without: str | None = None
+
+    def on(self, machine: Machine) -> Machine:
+        """`machine` with auto as this mode has it."""
+        return dataclasses.replace(machine, without=self.without) if self.without is not None else machine
 
     @property
     def machines(self) -> int:
@@ -117,15 +123,15 @@ class Found:
 def find_rate(task: Task, mode: Mode, start: int = 0) -> Found:
     """The mode's goodput. `start`: the grid step at which the search begins. Raises ValueError if the load is too small to be
     served late at any rate."""
-    config = task.config.replace(**mode.settings)
+    task = dataclasses.replace(task, config=task.config.replace(**mode.settings), machine=mode.on(task.machine))
     seen: dict[int, dict[str, Any] | None] = {}
 
     def holds(step: int) -> bool:
         if step not in seen:
-            seen[step] = play(dataclasses.replace(task, config=config), task.at(step))
+            seen[step] = play(task, task.at(step))
         return seen[step] is not None
 
-    if play(dataclasses.replace(task, config=config), math.inf) is not None:
+    if play(task, math.inf) is not None:
         few = f"{len(task.queries)} requests are too few: {mode.name} serves them in time even when all come at once"
         raise ValueError(f"{few}; give more requests or tighter targets")
     low = highest(holds, start, task.stride)
@@ -213,8 +219,8 @@ def follow_parent() -> None:
 
 def parse_modes(text: str, machine: Machine) -> list[Mode]:
     """Modes as "serial,chunked:512,multiplex:32,auto,pools:1:1"; chunked takes a budget in tokens, multiplex the units of decode
-    (without: several), pools machines that prefill and that decode. Beside pools, the other modes have as many machines, each with
-    all of the engine. Raises ValueError naming the part that is wrong."""
+    (without: several), pools machines that prefill and that decode; "auto without fusion" and the like lack a part of it. Beside
+    pools, the other modes have as many machines, each with all of the engine. Raises ValueError naming the part that is wrong."""
     parts = [part for part in (p.strip() for p in text.split(",")) if part]
     found = [mode for part in parts for mode in parse_mode(part, machine)]
     if not found:
@@ -223,16 +229,21 @@ def parse_modes(text: str, machine: Machine) -> list[Mode]:
     if len(sizes) > 1:
         raise ValueError(f"--modes {text!r}: compare pools of one size, not of {' and '.join(map(str, sorted(sizes)))} machines")
     alike = {"prefill": 0, "decode": 0, "replicas": sizes.pop()} if sizes else {}
-    return [mode if mode.machines else Mode(mode.name, {**mode.settings, **alike}) for mode in found]
+    return [mode if mode.machines else dataclasses.replace(mode, settings={**mode.settings, **alike}) for mode in found]
 
 
 def parse_mode(part: str, machine: Machine) -> list[Mode]:
+    whole, _, without = part.partition(" without ")
+    if whole == "auto" and without:
+        if without not in ABLATIONS:
+            raise ValueError(f"--modes {part!r}: auto can be without one of {', '.join(ABLATIONS)}")
+        return [Mode(part, {"policy": "auto"}, without)]
     policy, colon, value = part.partition(":")
     prefill, _, decode = value.partition(":")
     if policy == "pools" and prefill.isdigit() and decode.isdigit() and int(prefill) * int(decode):
         return [Mode(part, {"prefill": int(prefill), "decode": int(decode), "replicas": 0})]
     if policy not in ("serial", "chunked", "multiplex", "auto") or (colon and not value.isdigit()):
-        known = "serial, chunked:TOKENS, multiplex:UNITS, auto or pools:PREFILL:DECODE"
+        known = "serial, chunked:TOKENS, multiplex:UNITS, auto, auto without PART or pools:PREFILL:DECODE"
         raise ValueError(f"--modes {part!r}: write {known}, joined by commas")
     if policy == "multiplex":
         splits = [int(value)] if colon else static_splits(machine)

@@ -196,6 +196,7 @@ def make_parts(
     tables = DeviceTables(
         slots, spec.max_context_tokens, PAGE, vocab, spec.eos_token_ids, pages, driver, FilterFloor() if gpu else None
     )
+    close()  # what was made on this stream is there for those of the places
     graphs = DecodeGraphs(decoder, kv, tables, driver)
     passes = Passes(decoder, kv, tables, driver, sizes)
     return Parts(decoder, kv, tables, graphs, passes, places, driver, units, close)

@@ -143,3 +143,14 @@ def test_cut():
     assert cut(record, 3.0) == record
     short = cut(record, 2.5)
     assert (short.token_s, short.finish, short.finished_s) == ((1.0, 2.0), Finish.ABORT, 2.5)
+
+
+def test_a_part_of_auto_may_be_left_out(tmp_path):
+    path, results = tmp_path / "loads.yaml", tmp_path / "results.json"
+    load = "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, slo: 'ttft=1,tpot=30ms'"
+    path.write_text(f"chat: {load}, modes: {{auto: 20, auto without fusion: 20}}}}")
+    assert status_of(["compare", str(path), "--model", "llama-3.1-8b", "--on", "simulator", "--json", str(results)]) == 0
+    rows = json.loads(results.read_text())["rows"]
+    mixed = [any(part["kind"] == "mixed" for part in row["unit_seconds"]) for row in rows]
+    assert [row["mode"] for row in rows] == ["auto", "auto without fusion"]
+    assert mixed == [True, False]

@@ -184,3 +184,16 @@ def test_the_clock_is_stretched_and_nothing_else():
     queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
     result = plan.play(Task(H200, Config().replace(policy="serial", ttft_s=10.0), queries, wanted=1.0), 0.5)
     assert result and result["total_input_tokens"] == 600 and result["duration"] == pytest.approx(4.0, rel=0.1)
+
+
+@pytest.mark.parametrize("part", ["fusion", "lending"])
+def test_auto_without_a_part_is_a_mode_of_its_own(part: str):
+    machine = H200
+    modes = parse_modes(f"auto,auto without {part}", machine)
+    assert [mode.name for mode in modes] == ["auto", f"auto without {part}"]
+    assert [mode.on(machine).without for mode in modes] == [None, part]
+
+
+def test_a_part_that_auto_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="auto can be without one of fusion, partition"):
+        parse_modes("auto without luck", H200)

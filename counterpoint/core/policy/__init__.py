@@ -27,10 +27,11 @@ def make_policy(
     levels: tuple[int, ...] = (),
     belief: Estimator | None = None,
     chunk: int = 512,
+    auto: type[Auto] = Auto,
 ) -> Policy:
     """The policy that `scheduler` names, for a device of `units` units and a model of `layers` layers. `depth`: steps that a lane
     may have in flight. `levels`: decode units of the splits there are (auto). `belief`: prices steps; auto without one, or
-    without a split to choose, is chunked. `chunk`: the device's usual `chunk_tokens`."""
+    without a split to choose, is chunked. `chunk`: the device's usual `chunk_tokens`. `auto`: a variant of it (ablated.py)."""
     name = scheduler.policy
     if name == "serial":
         return Serial(scheduler.max_pass_tokens, units, depth, scheduler.layer_group)
@@ -38,7 +39,7 @@ def make_policy(
         split = scheduler.split or nearest(levels or range(1, units), units // 2)
         return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
     if name == "auto" and belief is not None and levels:
-        return Auto(scheduler, units, layers, levels, belief, depth)
+        return auto(scheduler, units, layers, levels, belief, depth)
     return Chunked(scheduler.chunk_tokens or chunk, units, depth)
 
 

@@ -1,6 +1,7 @@
 """Ablated: Auto with one part taken out, to see what that part is worth.
 
-Owns: the variants. Promises: each lacks what its name says. Must not: serve anyone (`simulate` and `plan` alone offer them).
+Owns: the variants. Promises: each lacks what its name says. Must not: serve anyone (`simulate`, `plan` and `compare` alone have
+them).
 
 All but the full Auto lack fusion too, as do Bullet (arXiv 2504.19516) and MuxWise (ASPLOS'26), whose ablations these are.
 """
@@ -141,3 +142,8 @@ ABLATIONS: dict[str, type[Auto]] = {
     "queries": NoQueries,
     "preemption": NoPreemption,
 }
+
+
+def variant_of(without: str | None) -> type[Auto]:
+    """Auto, or what is left of it without that part."""
+    return Auto if without is None else ABLATIONS[without]

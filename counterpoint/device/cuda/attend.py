@@ -105,8 +105,8 @@ class Attention:
     gather: Gather
 
     def __call__(self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Plan) -> Tensor:
-        """[T, H * A]."""
-        if not plan.prompts:
+        """[T, H * A]; of rows that the plan does not have, anything."""
+        if len(plan.length_B) == len(q_THA):
             return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
         out_TE = torch.empty_like(q_THA).flatten(1)
         self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)

@@ -174,7 +174,7 @@ class CudaExecutor:
         if step.first_layer == 0:
             rows = pass_rows(step.segments)
             self.tables.send(step.segments)
-            way = self.passes.start(self.tables.inputs(rows, place.planner, place.decode))
+            way = self.passes.start(self.tables.inputs(rows, place.planner, place.decode, self.passes.size))
         else:
             held = self._open.pop(step.batch, None)
             if held is None:

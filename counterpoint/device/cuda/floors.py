@@ -108,7 +108,7 @@ def operations(bench: Bench, place: Place, tokens: int) -> tuple[dict[str, Calla
     device, spec, ops, weights = bench.device, bench.device.spec, bench.device.decoder.ops, bench.device.decoder.weights
     segments = (Segment(0, 0, tokens, True, bench.open_prefill(tokens)),)
     device.tables.send(segments)
-    batch = device.tables.batch(device.tables.inputs(pass_rows(segments), place.planner, place.decode))
+    batch = device.tables.batch(device.tables.inputs(pass_rows(segments), place.planner, place.decode, device.passes.size))
     angles, x = device.decoder.angles(batch), device.decoder.embed(batch)
     first = weights.layers[0]
     normed = ops.add_rms_norm(x.clone(), x.clone(), first.ffn_norm_D, spec.norm_eps)[1]

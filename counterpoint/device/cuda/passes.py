@@ -11,7 +11,9 @@ is planned for each: it is launched between the pieces, from and into buffers th
 last attention is for sampled rows alone, and launched as it always was. A pass that stops behind layer n has thus begun layer n
 already, so stopping costs nothing.
 
-A pass is filled up to the next of SIZES with rows that write to the spare page: they compute, and nobody reads what they compute.
+A pass is filled up to the next of SIZES, or of the multiples of FILL beyond, with rows that write to the spare page: they compute,
+and nobody reads what they compute. So there are few numbers of rows, for each of which cuBLAS may have a kernel of its own, and all
+can be rehearsed (rehearsal.py).
 
 Shapes: T tokens of the pass, R rows of a graph, D hidden, H query heads, A head size, E = H * A, B sampled rows.
 """
@@ -38,6 +40,7 @@ from counterpoint.spec import ModelSpec
 
 # Rows. Not 448: cuBLAS takes a third longer for them than for 512 on an H200 (14.9 and 11.3 ms; Llama-3.1-8B, bfloat16).
 SIZES = (16, 32, 48, 64, 96, 128, *range(192, 385, 64), *range(512, 1025, 64), *range(1152, 2049, 128))
+FILL = 128  # the height of a matrix product's tiles: rows up to there cost it nothing
 MOST_PRODUCTS = 2**39  # multiplications in a layer, about: more keep the device busy for longer than it takes to launch the layer
 
 
@@ -88,7 +91,7 @@ class CapturedPass:
     kept: tuple[Tensor, ...] = ()
 
     def run(self, place: Place, first_layer: int, last_layer: int, only_B: Tensor | None) -> Tensor | None:
-        decoder, kv, rows = self.passes.decoder, self.passes.kv, self.inputs.place_2T.shape[1]
+        decoder, kv, rows = self.passes.decoder, self.passes.kv, self.size
         ends = last_layer == decoder.spec.layers
         pieces, seat = self.passes.pieces(place, self.size)
         seat.take(self)
@@ -96,7 +99,7 @@ class CapturedPass:
         assert isinstance(decoder.ops.attention, Attention)
         attend = decoder.ops.attention.over_layers(q_THA, kv.k[first_layer], kv.v[first_layer], self.inputs.plan, attended_TE)
         if first_layer == 0:
-            seat.fill(self.inputs.place_2T)
+            seat.place_2R[:, :rows] = self.inputs.place_2T
             pieces[0]()
         for index in range(first_layer, last_layer - ends):
             attend(kv.k[index], kv.v[index])
@@ -115,10 +118,8 @@ class CapturedPass:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """What the pieces of a place read and write, and whose it is just now (nobody's, once that pass is forgotten). Rows of nobody
-    are at position 0 of the spare slot."""
+    """What the pieces of a place read and write, and whose it is just now (nobody's, once that pass is forgotten)."""
 
-    spare_slot: int
     place_2R: Tensor
     kv_rows_R: Tensor
     angles: tuple[Tensor, ...]  # as Ops.rope_angles has them on a GPU: a row for each token
@@ -137,13 +138,6 @@ class Seat:
             for buffer, kept in zip(self._lasting, guest.kept, strict=True):
                 buffer[: guest.size] = kept
         guest.seat, guest.kept, self.sitting = self, (), weakref.ref(guest)
-
-    def fill(self, place_2T: Tensor) -> None:
-        """A new pass: its rows, and behind them those of nobody."""
-        rows = place_2T.shape[1]
-        self.place_2R[:, :rows] = place_2T
-        self.place_2R[0, rows:] = self.spare_slot
-        self.place_2R[1, rows:] = 0
 
     def leave(self) -> None:
         self.sitting = lambda: None
@@ -176,11 +170,18 @@ class Passes:
     def count(self) -> int:
         return sum(len(pieces) for pieces in self._pieces.values())
 
+    def size(self, rows: int) -> int:
+        """To how many rows so many are filled up."""
+        if not self.sizes:
+            return rows
+        return -(-rows // FILL) * FILL if rows > self.sizes[-1] else self.sizes[bisect.bisect_left(self.sizes, rows)]
+
     def start(self, inputs: PassInputs) -> Pass:
-        rows = inputs.place_2T.shape[1]
-        if not self.sizes or rows > self.sizes[-1]:
-            return EagerPass(self.decoder, self.kv, self.tables, inputs)
-        return CapturedPass(self, inputs, self.sizes[bisect.bisect_left(self.sizes, rows)])
+        """`inputs`: filled up."""
+        size = inputs.place_2T.shape[1]
+        if size in self.sizes:
+            return CapturedPass(self, inputs, size)
+        return EagerPass(self.decoder, self.kv, self.tables, inputs)
 
     # ------------------------------------------------------------ capturing
 
@@ -205,7 +206,7 @@ class Passes:
             self._seats[place.name] = self._seat()
         seat = self._seats[place.name]
         seat.clear()
-        seat.fill(seat.place_2R[:, :0])  # a capture runs each piece once
+        seat.place_2R[0], seat.place_2R[1] = self.tables.spare_slot, 0  # a capture runs each piece once
         seat.attended_RE.zero_()
         decoder = Decoder(self.decoder.spec, place.ops, self.decoder.weights)
         return [self.driver.capture(place.stream, self._piece(decoder, seat, size, n)) for n in range(decoder.spec.layers)]
@@ -246,4 +247,5 @@ class Passes:
         q_RHA = x_RD.new_zeros(most, spec.heads, spec.head_dim)
         attended_RE = x_RD.new_zeros(most, spec.heads * spec.head_dim)
         kv_rows_R = torch.zeros_like(place_2R[0])
-        return Seat(self.tables.spare_slot, place_2R, kv_rows_R, self._angles(place_2R[1]), x_RD, q_RHA, attended_RE)
+        place_2R[0] = self.tables.spare_slot
+        return Seat(place_2R, kv_rows_R, self._angles(place_2R[1]), x_RD, q_RHA, attended_RE)

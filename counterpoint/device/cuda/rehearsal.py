@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from counterpoint.device.cuda.attend import MOST_GATHERED
 from counterpoint.device.cuda.executor import CudaExecutor
+from counterpoint.device.cuda.passes import FILL
 from counterpoint.device.cuda.places import Place
 from counterpoint.device.wall import WallInbox
 from counterpoint.types import Close, Drop, Lane, Open, Role, Sampling, Segment, Step, StepDone, Work
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 LANES = (Lane(0, Role.DECODE), Lane(1, Role.PREFILL))
 IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
-STRIDE = 256  # rows from one size to the next: a kernel of matrix products serves a range of them
 FEW = 2  # tokens of a prompt: one alone is a decode's row
 EVERYTHING = Sampling(
     max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias=((0, -1.0),), logprobs=2,
@@ -55,7 +55,7 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
     captured = max(executor.passes.sizes, default=0)
-    for rows in range(tokens, captured, -STRIDE):
+    for rows in range(tokens, captured, -FILL):
         yield prompts(rows, context), 1
     for count in tables.buckets:
         decodes = min(count, tokens) - 1
@@ -98,7 +98,7 @@ class Player:
     def play_sampled(self, role: Role, place: Place) -> None:
         """A pass of which everything is asked that can be asked of a token."""
         self.executor.submit(Open(0, (0, 0), 2, (), EVERYTHING))
-        self.play(role, place, [Segment(0, 0, 2, True)], self.executor.decoder.spec.layers)
+        self.play(role, place, [Segment(0, 0, 2, True, (self.executor.tables.spare_page,))], self.executor.decoder.spec.layers)
         self.wait(0)
         self.executor.submit(Close(0))
 

@@ -135,6 +135,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     kv = KVPool(spec, pages + 1, size, decoder.kv_dtype, device)
     known = spec.vocab if vocab is None else vocab
     tables = DeviceTables(slots, context, size, known, spec.eos_token_ids, pages, driver, filter_floor(device))
+    torch.cuda.synchronize(device)  # what was made on this stream is there for those of the places
     graphs = DecodeGraphs(decoder, kv, tables, driver)
     graphs.capture(captured_places(config, places), (Tail.GREEDY,))
     passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec))
@@ -335,12 +336,14 @@ def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: C
     kv = KVPool(dataclasses.replace(spec, layers=1), 1, size, decoder.kv_dtype, driver.device)
     tables = DeviceTables(1, context, size, spec.vocab, (), 0, driver)
     place = places.of(Role.PREFILL)[0]
+    filled = Passes(decoder, kv, tables, driver, sizes_for(tokens, spec)).size
+    torch.cuda.synchronize(driver.device)  # the tables are there, also for the place's stream
     torch.cuda.empty_cache()
     reserved, allocated = torch.cuda.memory_reserved(driver.device), torch.cuda.memory_allocated(driver.device)
     torch.cuda.reset_peak_memory_stats(driver.device)
     for segments in (prompts(tokens, context), long_contexts(tokens, context)):
         with driver.on(place.stream), torch.inference_mode():
-            batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode))
+            batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode, filled))
             x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
             decoder.head(x_TD[: config.scheduler.max_running])
         torch.cuda.synchronize(driver.device)

@@ -18,7 +18,7 @@ P pages of a block-table row, N rows of a bucket.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:
-    """`place_2T`: slot and position of each row. `last_rows_N`: those whose last hidden states are sampled from, filled up to a
-    bucket with the first of them."""
+    """`place_2T`: slot and position of each row, those that fill the pass up being the spare slot's. `last_rows_N`: the rows whose
+    last hidden states are sampled from, filled up to a bucket with the first of them."""
 
     place_2T: Tensor
     last_rows_N: Tensor
@@ -160,12 +160,15 @@ class DeviceTables:
             inputs_3B[2, row] = segment.pages[0]
             used[segment.slot] += 1
 
-    def inputs(self, rows: PassRows, planner: Planner, decode: DecodeKernel) -> PassInputs:
-        """What of a pass the host knows, on its way to the device."""
+    def inputs(self, rows: PassRows, planner: Planner, decode: DecodeKernel, size: Callable[[int], int]) -> PassInputs:
+        """What of a pass the host knows, on its way to the device. `size`: to how many rows so many are filled up."""
         slot_S, start_S, tokens_S = rows.slot_S.numpy(), rows.start_S.numpy(), rows.tokens_S.numpy()
         first_S = np.cumsum(tokens_S) - tokens_S
-        position_T = np.arange(tokens_S.sum()) + np.repeat(start_S - first_S, tokens_S)
-        place_2T = self.driver.upload(np.stack([np.repeat(slot_S, tokens_S), position_T]))
+        total = int(tokens_S.sum())
+        place_2T = np.zeros((2, size(total)), np.int64)
+        place_2T[0, :total] = np.repeat(slot_S, tokens_S)
+        place_2T[0, total:] = self.spare_slot
+        place_2T[1, :total] = np.arange(total) + np.repeat(start_S - first_S, tokens_S)
         last_S = first_S + tokens_S - 1
         count = len(rows.slot_B)
         sampled_3N = np.zeros((3, self.bucket(count)), np.int64)
@@ -173,7 +176,7 @@ class DeviceTables:
         sampled_3N[0, count:] = sampled_3N[0, :1]
         last_rows_N, slot_N, end_N = self.driver.upload(sampled_3N)
         plan = self._plan(slot_S, start_S + tokens_S, tokens_S, planner, decode)
-        return PassInputs(place_2T, last_rows_N, Sampled(slot_N[:count], end_N[:count]), plan)
+        return PassInputs(self.driver.upload(place_2T), last_rows_N, Sampled(slot_N[:count], end_N[:count]), plan)
 
     def look_up(self, place_2T: Tensor) -> tuple[Tensor, Tensor]:
         """Of rows by slot and position: their tokens, and where in the pool their K and V belong. Capturable."""
