@@ -12,6 +12,7 @@ from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.cli import status_of
 from counterpoint.config import Config
+from counterpoint.core.policy import Auto
 from counterpoint.device.cores import usable_cores
 from counterpoint.device.wall import WallInbox
 from counterpoint.perf import shelf
@@ -102,7 +103,7 @@ def test_another_engine_over_the_same_device(shape):
         inbox = WallInbox()
         config = Config().replace(model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2)
         assert system.again is not None
-        system = system.again(config, inbox)
+        system = system.again(config, inbox, Auto)
         queries = [Query(i, 0.0, 20, 4) for i in range(4)]
         came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS)
         assert [len(record.token_s) for record in came.records] == [4] * 4
