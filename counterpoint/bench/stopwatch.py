@@ -16,7 +16,7 @@ class Stopwatch:
     def __init__(self, inner: Executor, inbox: WallInbox) -> None:
         self.inner = inner
         self.inbox = inbox
-        self._launches: dict[str, tuple[int, float]] = {}
+        self._launches: dict[str, list[float]] = {}
         self._others_s = 0.0
 
     def submit(self, command: Command) -> None:
@@ -24,8 +24,7 @@ class Stopwatch:
         self.inner.submit(command)
         took_s = self.inbox.clock() - began_s
         if isinstance(command, Step):
-            steps, seconds = self._launches.get(command.work.kind, (0, 0.0))
-            self._launches[command.work.kind] = (steps + 1, seconds + took_s)
+            self._launches.setdefault(command.work.kind, []).append(took_s)
         else:
             self._others_s += took_s
 
@@ -33,12 +32,13 @@ class Stopwatch:
         self.inner.close()
 
     def told(self) -> dict[str, object]:
-        """Seconds of the loop's turns: in all, in launching steps by their kind, and what is left (events, decisions, answers)."""
+        """Seconds of the loop's turns: in all, in launching steps by their kind (and the longest of them: one that waits for the
+        device takes as long as the step that runs), and what is left (events, decisions, answers)."""
         inbox, launches = self.inbox, sorted(self._launches.items())
-        launching_s = self._others_s + sum(seconds for _, (_, seconds) in launches)
+        launching_s = self._others_s + sum(sum(took) for _, took in launches)
         return {
             "turns": inbox.turns,
             "busy_s": inbox.busy_s,
-            "launch": {kind: {"steps": steps, "seconds": seconds} for kind, (steps, seconds) in launches},
+            "launch": {kind: {"steps": len(took), "seconds": sum(took), "longest_s": max(took)} for kind, took in launches},
             "turn_ms": 1e3 * (inbox.busy_s - launching_s) / max(1, inbox.turns),
         }

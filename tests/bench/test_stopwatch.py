@@ -19,15 +19,16 @@ class Hands(WallInbox):
 
 
 class Slow:
-    """A step takes 0.3 s to launch, any other command 0.1 s."""
+    """A first step takes 0.2 s to launch, later ones 0.4 s, any other command 0.1 s."""
 
     def __init__(self, inbox: Hands) -> None:
         self.inbox = inbox
         self.seen: list[Command] = []
 
     def submit(self, command: Command) -> None:
+        again = command in self.seen
         self.seen.append(command)
-        self.inbox.now += 0.3 if isinstance(command, Step) else 0.1
+        self.inbox.now += (0.4 if again else 0.2) if isinstance(command, Step) else 0.1
 
     def close(self) -> None:
         pass
@@ -51,5 +52,5 @@ def test_turns_are_split_into_launches_and_the_rest():
     assert slow.seen == [step, Close(0)] * 2
     assert told["turns"] == 3
     assert told["busy_s"] == pytest.approx(0.9)
-    assert told["launch"] == {"prefill": {"steps": 2, "seconds": pytest.approx(0.6)}}
+    assert told["launch"] == {"prefill": {"steps": 2, "seconds": pytest.approx(0.6), "longest_s": pytest.approx(0.4)}}
     assert told["turn_ms"] == pytest.approx(1e3 * 0.1 / 3)
