@@ -69,7 +69,7 @@ ON_AND_ON = (
     ("prefill", Prompt(2048), None),
     (BESIDE_EACH_OTHER, Prompt(2048), (64, 1024)),
 )
-ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 2.0  # of the time, for each of these, and at most so long
+ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 6.0  # of the time, for each of these, and at most so long
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
 RESERVE = 0.2  # of the time, for the points held out
 MOST = 0.04  # of the time, for one point
