@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNED_BYTES = 256
-
 
 class Driver(Protocol):
     """`stream` and `event` are opaque to the caller."""
@@ -79,18 +77,43 @@ class Driver(Protocol):
         ...
 
 
-class CudaDriver:
-    """Pinned memory is cut from large slabs and never freed. CUDA, when asked for more, waits until the device has nothing to do
-    (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used it,
-    which would spoil a capture that another thread is making there."""
+class Slabs:
+    """Pinned memory that is cut from large pieces and never freed. CUDA, when asked for more, waits until the device has nothing to
+    do (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used
+    it, which would spoil a capture that another thread is making there. `get`: so many bytes, uint8. `give_back` may be called from
+    any thread, all else from one."""
 
     SLAB_BYTES = 32 << 20
+    ALIGNED_BYTES = 256
 
+    def __init__(self, get: Callable[[int], Tensor]) -> None:
+        self._get = get
+        self._slab = get(self.SLAB_BYTES)
+        self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
+
+    def cut(self, size: int) -> Tensor:
+        """At least so many bytes, for good."""
+        size = -(-size // self.ALIGNED_BYTES) * self.ALIGNED_BYTES
+        if size > len(self._slab):
+            self._slab = self._get(max(size, self.SLAB_BYTES))
+        block, self._slab = self._slab[:size], self._slab[size:]
+        return block
+
+    def borrow(self, size: int) -> Tensor:
+        """At least so many bytes, until they are given back."""
+        size = max(self.ALIGNED_BYTES, 1 << (max(1, size) - 1).bit_length())
+        idle = self._idle.setdefault(size, [])
+        return idle.pop() if idle else self.cut(size)
+
+    def give_back(self, block: Tensor) -> None:
+        self._idle[len(block)].append(block)
+
+
+class CudaDriver:
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
-        self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
+        self._pinned = Slabs(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._borrowed: list[Tensor] = []
-        self._slab = self._pinned(self.SLAB_BYTES)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -126,8 +149,8 @@ class CudaDriver:
         return self._borrow(tensor).copy_(tensor, non_blocking=True)
 
     def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        count = math.prod(shape)
-        return self._cut(count * dtype.itemsize)[: count * dtype.itemsize].view(dtype).view(shape)
+        size = math.prod(shape) * dtype.itemsize
+        return self._pinned.cut(size)[:size].view(dtype).view(shape)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         to.copy_(source, non_blocking=True)
@@ -138,26 +161,13 @@ class CudaDriver:
 
     def give_back(self, borrowed: list[Tensor]) -> None:
         for block in borrowed:
-            self._idle[block.shape[0]].append(block)
+            self._pinned.give_back(block)
 
     def _borrow(self, like: Tensor) -> Tensor:
         """Pinned memory of the shape and dtype of `like`."""
-        size = max(ALIGNED_BYTES, 1 << (max(1, like.nbytes) - 1).bit_length())
-        idle = self._idle.setdefault(size, [])
-        block = idle.pop() if idle else self._cut(size)
+        block = self._pinned.borrow(like.nbytes)
         self._borrowed.append(block)
         return block[: like.nbytes].view(like.dtype).view(like.shape)
-
-    def _cut(self, size: int) -> Tensor:
-        """At least so many bytes of pinned memory, for good."""
-        size = -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
-        if size > len(self._slab):
-            self._slab = self._pinned(max(size, self.SLAB_BYTES))
-        block, self._slab = self._slab[:size], self._slab[size:]
-        return block
-
-    def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:
         """The graph's own memory is shared with the driver's other graphs of the same stream: they must not run at once, which

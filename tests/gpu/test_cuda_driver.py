@@ -1,0 +1,62 @@
+"""Memory that is cut from slabs."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from counterpoint.device.cuda.driver import Slabs
+
+
+class Small(Slabs):
+    SLAB_BYTES = 4096
+
+
+def made() -> tuple[Small, list[Tensor]]:
+    got: list[Tensor] = []
+
+    def get(size: int) -> Tensor:
+        got.append(torch.zeros(size, dtype=torch.uint8))
+        return got[-1]
+
+    return Small(get), got
+
+
+@given(st.lists(st.tuples(st.sampled_from(["cut", "borrow", "give back"]), st.integers(1, 6000)), max_size=60))
+def test_nobody_has_what_another_has(asked):
+    slabs, _ = made()
+    held: list[tuple[Tensor, bool]] = []  # and whether it is borrowed
+    for number, (what, size) in enumerate(asked):
+        if what == "give back":
+            if held and held[size % len(held)][1]:
+                slabs.give_back(held.pop(size % len(held))[0])
+            continue
+        block = slabs.cut(size) if what == "cut" else slabs.borrow(size)
+        assert len(block) >= size and block.data_ptr() % 256 == held_offset(block)
+        block.fill_(number % 251 + 1)
+        held.append((block, what == "borrow"))
+        spans = sorted((b.data_ptr(), b.data_ptr() + len(b)) for b, _ in held)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def held_offset(block: Tensor) -> int:
+    """Where its slab begins, within 256 bytes: pinned memory begins at a page."""
+    return block.untyped_storage().data_ptr() % 256
+
+
+def test_what_was_given_back_is_taken_before_anything_new():
+    slabs, got = made()
+    for _ in range(100):
+        blocks = [slabs.borrow(size) for size in (1, 300, 1000)]
+        for block in blocks:
+            slabs.give_back(block)
+    assert len(got) == 1, "three blocks of 256, 512 and 1,024 bytes fit one slab of 4,096"
+
+
+def test_more_than_a_slab_is_got_by_itself():
+    slabs, got = made()
+    assert len(slabs.cut(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
