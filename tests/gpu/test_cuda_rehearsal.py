@@ -64,6 +64,15 @@ def test_the_largest_comes_first_and_every_bucket_is_sampled():
         assert max(ends) == TINY.max_context_tokens
 
 
+@pytest.mark.parametrize("slots", [1, 5, 20])
+def test_a_bucket_may_be_larger_than_all_that_may_run(slots: int):
+    parts = make_parts(sizes=SIZES, slots=slots)
+    played(parts)
+    with rig(sizes=SIZES, slots=slots) as r:
+        found = [segment.slot for segments, _ in passes(r.executor, TOKENS) for segment in segments]
+        assert max(found) == slots - 1
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_no_pass_is_larger_than_allowed(tokens: int):
     with rig(sizes=SIZES) as r:

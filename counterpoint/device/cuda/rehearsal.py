@@ -57,8 +57,8 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
     captured = max(executor.passes.sizes, default=0)
     for rows in range(tokens, captured, -FILL):
         yield prompts(rows, context), 1
-    for count in tables.buckets:
-        decodes = min(count, tokens) - 1
+    for bucket in tables.buckets:
+        decodes = min(bucket, tables.spare_slot, tokens) - 1
         prompt = min(FEW, tokens - decodes, context)
         yield [*(Segment(slot, 0, 1, True) for slot in range(decodes)), Segment(decodes, 0, prompt, True)], layers
     yield long_contexts(tokens, context), 1
