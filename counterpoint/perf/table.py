@@ -51,7 +51,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 class Table(msgspec.Struct, kw_only=True):
     """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not); `pass_buckets`: and those of passes
-    with prompt tokens, by their rows; larger ones are not filled up. `on_and_on`: how many times longer than in the short runs of
+    with prompt tokens, by their rows; of larger ones it is not known. `on_and_on`: how many times longer than in the short runs of
     its points steps take among others for seconds: mixed and prefill alone, and a prefill and a decode beside each other (why, was
     not found out; a card at its power limit would be slower so). `about`: date, versions, command."""
 
