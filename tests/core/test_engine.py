@@ -93,6 +93,18 @@ def test_what_can_never_run_is_refused_at_once(prompt, max_tokens, word):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("lengths", [(150,), (48, 49), (10, 150, 10), (97, 5, 60)])
+def test_no_pass_has_more_prompt_tokens_than_allowed(name, lengths):
+    h = harness(name)
+    for number, length in enumerate(lengths):
+        h.arrive(f"r{number}", range(1000 * number, 1000 * number + length), max_tokens=3)
+    h.drain()
+    h.check_answers()
+    steps = [command for commands in h.commands for command in commands if isinstance(command, Step)]
+    assert max(step.work.prefill_tokens for step in steps) <= 48
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_prefix_pages_are_shared(name):
     h = harness(name)
     prompt = tuple(range(30))

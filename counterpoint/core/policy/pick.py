@@ -8,11 +8,13 @@ from counterpoint.core.request import Request
 
 
 def whole_prompts(prefills: Iterable[Request], budget_tokens: int) -> list[tuple[Request, int]]:
-    """Whole remaining prompts, in order, up to the budget; the first goes in whatever its length."""
+    """Whole remaining prompts, in order, up to the budget; of a first one that is longer, as much as that holds."""
     picks: list[tuple[Request, int]] = []
     for request in prefills:
         tokens = request.remaining_prefill
-        if picks and tokens > budget_tokens:
+        if tokens > budget_tokens:
+            if not picks:
+                picks.append((request, budget_tokens))
             break
         picks.append((request, tokens))
         budget_tokens -= tokens
