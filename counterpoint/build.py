@@ -286,7 +286,7 @@ def element_types(config: Config, dtype: object) -> tuple[str, str]:
     return ("fp8" if config.device.quantization == "fp8" else plain), ("fp8" if config.device.kv_cache_dtype == "fp8" else plain)
 
 
-def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline, auto: type[Auto]) -> tuple[Policy, list[str]]:
+def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline, auto: type[Auto] = Auto) -> tuple[Policy, list[str]]:
     """The policy for the cores of `key`, and what the user should know of it."""
     cores, notes = key.units, []
     if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):

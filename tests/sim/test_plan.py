@@ -18,7 +18,9 @@ from sim_builders import Constant
 
 from counterpoint import plan
 from counterpoint.bench.workload import Lengths, Query, synthetic
-from counterpoint.config import Config
+from counterpoint.config import Config, ConfigError, SchedulerConfig
+from counterpoint.core.policy import make_policy
+from counterpoint.core.policy.ablated import variant_of
 from counterpoint.machine import Machine
 from counterpoint.plan import Mode, Task, find_rate, highest, parse_modes, search
 from counterpoint.spec.device import device_spec
@@ -197,3 +199,9 @@ def test_auto_without_a_part_is_a_mode_of_its_own(part: str):
 def test_a_part_that_auto_does_not_have_is_refused():
     with pytest.raises(ValueError, match="auto can be without one of fusion, partition"):
         parse_modes("auto without luck", H200)
+
+
+def test_auto_without_a_part_is_refused_where_auto_is_chunked():
+    with pytest.raises(ConfigError, match="no part of it can be left out"):
+        make_policy(SchedulerConfig(policy="auto"), 1, 4, levels=(), belief=Constant(1.0), auto=variant_of("fusion"))
+    make_policy(SchedulerConfig(policy="chunked"), 1, 4, levels=(), belief=Constant(1.0), auto=variant_of("fusion"))

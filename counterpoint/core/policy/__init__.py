@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from counterpoint.config import SchedulerConfig
+from counterpoint.config import ConfigError, SchedulerConfig
 from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.chunked import Chunked
 from counterpoint.core.policy.multiplex import Multiplex
@@ -38,6 +38,10 @@ def make_policy(
     if name == "multiplex" and units > 1:
         split = scheduler.split or nearest(levels or range(1, units), units // 2)
         return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
+    if auto is not Auto and name == "auto" and (belief is None or not levels):
+        raise ConfigError(
+            "auto is chunked where the device can't be split or nothing is known of it: no part of it can be left out"
+        )
     if name == "auto" and belief is not None and levels:
         return auto(scheduler, units, layers, levels, belief, depth)
     return Chunked(scheduler.chunk_tokens or chunk, units, depth)
