@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 
+import cuda_rig
 import pytest
 import torch
 from cuda_rig import HAS_GPU, TINY, Parts, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Multiplex
+from counterpoint.device.cuda.attend import Plan
+from counterpoint.device.cuda.passes import larger
 from counterpoint.device.cuda.places import Place
-from counterpoint.device.cuda.rehearsal import passes, rehearse
-from counterpoint.types import Role
+from counterpoint.device.cuda.rehearsal import passes, rehearse, sizes_between
+from counterpoint.device.cuda.sampling import Tail
+from counterpoint.model.decoder import Decoder
+from counterpoint.types import Role, Segment
 
 SIZES = (4, 8, 16)
 TOKENS = 200
@@ -97,6 +104,61 @@ def test_a_pass_that_fails_is_told_and_the_others_are_played(caplog: pytest.LogC
         "a pass could not be rehearsed: OutOfMemoryError: no room for this one"
     ]
     assert note.startswith(f"{calls} passes rehearsed")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="in place: products are counted where ops are the reference's")
+def test_serving_multiplies_no_number_of_rows_that_was_not_rehearsed(monkeypatch: pytest.MonkeyPatch):
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    plain = cuda_rig.in_place_ops()
+
+    def linear(x, packed):
+        seen.add((x.shape[0], tuple(packed[0].shape)))
+        return plain.linear(x, packed)
+
+    monkeypatch.setattr(cuda_rig, "in_place_ops", lambda: dataclasses.replace(plain, linear=linear))
+    new = {}
+    for rehearsed in (False, True):
+        seen.clear()
+        parts = make_parts(sizes=SIZES, pages=128)
+        parts.graphs.capture(parts.places.of(Role.DECODE), (Tail.GREEDY, Tail.DRAWN))
+        if rehearsed:
+            played(parts, tokens=160)
+        before = set(seen)
+        ask(parts)
+        ask(parts, seed=9)
+        new[rehearsed] = seen - before
+    assert new[False] and not new[True]
+
+
+@pytest.mark.parametrize(("captured", "tokens"), [(2048, 8192), (2048, 131072), (640, 5000), (16, 20), (2048, 2048), (2048, 100)])
+def test_every_large_pass_is_filled_up_to_a_number_of_rows_that_is_played(captured: int, tokens: int):
+    sizes = sizes_between(captured, tokens)
+    filled = {larger(rows) for rows in range(captured + 1, tokens + 1)}
+    assert {larger(rows) for rows in sizes} == filled
+    assert sizes == sorted(sizes, reverse=True) and all(captured < rows <= tokens for rows in sizes)
+    assert len(sizes) <= 64 * max(1, math.log2(max(1.0, tokens / max(captured, 1)))), "few enough to be played"
+    assert all(rows <= size < rows + max(128, rows / 32) for rows in range(captured + 1, tokens + 1) for size in [larger(rows)])
+
+
+def test_a_pass_that_fails_on_the_way_gives_its_plan_back(monkeypatch: pytest.MonkeyPatch):
+    with rig(sizes=(), slots=4) as r:
+        closed = []
+        monkeypatch.setattr(Plan, "close", lambda self: closed.append(self))
+        behind = Decoder.behind_attention
+        for fails in (True, False):
+
+            def failing(decoder, x_TD, attended_TE, index, fails=fails):
+                if fails and index == 2:
+                    raise torch.OutOfMemoryError("no room")
+                return behind(decoder, x_TD, attended_TE, index)
+
+            monkeypatch.setattr(Decoder, "behind_attention", failing)
+            first = r.step([Segment(0, 0, 5, True)], lane=1, layers=(0, 2), batch=100 + fails)
+            assert not r.wait(first).error and not closed, "a pass that goes on keeps its plan"
+            last = r.step([Segment(0, 0, 5, True)], lane=1, layers=(2, TINY.layers), batch=100 + fails)
+            assert bool(r.wait(last).error) == fails
+            assert len(closed) == 1
+            closed.clear()
 
 
 @pytest.mark.gpu

@@ -175,8 +175,8 @@ class TorchPlanner:
 
 
 class FlashInferPlanner:
-    """Plans are kept and used again: a plan's host buffer is read by a copy that runs when the stream comes to it, so it may not
-    serve a second pass before the first is over."""
+    """Plans are kept and used again: a plan's host buffers are read by copies that run when the stream comes to them, so they may
+    not serve a second pass before the first is over."""
 
     WORKSPACE_BYTES = 128 << 20
 
@@ -190,14 +190,14 @@ class FlashInferPlanner:
         self._backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "auto"
         self.name = f"FlashInfer {flashinfer.__version__} {self._backend}"
         self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._idle: list[Any] = []
+        self._idle: list[Reusable] = []
         self._try(spec, device)
 
     def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> FlashInferPrefill:
-        wrapper = self._idle.pop() if self._idle else self._wrapper(self._workspace, "NHD", backend=self._backend)
-        ends = [pinned_ends(lengths) for lengths in (queries, contexts)]
-        wrapper.plan(*ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype)
-        return FlashInferPrefill(wrapper, self._idle)
+        plan = self._idle.pop() if self._idle else Reusable(self._wrapper(self._workspace, "NHD", backend=self._backend))
+        ends = plan.ends(queries, contexts)
+        plan.wrapper.plan(*ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype)
+        return FlashInferPrefill(plan, self._idle)
 
     def _try(self, spec: ModelSpec, device: torch.device) -> None:
         q, k, v = (torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device) for n in (spec.heads, *[spec.kv_heads] * 2))
@@ -207,23 +207,38 @@ class FlashInferPlanner:
         planned.close()
 
 
+class Reusable:
+    """FlashInfer's wrapper, and pinned memory for what it is planned with: enough for many prompts at once, as getting it waits for
+    the device."""
+
+    PROMPTS = 1024
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._ends_2S = self._pinned(self.PROMPTS)
+
+    def ends(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[0, a, a + b, …] of each, int32, where the device can read it."""
+        if len(queries) >= self._ends_2S.shape[1]:
+            self._ends_2S = self._pinned(2 * len(queries))
+        ends_2S = self._ends_2S[:, : len(queries) + 1]
+        torch.cumsum(torch.tensor([queries, contexts], dtype=torch.int32), 1, dtype=torch.int32, out=ends_2S[:, 1:])
+        return ends_2S[0], ends_2S[1]
+
+    def _pinned(self, prompts: int) -> Tensor:
+        return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInferPrefill:
-    wrapper: Any
-    idle: list[Any]
+    plan: Reusable
+    idle: list[Reusable]
 
     def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
-        self.wrapper.run(q_THA, k_LKA, v_LKA, out=out_THA)
+        self.plan.wrapper.run(q_THA, k_LKA, v_LKA, out=out_THA)
 
     def close(self) -> None:
-        self.idle.append(self.wrapper)
-
-
-def pinned_ends(lengths: Sequence[int]) -> Tensor:
-    """[0, a, a + b, …], int32, where the device can read it."""
-    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32, pin_memory=True)
-    torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0, dtype=torch.int32, out=ends[1:])
-    return ends
+        self.idle.append(self.plan)
 
 
 def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Planner:

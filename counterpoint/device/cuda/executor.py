@@ -181,11 +181,12 @@ class CudaExecutor:
                 raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
             rows, way = held.rows, held.way
         inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
+        flight.held, flight.over = inputs, inputs.plan.close
         x_TD = way.run(place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N)
         if x_TD is None:
             self._open[step.batch] = OpenPass(rows, way)
+            flight.over = None  # it goes on
             return
-        flight.held, flight.over = inputs, inputs.plan.close
         if every:
             flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, x_TD)
             x_TD = x_TD[inputs.last_rows_N]

@@ -78,7 +78,7 @@ def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_p
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",
             "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",
-            "max_pass_tokens": "lower max_pass_tokens or max_running, choose fp8 or a smaller model",
+            "max_pass_tokens": "lower max_pass_tokens, max_context_tokens or max_running, choose fp8 or a smaller model",
         }[flag]
         raise ConfigError(f"{wanted}: {budget}. To fit, {fix}")
     return pages

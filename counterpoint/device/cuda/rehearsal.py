@@ -1,7 +1,8 @@
 """The rehearsal: passes that run before the first request, for what CUDA makes when it is first needed.
 
-Owns: which passes these are. Promises: afterwards the kernels of a pass of any size are loaded, and every place has had the memory
-of the largest; only the spare page is written, and no row stays open. Must not: measure.
+Owns: which passes these are. Promises: afterwards the kernels of greedy passes of any size are loaded, and every place has had the
+memory of the largest; only the spare page is written, and no row stays open. Other ways of sampling are tried with one row, and
+log-probabilities of prompts not at every length: for these something may still have to be made. Must not: measure.
 
 A kernel is loaded when it is first launched, and memory is got from the driver when there is none left. Both wait until the device
 has nothing to do (CUDA C++ Programming Guide: Lazy Loading, Implicit Synchronization), so in the midst of serving such a launch
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from counterpoint.device.cuda.attend import MOST_GATHERED
 from counterpoint.device.cuda.executor import CudaExecutor
-from counterpoint.device.cuda.passes import FILL
+from counterpoint.device.cuda.passes import larger
 from counterpoint.device.cuda.places import Place
 from counterpoint.device.wall import WallInbox
 from counterpoint.types import Close, Drop, Lane, Open, Role, Sampling, Segment, Step, StepDone, Work
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 LANES = (Lane(0, Role.DECODE), Lane(1, Role.PREFILL))
 IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
 FEW = 2  # tokens of a prompt: one alone is a decode's row
+SHORT = 512  # tokens of the prompts of a large pass, where its rows are what matters
 EVERYTHING = Sampling(
     max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias=((0, -1.0),), logprobs=2,
     prompt_logprobs=2,
@@ -55,13 +57,24 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
     captured = max(executor.passes.sizes, default=0)
-    for rows in range(tokens, captured, -FILL):
-        yield prompts(rows, context), 1
+    if tokens > captured:
+        yield prompts(tokens, context), 1
+    for rows in sizes_between(captured, tokens):
+        yield prompts(rows, min(context, SHORT)), 1
     for bucket in tables.buckets:
         decodes = min(bucket, tables.spare_slot, tokens) - 1
         prompt = min(FEW, tokens - decodes, context)
         yield [*(Segment(slot, 0, 1, True) for slot in range(decodes)), Segment(decodes, 0, prompt, True)], layers
     yield long_contexts(tokens, context), 1
+
+
+def sizes_between(captured: int, tokens: int) -> list[int]:
+    """Numbers of rows of passes that are no graphs, the largest first."""
+    sizes, rows = list[int](), captured + 1
+    while rows <= tokens:
+        sizes.append(min(larger(rows), tokens))
+        rows = larger(rows) + 1
+    return sizes[::-1]
 
 
 def prompts(rows: int, context: int) -> list[Segment]:
@@ -97,8 +110,9 @@ class Player:
 
     def play_sampled(self, role: Role, place: Place) -> None:
         """A pass of which everything is asked that can be asked of a token."""
-        self.executor.submit(Open(0, (0, 0), 2, (), EVERYTHING))
-        self.play(role, place, [Segment(0, 0, 2, True, (self.executor.tables.spare_page,))], self.executor.decoder.spec.layers)
+        tokens = min(FEW, self.executor.tables.tokens.shape[1] - 1)
+        self.executor.submit(Open(0, (0,) * tokens, tokens, (), EVERYTHING))
+        self.play(role, place, [Segment(0, 0, tokens, True, (self.executor.tables.spare_page,))], self.executor.decoder.spec.layers)
         self.wait(0)
         self.executor.submit(Close(0))
 

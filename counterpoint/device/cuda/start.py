@@ -150,7 +150,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
         decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
-    played = rehearse(opened.executor, fused_places(config, places), min(config.scheduler.max_pass_tokens, pages * size))
+    played = rehearse(opened.executor, fused_places(config, places), min(largest_pass(config), pages * size))
     torch.cuda.synchronize(device)
     progress(f"{played}; {memory.gib(torch.cuda.mem_get_info(device)[0])} of the device are free")
     return opened
@@ -302,15 +302,15 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
     meanwhile, so that what is free says nothing of this process."""
     device, spec, scheduler = driver.device, decoder.spec, config.scheduler
     weights = torch.cuda.memory_allocated(device)
-    activations = activation_bytes(config, decoder, places, driver)
+    largest, contexts = activation_bytes(config, decoder, places, driver)
     torch.cuda.empty_cache()
     if shared:
         taken = torch.cuda.memory_reserved(device) - weights + memory.CONTEXT_BYTES
     else:
         taken = total - torch.cuda.mem_get_info(device)[0] - weights
     passes = len(places.of(Role.PREFILL)) + 1
-    tokens = min(scheduler.max_pass_tokens, spec.max_context_tokens)
-    sizes = sizes_for(tokens, spec)
+    tokens = largest_pass(config)
+    sizes = sizes_for(scheduler.max_pass_tokens, spec)
     seat = sizes[-1] * (spec.hidden + 2 * spec.heads * spec.head_dim) * decoder.ops.weight_dtype.itemsize
     pieces = passes * len(sizes) * spec.layers
     steps = len(places.of(Role.DECODE)) * len(buckets_for(scheduler.max_running))
@@ -319,7 +319,7 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
         total=total,
         taken=taken,
         weights=weights,
-        activations=passes * (int(activations * (1 + sizes[-1] / tokens)) + seat),
+        activations=passes * (int(largest * (1 + sizes[-1] / tokens)) + contexts + seat),
         graphs=steps * memory.GRAPH_BYTES
         + pieces * memory.PIECE_BYTES
         + len(places.of(Role.DECODE)) * scheduler.max_running * spec.vocab * 24,
@@ -327,20 +327,28 @@ def divide(config: Config, decoder: Decoder, places: Places, driver: CudaDriver,
     )
 
 
-def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: CudaDriver) -> int:
-    """What a stream's passes keep of memory, measured on one layer and the LM head: passes of `max_pass_tokens`, and of the longest
-    contexts."""
-    spec, size = decoder.spec, config.device.page_tokens
+def largest_pass(config: Config) -> int:
+    """Tokens that a pass may have."""
+    scheduler = config.scheduler
+    return max(scheduler.max_pass_tokens, scheduler.chunk_tokens or 0)
+
+
+def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: CudaDriver) -> tuple[int, int]:
+    """What a stream's passes keep of memory, measured on one layer and the LM head: the largest pass, and how much more one with
+    the longest contexts."""
+    spec, size, tokens = decoder.spec, config.device.page_tokens, largest_pass(config)
     context = config.model.max_context_tokens or spec.max_context_tokens
-    tokens = min(config.scheduler.max_pass_tokens, spec.max_context_tokens)
+    if config.device.kv_pages is not None:
+        context = max(1, min(context, config.device.kv_pages * size))
     kv = KVPool(dataclasses.replace(spec, layers=1), 1, size, decoder.kv_dtype, driver.device)
     tables = DeviceTables(1, context, size, spec.vocab, (), 0, driver)
     place = places.of(Role.PREFILL)[0]
-    filled = Passes(decoder, kv, tables, driver, sizes_for(tokens, spec)).size
+    filled = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec)).size
     torch.cuda.synchronize(driver.device)  # the tables are there, also for the place's stream
     torch.cuda.empty_cache()
     reserved, allocated = torch.cuda.memory_reserved(driver.device), torch.cuda.memory_allocated(driver.device)
     torch.cuda.reset_peak_memory_stats(driver.device)
+    kept = list[int]()
     for segments in (prompts(tokens, context), long_contexts(tokens, context)):
         with driver.on(place.stream), torch.inference_mode():
             batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode, filled))
@@ -348,7 +356,9 @@ def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: C
             decoder.head(x_TD[: config.scheduler.max_running])
         torch.cuda.synchronize(driver.device)
         batch.attention.close()
-    return max(torch.cuda.memory_reserved(driver.device) - reserved, torch.cuda.max_memory_allocated(driver.device) - allocated)
+        peak = torch.cuda.max_memory_allocated(driver.device) - allocated
+        kept.append(max(torch.cuda.memory_reserved(driver.device) - reserved, peak))
+    return kept[0], kept[1] - kept[0]
 
 
 class DrawnWeights:
