@@ -60,3 +60,14 @@ def test_what_was_given_back_is_taken_before_anything_new():
 def test_more_than_a_slab_is_got_by_itself():
     slabs, got = made()
     assert len(slabs.cut(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
+
+
+def test_a_slab_that_was_got_in_inference_mode_is_written_in_any():
+    slabs, _ = made()
+    with torch.inference_mode():
+        slabs.cut(4000)
+        inside = slabs.cut(1000)
+    inside.fill_(1)
+    slabs.borrow(1000).fill_(2)
+    with torch.inference_mode():
+        inside.fill_(3)

@@ -226,7 +226,8 @@ class Reusable:
         return ends_2S[0], ends_2S[1]
 
     def _pinned(self, prompts: int) -> Tensor:
-        return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
+        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+            return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,8 @@ class Slabs:
         """At least so many bytes, for good."""
         size = -(-size // self.ALIGNED_BYTES) * self.ALIGNED_BYTES
         if size > len(self._slab):
-            self._slab = self._get(max(size, self.SLAB_BYTES))
+            with torch.inference_mode(False):  # else nobody could write to it but in that mode
+                self._slab = self._get(max(size, self.SLAB_BYTES))
         block, self._slab = self._slab[:size], self._slab[size:]
         return block
 
