@@ -198,6 +198,20 @@ def test_answers_equal_those_of_one_engine(policies, seed):
     assert pools.adopted() > 0
 
 
+@pytest.mark.parametrize("policies", [("serial", "serial"), ("multiplex", "chunked"), ("multiplex", "multiplex")])
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_longer_than_a_pass_are_handed_over_too(policies, seed):
+    pools = Pools(seed, policies, pages=120)
+    rng = random.Random(seed)
+    for number in range(9):
+        pools.submit(f"r{number}", [(number * 7 + i) % 50 for i in range(rng.choice([20, 49, 96, 150]))], max_tokens=4)
+        for _ in range(rng.randint(0, 30)):
+            pools.turn()
+    pools.run()
+    pools.check_answers()
+    assert pools.adopted() > 0
+
+
 def test_answers_of_preempted_requests_too():
     """Once adopted, a request is like any other: it may be preempted, and is computed again where it is."""
     pools = Pools(3, ("chunked", "chunked"), pages=24)
