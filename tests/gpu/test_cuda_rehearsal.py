@@ -163,7 +163,7 @@ def test_a_pass_that_fails_on_the_way_gives_its_plan_back(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
-def test_serving_gets_no_memory_from_the_driver_afterwards():
+def test_the_same_load_again_gets_no_memory_from_the_driver():
     parts = make_parts(sizes=SIZES, dtype=torch.bfloat16)
     played(parts)
     ask(parts)  # whatever the engine's own steps take: decode graphs are captured when first needed here
