@@ -121,12 +121,10 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     model, device = machine.model, machine.device
     limits = make_limits(config, model, kv_pages(model, device, config), device.units, device.overlap)
     scheduler, levels, auto = config.scheduler, machine.levels, variant_of(machine.without)
-    if machine.without and scheduler.policy == "auto" and not levels:
-        raise ConfigError(f"{device.name} can't be split, so auto is chunked there: there is nothing to be taken out of it")
     try:
         policy = make_policy(scheduler, device.units, model.layers, machine.depth, levels=levels, belief=belief, auto=auto)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{device.name}: {error}") from None
     return Engine(limits, policy)
 
 

@@ -270,7 +270,7 @@ def test_a_device_of_one_unit_is_never_split(capsys):
     invoke(*SMALL, *one, "--policy", "auto", "--json", "-")
     result = json.loads(capsys.readouterr().out)
     assert result["completed"] == 20 and "policy auto runs as chunked here" in result["notes"]
-    with pytest.raises(ConfigError, match="cpu-1 can't be split"):
+    with pytest.raises(ConfigError, match="cpu-1: can't be split"):
         invoke(*SMALL, *one, "--without", "lending")
 
 

@@ -38,12 +38,11 @@ def make_policy(
     if name == "multiplex" and units > 1:
         split = scheduler.split or nearest(levels or range(1, units), units // 2)
         return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
-    if auto is not Auto and name == "auto" and (belief is None or not levels):
-        raise ConfigError(
-            "auto is chunked where the device can't be split or nothing is known of it: no part of it can be left out"
-        )
     if name == "auto" and belief is not None and levels:
         return auto(scheduler, units, layers, levels, belief, depth)
+    if name == "auto" and auto is not Auto:
+        why = "nothing is known of what steps take" if levels else "can't be split"
+        raise ConfigError(f"{why}, so auto is chunked: no part of it can be left out")
     return Chunked(scheduler.chunk_tokens or chunk, units, depth)
 
 

@@ -12,11 +12,9 @@ def whole_prompts(prefills: Iterable[Request], budget_tokens: int) -> list[tuple
     picks: list[tuple[Request, int]] = []
     for request in prefills:
         tokens = request.remaining_prefill
-        if tokens > budget_tokens:
-            if not picks:
-                picks.append((request, budget_tokens))
+        if picks and tokens > budget_tokens:
             break
-        picks.append((request, tokens))
+        picks.append((request, min(tokens, budget_tokens)))
         budget_tokens -= tokens
     return picks
 

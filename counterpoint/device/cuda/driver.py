@@ -111,6 +111,8 @@ class Slabs:
 
 
 class CudaDriver:
+    """The driver of a GPU."""
+
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
         self._pinned = Slabs(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))

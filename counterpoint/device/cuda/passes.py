@@ -59,6 +59,13 @@ def larger(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def filled(rows: int, sizes: Sequence[int]) -> int:
+    """To how many rows so many are filled up, where passes of `sizes` are graphs (none: not at all)."""
+    if not sizes:
+        return rows
+    return larger(rows) if rows > sizes[-1] else sizes[bisect.bisect_left(sizes, rows)]
+
+
 class Pass(Protocol):
     """A pass on its way through the layers."""
 
@@ -178,10 +185,7 @@ class Passes:
         return sum(len(pieces) for pieces in self._pieces.values())
 
     def size(self, rows: int) -> int:
-        """To how many rows so many are filled up."""
-        if not self.sizes:
-            return rows
-        return larger(rows) if rows > self.sizes[-1] else self.sizes[bisect.bisect_left(self.sizes, rows)]
+        return filled(rows, self.sizes)
 
     def start(self, inputs: PassInputs) -> Pass:
         """`inputs`: filled up."""

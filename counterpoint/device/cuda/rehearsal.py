@@ -57,10 +57,8 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
     captured = max(executor.passes.sizes, default=0)
-    if tokens > captured:
-        yield prompts(tokens, context), 1
     for rows in sizes_between(captured, tokens):
-        yield prompts(rows, min(context, SHORT)), 1
+        yield prompts(rows, context if rows == tokens else min(context, SHORT)), 1
     for bucket in tables.buckets:
         decodes = min(bucket, tables.spare_slot, tokens) - 1
         prompt = min(FEW, tokens - decodes, context)

@@ -34,7 +34,7 @@ from counterpoint.device.cuda.kernels.attention import FP8_CAPABILITY
 from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
-from counterpoint.device.cuda.passes import Passes, sizes_for
+from counterpoint.device.cuda.passes import Passes, filled, sizes_for
 from counterpoint.device.cuda.places import Place, Places, make_places
 from counterpoint.device.cuda.products import MANY, Matrix, Products, build_tiles, probes_up_to
 from counterpoint.device.cuda.rehearsal import long_contexts, prompts, rehearse
@@ -141,7 +141,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
     passes = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec))
     progress(f"{graphs.count} decode graphs captured in {graphs.capture_s:.1f} s")
     free = torch.cuda.mem_get_info(device)[0]
-    passes.capture([place for _, place in fused_places(config, places)])
+    passes.capture([place for _, place in prompt_places(config, places)])
     torch.cuda.synchronize(device)
     took = f"in {passes.capture_s:.1f} s, {memory.gib(free - torch.cuda.mem_get_info(device)[0])}"
     progress(f"{passes.count} graphs of passes with prompt tokens captured {took}")
@@ -150,7 +150,7 @@ def open_cuda(config: Config, source: Source, progress: Progress = print, vocab:
         decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
-    played = rehearse(opened.executor, fused_places(config, places), min(largest_pass(config), pages * size))
+    played = rehearse(opened.executor, prompt_places(config, places), min(largest_pass(config), pages * size))
     torch.cuda.synchronize(device)
     progress(f"{played}; {memory.gib(torch.cuda.mem_get_info(device)[0])} of the device are free")
     return opened
@@ -290,7 +290,7 @@ def captured_places(config: Config, places: Places) -> list[Place]:
     return places.of(Role.DECODE)
 
 
-def fused_places(config: Config, places: Places) -> list[tuple[Role, Place]]:
+def prompt_places(config: Config, places: Places) -> list[tuple[Role, Place]]:
     """Where passes with prompt tokens run, and as what: wherever there is prefill, and where `auto` decodes and fuses. Everything
     is wanted there from the first request on: the 20 ms of a capture would be held against a step whose price is being learnt."""
     fusing = places.of(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
@@ -343,7 +343,7 @@ def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: C
     kv = KVPool(dataclasses.replace(spec, layers=1), 1, size, decoder.kv_dtype, driver.device)
     tables = DeviceTables(1, context, size, spec.vocab, (), 0, driver)
     place = places.of(Role.PREFILL)[0]
-    filled = Passes(decoder, kv, tables, driver, sizes_for(config.scheduler.max_pass_tokens, spec)).size
+    sizes = sizes_for(config.scheduler.max_pass_tokens, spec)
     torch.cuda.synchronize(driver.device)  # the tables are there, also for the place's stream
     torch.cuda.empty_cache()
     reserved, allocated = torch.cuda.memory_reserved(driver.device), torch.cuda.memory_allocated(driver.device)
@@ -351,7 +351,7 @@ def activation_bytes(config: Config, decoder: Decoder, places: Places, driver: C
     kept = list[int]()
     for segments in (prompts(tokens, context), long_contexts(tokens, context)):
         with driver.on(place.stream), torch.inference_mode():
-            batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode, filled))
+            batch = tables.batch(tables.inputs(pass_rows(segments), place.planner, place.decode, lambda rows: filled(rows, sizes)))
             x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)
             decoder.head(x_TD[: config.scheduler.max_running])
         torch.cuda.synchronize(driver.device)

@@ -224,13 +224,13 @@ class DeviceTables:
             length_B = self.driver.upload(end_S[:decodes].astype(np.int32))
         if decodes == len(slot_S):
             return Plan(table_BP, length_B, decode)
-        row_S = np.append(0, np.cumsum(tokens_S))
-        prompts = []
+        prompts, row = list[Prompts](), decodes
         for first, last in gathered_at_once(end_S[decodes:].tolist()):
             some = slice(decodes + first, decodes + last)
             prefill = planner.plan(tokens_S[some].tolist(), end_S[some].tolist())
-            rows = int(row_S[some.start]), int(row_S[some.stop])
-            prompts.append(Prompts(*rows, prefill, self._context(slot_S[some], end_S[some])))
+            until = row + int(tokens_S[some].sum())
+            prompts.append(Prompts(row, until, prefill, self._context(slot_S[some], end_S[some])))
+            row = until
         return Plan(table_BP, length_B, decode, tuple(prompts))
 
     def _context(self, slot_S: np.ndarray, context_S: np.ndarray) -> Tensor:
