@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from counterpoint.serve.llm import LLM, SamplingParams
+    from counterpoint.serve.offline.llm import LLM, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     """LLM and SamplingParams bring the whole engine: they are imported when they are first used."""
     if name in ("LLM", "SamplingParams"):
-        from counterpoint.serve import llm
+        from counterpoint.serve.offline import llm
 
         return vars(llm)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,33 +16,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from counterpoint.cluster.courier import Identity
-from counterpoint.cluster.digest import Digest, make_digest
-from counterpoint.cluster.transfer import Reach
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import Limits
+from counterpoint.core.limits import EngineLimits
 from counterpoint.core.policy import Auto, make_policy
+from counterpoint.cost_model import calibration_store
+from counterpoint.cost_model.active_units import ActiveUnits
+from counterpoint.cost_model.calibration import CalibrationKey, shape_of
+from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.choose import gpu_found
-from counterpoint.device.link.host import host_name
-from counterpoint.device.link.memory import Allocate, Memory
-from counterpoint.device.link.nixl import NixlLink
-from counterpoint.device.link.port import Link, LinkError, Wake
-from counterpoint.device.link.shm import ShmLink
-from counterpoint.device.link.tcp import TcpLink
-from counterpoint.perf import shelf
-from counterpoint.perf.active import ActiveUnits
-from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Key, shape_of
-from counterpoint.ports import Estimator, Executor, Policy
+from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
+from counterpoint.disagg.handoff_runner import WorkerIdentity
+from counterpoint.disagg.link_choice import Reach
+from counterpoint.interfaces import Estimator, Executor, Policy
+from counterpoint.kv_transfer.host import host_name
+from counterpoint.kv_transfer.memory import Allocate, KvMemory
+from counterpoint.kv_transfer.nixl import NixlTransport
+from counterpoint.kv_transfer.shm import ShmTransport
+from counterpoint.kv_transfer.tcp import TcpTransport
+from counterpoint.kv_transfer.transport import Transport, TransportError, Wake
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.device import PRESETS, cpu_device, unknown_gpu
-from counterpoint.spec.source import Source, load_spec, resolve, weights_id
+from counterpoint.spec.source import ModelSource, load_spec, resolve, weights_id
 
 if TYPE_CHECKING:
-    from counterpoint.device.cuda.start import CudaDevice
+    from counterpoint.device.cuda.device_setup import CudaDevice
+    from counterpoint.device.event_queue import WallClockEventQueue
     from counterpoint.device.grammar import Grammars
-    from counterpoint.device.wall import WallInbox
     from counterpoint.model.kv import KVPool
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlacement:
     """Where an engine of a pool is built. `engines`: so many share the memory of this machine, or of this GPU. `allocate`: makes
     the KV pool's memory, where other processes must reach it; None: the pool has memory of its own."""
 
@@ -69,21 +69,21 @@ def cache_folder() -> Path:
 
 def calibrations() -> Path:
     """Where this user's calibrations are kept."""
-    return cache_folder() / shelf.FOLDER
+    return cache_folder() / calibration_store.FOLDER
 
 
-def find_model(config: Config) -> Source:
+def find_model(config: Config) -> ModelSource:
     """Where the configured model is. Raises ConfigError if it is nowhere."""
     return resolve(config.model.model, cache_folder())
 
 
 @dataclass(frozen=True, slots=True)
-class Pricing:
+class CalibrationTarget:
     """What is known of the prices of a device's steps. `key`: what they hold for; `prior`: what they are where none was measured;
     `levels`: decode units of the splits there are; `buckets`: sizes to which decode batches are filled up, `pass_buckets`: and
     passes with prompt tokens."""
 
-    key: Key
+    key: CalibrationKey
     prior: Roofline
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
@@ -100,30 +100,34 @@ class System:
     engine: Engine
     executor: Executor
     spec: ModelSpec
-    source: Source
-    limits: Limits
+    source: ModelSource
+    limits: EngineLimits
     lanes: str
     notes: tuple[str, ...] = ()
     grammars: Grammars | None = None
-    pricing: Pricing | None = None
-    again: Callable[[Config, WallInbox, type[Auto]], System] | None = None
-    memory: Memory | None = None
-    digest: Digest | None = None
+    pricing: CalibrationTarget | None = None
+    again: Callable[[Config, WallClockEventQueue, type[Auto]], System] | None = None
+    memory: KvMemory | None = None
+    digest: CompatibilityDigest | None = None
 
 
-def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap: bool = False) -> Limits:
+def make_limits(
+    config: Config, spec: ModelSpec, pages: int, units: int, overlap: bool = False
+) -> EngineLimits:
     """The engine's limits for a pool of `pages` on a device of `units`. Raises ConfigError if no request could run."""
     scheduler, page_tokens = config.scheduler, config.device.page_tokens
     wanted = config.model.max_context_tokens or spec.max_context_tokens
     if wanted > spec.max_context_tokens:
-        raise ConfigError(f"max_context_tokens is {wanted}: {spec.name} was made for at most {spec.max_context_tokens}")
+        raise ConfigError(
+            f"max_context_tokens is {wanted}: {spec.name} was made for at most {spec.max_context_tokens}"
+        )
     context = min(wanted, pages * page_tokens)
     if config.model.max_context_tokens and context < wanted:
         raise ConfigError(
             f"max_context_tokens is {wanted}, but the KV cache holds {context} tokens: set kv_memory_bytes or kv_pages "
             f"(at least {-(-wanted // page_tokens)}) higher"
         )
-    return Limits(
+    return EngineLimits(
         pages=pages,
         page_tokens=page_tokens,
         max_running=scheduler.max_running,
@@ -139,13 +143,18 @@ def make_limits(config: Config, spec: ModelSpec, pages: int, units: int, overlap
     )
 
 
-def system(config: Config, inbox: WallInbox, progress: Progress = print, place: Place | None = None) -> System:
+def system(
+    config: Config,
+    inbox: WallClockEventQueue,
+    progress: Progress = print,
+    place: WorkerPlacement | None = None,
+) -> System:
     """Load the configured model on the configured device and put an engine over it. `progress` is told each stage in words.
     `place`: if it is one of a pool. Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
     source = find_model(config)
     if (chosen_device(config) if place is None else place.device) == "cuda":
         return cuda_system(config, source, inbox, progress, place)
-    return cpu_system(config, source, inbox, progress, place or Place())
+    return cpu_system(config, source, inbox, progress, place or WorkerPlacement())
 
 
 def chosen_device(config: Config) -> str:
@@ -156,18 +165,25 @@ def chosen_device(config: Config) -> str:
     if gpu_found():
         return "cuda"
     if wanted == "cuda":
-        raise ConfigError("device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu")
+        raise ConfigError(
+            "device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu"
+        )
     return "cpu"
 
 
 def cpu_system(
-    config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place, auto: type[Auto] = Auto
+    config: Config,
+    source: ModelSource,
+    inbox: WallClockEventQueue,
+    progress: Progress,
+    place: WorkerPlacement,
+    auto: type[Auto] = Auto,
 ) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
-    from counterpoint.device.link.kvpool import memory_of
+    from counterpoint.device.kv_memory import memory_of
     from counterpoint.device.memory import available_bytes, choose_pages
-    from counterpoint.device.tables import Tables
+    from counterpoint.device.slot_tables import SlotTables
     from counterpoint.model.invariance import refuse_varying_products
     from counterpoint.model.kv import KVPool, page_bytes
     from counterpoint.model.weights import load_decoder
@@ -185,17 +201,36 @@ def cpu_system(
     spec, size = decoder.spec, config.device.page_tokens
     each = page_bytes(spec, size, decoder.kv_dtype)
     context = config.model.max_context_tokens or spec.max_context_tokens
-    pages = choose_pages(config.device, each, config.scheduler.max_running, context, available_bytes() // place.engines)
+    pages = choose_pages(
+        config.device,
+        each,
+        config.scheduler.max_running,
+        context,
+        available_bytes() // place.engines,
+    )
     limits = make_limits(config, spec, pages, len(cores))
     kv_dtype = str(decoder.kv_dtype).removeprefix("torch.")
     model, kernels = shape_of(spec), decoder.ops.name
-    key = Key(device=cpu_name(), units=len(cores), model=model, dtype="float16", kv_dtype=kv_dtype, kernels=kernels)
+    key = CalibrationKey(
+        device=cpu_name(),
+        units=len(cores),
+        model=model,
+        dtype="float16",
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+    )
     prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
     policy, notes = cpu_policy(config, spec, key, prior, auto)
-    storage = place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions if place.allocate is not None else None
+    storage = (
+        place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions
+        if place.allocate is not None
+        else None
+    )
     kv = KVPool(spec, pages, size, decoder.kv_dtype, storage=storage)
     vocab = known_vocab(source, spec)
-    tables = Tables(limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids)
+    tables = SlotTables(
+        limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids
+    )
     executor = CpuExecutor(decoder, kv, tables, policy.lanes, cores, inbox)
     warning = binding_warning(os.environ)
     lanes = ", ".join(
@@ -213,33 +248,47 @@ def cpu_system(
         lanes,
         tuple(notes),
         grammars=tables.settings.grammars,
-        pricing=Pricing(key, prior, levels=tuple(range(1, len(cores)))),
+        pricing=CalibrationTarget(key, prior, levels=tuple(range(1, len(cores)))),
         again=lambda config, inbox, auto: cpu_system(config, source, inbox, progress, place, auto),
         memory=memory_of(kv),
         digest=digest_of(config, source, spec, kv),
     )
 
 
-def digest_of(config: Config, source: Source, spec: ModelSpec, kv: KVPool) -> Digest:
+def digest_of(
+    config: Config, source: ModelSource, spec: ModelSpec, kv: KVPool
+) -> CompatibilityDigest:
     """Of what this worker and another must have in common for the one's KV to be the other's."""
-    from counterpoint.device.link.kvpool import layout_of
+    from counterpoint.device.kv_memory import layout_of
 
     seed = config.model.weights_seed if config.model.load_format == "dummy" else None
-    return make_digest(spec, weights_id(source, seed), str(kv.k[0].dtype), kv.page_tokens, layout_of(kv))
+    return make_digest(
+        spec, weights_id(source, seed), str(kv.k[0].dtype), kv.page_tokens, layout_of(kv)
+    )
 
 
-def cuda_system(config: Config, source: Source, inbox: WallInbox, progress: Progress, place: Place | None = None) -> System:
+def cuda_system(
+    config: Config,
+    source: ModelSource,
+    inbox: WallClockEventQueue,
+    progress: Progress,
+    place: WorkerPlacement | None = None,
+) -> System:
     set_queues()
-    from counterpoint.device.cuda.start import open_cuda
+    from counterpoint.device.cuda.device_setup import open_cuda
 
     vocab = known_vocab(source, load_spec(source, config.model.max_context_tokens))
-    cuda = open_cuda(config, source, progress, vocab, engines=place.engines if place is not None else 1)
+    cuda = open_cuda(
+        config, source, progress, vocab, engines=place.engines if place is not None else 1
+    )
     built = cuda_engine(config, source, inbox, cuda)
     if place is None:
         return built
-    from counterpoint.device.link.kvpool import memory_of
+    from counterpoint.device.kv_memory import memory_of
 
-    return dataclasses.replace(built, memory=memory_of(cuda.kv), digest=digest_of(config, source, cuda.spec, cuda.kv))
+    return dataclasses.replace(
+        built, memory=memory_of(cuda.kv), digest=digest_of(config, source, cuda.spec, cuda.kv)
+    )
 
 
 def set_queues() -> None:
@@ -247,7 +296,13 @@ def set_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevice, auto: type[Auto] = Auto) -> System:
+def cuda_engine(
+    config: Config,
+    source: ModelSource,
+    inbox: WallClockEventQueue,
+    cuda: CudaDevice,
+    auto: type[Auto] = Auto,
+) -> System:
     """An engine over an open GPU. `auto`: as make_policy has it. Raises ConfigError if `config` wants what the GPU was not opened
     for."""
     cuda.capture(config)
@@ -255,19 +310,40 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
     dtype, kv_dtype = element_types(config, cuda.decoder.ops.weight_dtype)
     kernels = cuda.decoder.ops.name
-    key = Key(device=cuda.name, units=units, model=shape_of(spec), dtype=dtype, kv_dtype=kv_dtype, kernels=kernels)
-    device = shelf.of_device(cuda.name, tuple(PRESETS.values()))
+    key = CalibrationKey(
+        device=cuda.name,
+        units=units,
+        model=shape_of(spec),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+    )
+    device = calibration_store.of_device(cuda.name, tuple(PRESETS.values()))
     prior = Roofline(spec, device or unknown_gpu(units), dtype, kv_dtype)
-    prices = shelf.prices(key, prior, calibrations())
+    prices = calibration_store.prices(key, prior, calibrations())
     belief = None if device is None and prices.estimator is prior else prices.estimator
     if config.scheduler.policy == "auto":
         unknown = f"auto runs chunked: nothing is known of {cuda.name}; `counterpoint calibrate` measures it"
-        notes.append("auto runs chunked: the GPU can't be split" if not cuda.isolated else prices.note if belief else unknown)
+        notes.append(
+            "auto runs chunked: the GPU can't be split"
+            if not cuda.isolated
+            else prices.note
+            if belief
+            else unknown
+        )
     levels = cuda.levels if cuda.isolated else ()
-    policy = make_policy(config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief, auto=auto)
-    lanes = ", ".join(f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True))
+    policy = make_policy(
+        config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief, auto=auto
+    )
+    lanes = ", ".join(
+        f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True)
+    )
     return System(
-        Engine(limits, policy, ActiveUnits(prior) if device is not None and units <= device.units else None),
+        Engine(
+            limits,
+            policy,
+            ActiveUnits(prior) if device is not None and units <= device.units else None,
+        ),
         cuda.executor(policy.lanes, inbox),
         spec,
         source,
@@ -275,7 +351,7 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
         lanes,
         tuple(notes),
         grammars=cuda.tables.settings.grammars,
-        pricing=Pricing(key, prior, levels, cuda.graphs.buckets, cuda.passes.sizes),
+        pricing=CalibrationTarget(key, prior, levels, cuda.graphs.buckets, cuda.passes.sizes),
         again=lambda config, inbox, auto: cuda_engine(config, source, inbox, cuda, auto),
     )
 
@@ -283,19 +359,33 @@ def cuda_engine(config: Config, source: Source, inbox: WallInbox, cuda: CudaDevi
 def element_types(config: Config, dtype: object) -> tuple[str, str]:
     """What the roofline calls the types of weights and KV cache, computed with `dtype`."""
     plain = str(dtype).removeprefix("torch.")
-    return ("fp8" if config.device.quantization == "fp8" else plain), ("fp8" if config.device.kv_cache_dtype == "fp8" else plain)
+    return ("fp8" if config.device.quantization == "fp8" else plain), (
+        "fp8" if config.device.kv_cache_dtype == "fp8" else plain
+    )
 
 
-def cpu_policy(config: Config, spec: ModelSpec, key: Key, prior: Roofline, auto: type[Auto] = Auto) -> tuple[Policy, list[str]]:
+def cpu_policy(
+    config: Config, spec: ModelSpec, key: CalibrationKey, prior: Roofline, auto: type[Auto] = Auto
+) -> tuple[Policy, list[str]]:
     """The policy for the cores of `key`, and what the user should know of it."""
     cores, notes = key.units, []
     if cores == 1 and config.scheduler.policy in ("multiplex", "auto"):
-        notes.append(f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead")
-    belief = shelf.prices(key, prior, calibrations())
+        notes.append(
+            f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead"
+        )
+    belief = calibration_store.prices(key, prior, calibrations())
     if cores > 1 and config.scheduler.policy == "auto":
         notes.append(belief.note)
     levels = tuple(range(1, cores))
-    return make_policy(config.scheduler, cores, spec.layers, levels=levels, belief=belief.estimator, chunk=128, auto=auto), notes
+    return make_policy(
+        config.scheduler,
+        cores,
+        spec.layers,
+        levels=levels,
+        belief=belief.estimator,
+        chunk=128,
+        auto=auto,
+    ), notes
 
 
 # ---------------------------------------------------------------- workers of a pool
@@ -310,7 +400,11 @@ def take_gpu(config: Config, rank: int | None, workers: int) -> tuple[str, int]:
     from counterpoint.device.choose import gpus
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in seen.split(",") if name] if seen is not None else [str(n) for n in range(gpus())]
+    names = (
+        [name for name in seen.split(",") if name]
+        if seen is not None
+        else [str(n) for n in range(gpus())]
+    )
     if len(names) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
     return chosen_device(config), sharers(rank, workers, max(1, len(names)))
@@ -321,48 +415,52 @@ def sharers(rank: int, workers: int, gpus: int) -> int:
     return len(range(rank % gpus, workers, gpus))
 
 
-def movers(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Link]:
+def movers(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Transport]:
     """What can carry KV to and from a worker on `device`, by kind. Raises ConfigError if the wanted transport is not there."""
-    wanted, found = config.cluster.transport, dict[str, Link]()
+    wanted, found = config.cluster.transport, dict[str, Transport]()
     makers = gpu_movers(config, wake) if device == "cuda" else host_movers(config, wake)
     unasked = ("cuda-ipc",) if device == "cuda" else tuple(makers)
     if wanted not in ("auto", *makers):
-        raise ConfigError(f"transport is {wanted}, which does not carry KV of device {device}: set {', '.join(makers)} or auto")
+        raise ConfigError(
+            f"transport is {wanted}, which does not carry KV of device {device}: set {', '.join(makers)} or auto"
+        )
     for kind in unasked if wanted == "auto" else (wanted,):
         try:
             found[kind] = makers[kind]()
-        except LinkError as error:
+        except TransportError as error:
             if wanted != "auto":
                 raise ConfigError(f"transport is {wanted}: {error}") from None
             log.warning("transport %s is not there: %s", kind, error)
     return found
 
 
-def host_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Link]]:
+def host_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
     return {
-        "shm": lambda: ShmLink(wake),
-        "tcp": lambda: TcpLink(wake, config.cluster.cluster_host or "127.0.0.1"),
-        "nixl": lambda: NixlLink(wake),
+        "shm": lambda: ShmTransport(wake),
+        "tcp": lambda: TcpTransport(wake, config.cluster.cluster_host or "127.0.0.1"),
+        "nixl": lambda: NixlTransport(wake),
     }
 
 
-def gpu_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Link]]:
-    from counterpoint.device.cuda.ipc import CudaGpu
-    from counterpoint.device.link.cuda_ipc import CudaIpcLink
-    from counterpoint.device.link.staged import StagedLink
+def gpu_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
+    from counterpoint.device.cuda.ipc import CudaCopier
+    from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
+    from counterpoint.kv_transfer.staged import StagedTransport
 
-    def through_shm() -> Link:
-        inner = ShmLink(wake)
-        return StagedLink(inner, CudaGpu(staged=True), inner.allocate)
+    def through_shm() -> Transport:
+        inner = ShmTransport(wake)
+        return StagedTransport(inner, CudaCopier(staged=True), inner.allocate)
 
     return {
-        "cuda-ipc": lambda: CudaIpcLink(wake, CudaGpu()),
+        "cuda-ipc": lambda: CudaIpcTransport(wake, CudaCopier()),
         "shm": through_shm,
-        "tcp": lambda: StagedLink(host_movers(config, wake)["tcp"](), CudaGpu(staged=True)),
+        "tcp": lambda: StagedTransport(host_movers(config, wake)["tcp"](), CudaCopier(staged=True)),
     }
 
 
-def identity(name: str, links: dict[str, Link], built: System, token: str, device: str = "cpu") -> Identity:
+def identity(
+    name: str, links: dict[str, Transport], built: System, token: str, device: str = "cpu"
+) -> WorkerIdentity:
     """What worker `name` says of itself to others. Registers its pool with its movers; one that can't take it is left out.
     Raises ConfigError if none can."""
     if built.memory is None or built.digest is None:
@@ -371,26 +469,36 @@ def identity(name: str, links: dict[str, Link], built: System, token: str, devic
     for kind, link in links.items():
         try:
             blobs[kind] = link.register(built.memory)
-        except LinkError as error:
+        except TransportError as error:
             problems.append(f"{kind}: {error}")
     if not blobs:
-        fix = "; --transport shm or tcp sends it through host memory, slowly" if device == "cuda" else ""
+        fix = (
+            "; --transport shm or tcp sends it through host memory, slowly"
+            if device == "cuda"
+            else ""
+        )
         raise ConfigError(f"no transport can carry this worker's KV: {'; '.join(problems)}{fix}")
     staged = device == "cuda" and "cuda-ipc" not in blobs
     if staged:
         log.warning("%s: KV goes through host memory (%s): slowly", name, ", ".join(blobs))
     reach = Reach(secrets.token_hex(8), host_name(), device, tuple(blobs))
     mine = {kind: links[kind] for kind in blobs}
-    return Identity(name, built.digest, reach, built.memory, mine, blobs, token, allow_staged=staged)
+    return WorkerIdentity(
+        name, built.digest, reach, built.memory, mine, blobs, token, allow_staged=staged
+    )
 
 
-def estimator(config: Config, source: Source, units: int, gpu: str = "") -> Estimator:
+def estimator(config: Config, source: ModelSource, units: int, gpu: str = "") -> Estimator:
     """Prices of steps on a worker of `units` cores, or SMs of the GPU that is called so, for the router."""
     spec = load_spec(source, config.model.max_context_tokens)
     if not gpu:
         return Roofline(spec, cpu_device(units), "float16", "float32")
     dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    return Roofline(spec, shelf.of_device(gpu, tuple(PRESETS.values())) or unknown_gpu(units), *element_types(config, dtype))
+    return Roofline(
+        spec,
+        calibration_store.of_device(gpu, tuple(PRESETS.values())) or unknown_gpu(units),
+        *element_types(config, dtype),
+    )
 
 
 def link_bytes_per_s(config: Config, gpu: str) -> float:
@@ -399,7 +507,7 @@ def link_bytes_per_s(config: Config, gpu: str) -> float:
     return config.cluster.link_bytes_per_s or (1e11 if by_ipc else 1e9)
 
 
-def known_vocab(source: Source, spec: ModelSpec) -> int:
+def known_vocab(source: ModelSource, spec: ModelSpec) -> int:
     """Ids that the tokenizer can write: a checkpoint's vocabulary may be padded beyond them, and padding is never sampled."""
     file = Path(source.path) / "tokenizer.json"
     if source.kind != "hf" or not file.is_file():

@@ -23,7 +23,7 @@ from counterpoint.flags import settings
 from counterpoint.types import Role
 
 if TYPE_CHECKING:
-    from counterpoint.serve.answer import Piece
+    from counterpoint.serve.text.output_processor import OutputPiece
 
 USE = Group("Use a model", sort_key=0)
 MEASURE = Group("Measure", sort_key=1)
@@ -61,9 +61,11 @@ def serve(config: Config) -> int:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
     config = with_token(config)
     if config.cluster.ray_address is not None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of itself
+        os.environ.setdefault(
+            "RAY_USAGE_STATS_ENABLED", "0"
+        )  # a cluster that we start tells nobody of itself
         # A lost head shall not end this process, as it would after a minute.
-        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"  # noqa: SIM112 (Ray's spelling)
+        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"
     source = build.find_model(config)
     from counterpoint.serve.server import run
 
@@ -74,9 +76,17 @@ def serve(config: Config) -> int:
 @settings("model", "device", "scheduler", "cluster")
 def worker(
     *,
-    join: Annotated[str, Parameter(help="HOST:PORT where `counterpoint serve --cluster-listen` waits", group=JOINING)],
+    join: Annotated[
+        str,
+        Parameter(
+            help="HOST:PORT where `counterpoint serve --cluster-listen` waits", group=JOINING
+        ),
+    ],
     role: Annotated[Role, Parameter(help="what it does for the others", group=JOINING)] = Role.BOTH,
-    name: Annotated[str | None, Parameter(help="unique in the cluster; unset: role and host name", group=JOINING)] = None,
+    name: Annotated[
+        str | None,
+        Parameter(help="unique in the cluster; unset: role and host name", group=JOINING),
+    ] = None,
     config: Config,
 ) -> int:
     """Be a worker of a server on another machine.
@@ -85,7 +95,7 @@ def worker(
 
     counterpoint worker ./Qwen3-0.6B --join 10.0.0.1:7000 --role decode --cluster-token-file token
     """
-    from counterpoint.serve.pool.worker import join as join_front
+    from counterpoint.serve.worker.worker_process import join as join_front
 
     return join_front(with_token(config), join, role, name)
 
@@ -94,17 +104,21 @@ def worker(
 @settings("model", "device", "scheduler")
 def chat(
     *,
-    url: Annotated[str | None, flag("chat with a running server instead; API key from OPENAI_API_KEY")] = None,
+    url: Annotated[
+        str | None, flag("chat with a running server instead; API key from OPENAI_API_KEY")
+    ] = None,
     system: Annotated[str | None, flag("system message")] = None,
     max_tokens: Annotated[int | None, flag("longest answer; unset: as the context allows")] = None,
     temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
-    top_p: Annotated[float, flag("sample among the likeliest tokens with this sum of probabilities")] = 0.95,
+    top_p: Annotated[
+        float, flag("sample among the likeliest tokens with this sum of probabilities")
+    ] = 0.95,
     seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
     config: Config,
 ) -> None:
     """Chat with a model in the terminal."""
-    from counterpoint.serve.chat import converse, local_speaker, remote_speaker
-    from counterpoint.serve.offline import Offline
+    from counterpoint.serve.offline.chat import converse, local_speaker, remote_speaker
+    from counterpoint.serve.offline.engine import OfflineEngine
 
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     console = Console()
@@ -112,7 +126,7 @@ def chat(
         converse(remote_speaker(url, os.environ.get("OPENAI_API_KEY"), options), console, system)
         return
     with console.status("starting the engine") as status:
-        engine = Offline(config, status.update)
+        engine = OfflineEngine(config, status.update)
     with engine:
         converse(local_speaker(engine, options), console, system)
 
@@ -124,9 +138,13 @@ def generate(
     prompt: Annotated[list[str], flag("the text to continue; may be given several times")],
     max_tokens: Annotated[int, flag("longest answer")] = 128,
     temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
-    top_p: Annotated[float, flag("sample among the likeliest tokens with this sum of probabilities")] = 0.95,
+    top_p: Annotated[
+        float, flag("sample among the likeliest tokens with this sum of probabilities")
+    ] = 0.95,
     seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
-    stop: Annotated[list[str] | None, flag("end before this text; may be given several times")] = None,
+    stop: Annotated[
+        list[str] | None, flag("end before this text; may be given several times")
+    ] = None,
     ignore_eos: Annotated[bool, flag("go on to --max-tokens whatever the model says")] = False,
     config: Config,
 ) -> None:
@@ -134,12 +152,19 @@ def generate(
 
     counterpoint generate --prompt "The capital of France is" --max-tokens 8 --temperature 0
     """
-    from counterpoint.serve.offline import Offline
+    from counterpoint.serve.offline.engine import OfflineEngine
 
-    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop, ignore_eos=ignore_eos)
+    options = given(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
     notes = Console(stderr=True)
     with notes.status("starting the engine") as status:
-        engine = Offline(config, status.update)
+        engine = OfflineEngine(config, status.update)
     with engine:
         show_completions(engine.complete(prompt, **options), len(prompt))
 
@@ -149,7 +174,14 @@ def generate(
 def batch(
     file: Annotated[Path, flag("requests in OpenAI's batch format, a line of JSON each")],
     *,
-    out: Annotated[Path, Parameter(name=("--out", "-o"), help="where answers go; those that are there are kept", group=ASKING)],
+    out: Annotated[
+        Path,
+        Parameter(
+            name=("--out", "-o"),
+            help="where answers go; those that are there are kept",
+            group=ASKING,
+        ),
+    ],
     config: Config,
 ) -> int:
     """Answer a file of requests, without a server; run it again to go on after an interruption.
@@ -158,23 +190,25 @@ def batch(
     """
     from rich.progress import Progress
 
-    from counterpoint.serve.batch import answer, left_to_do
-    from counterpoint.serve.offline import Offline
+    from counterpoint.serve.offline.batch import answer, left_to_do
+    from counterpoint.serve.offline.engine import OfflineEngine
 
     lines, notes = left_to_do(file, out), Console(stderr=True, highlight=False)
     if not lines:
         notes.print(f"nothing is left to do: {out} has every answer", soft_wrap=True)
         return 0
     with notes.status("starting the engine") as status:
-        engine = Offline(config, status.update)
+        engine = OfflineEngine(config, status.update)
     with engine, Progress(console=notes) as bar:
         task = bar.add_task("answering", total=len(lines))
-        failed = answer(lines, out, engine, lambda done, failed, total: bar.update(task, completed=done))
+        failed = answer(
+            lines, out, engine, lambda done, failed, total: bar.update(task, completed=done)
+        )
     notes.print(f"{len(lines)} answered, {failed} of them with an error: {out}", soft_wrap=True)
     return 1 if failed else 0
 
 
-def show_completions(pieces: Iterable[tuple[int, Piece]], count: int) -> None:
+def show_completions(pieces: Iterable[tuple[int, OutputPiece]], count: int) -> None:
     """One answer as it comes; several in their order."""
     answers = [""] * count
     for choice, piece in pieces:
@@ -206,21 +240,55 @@ def models() -> None:
     table = Table("name", "what it is", Column("where", overflow="fold"), box=None)
     for name, wheel in NAMED.items():
         where = find_named(name, build.cache_folder())
-        table.add_row(name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]")
+        table.add_row(
+            name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]"
+        )
     for name, spec in PRESETS.items():
         shape = f"{spec.family}, {spec.layers} layers, {spec.hidden} wide, context {spec.max_context_tokens:,}"
         table.add_row(
-            name, shape, f"[dim]a shape: {'' if spec.family in SHAPES_ONLY else '--load-format dummy, or '}simulate[/dim]"
+            name,
+            shape,
+            f"[dim]a shape: {'' if spec.family in SHAPES_ONLY else '--load-format dummy, or '}simulate[/dim]",
         )
     Console().print(table)
 
 
-app.command("counterpoint.bench.command:bench", name="bench", group=MEASURE, help="Play a load against a server or engine.")
-app.command("counterpoint.bench.calibrate:command", name="calibrate", group=MEASURE, help="Measure what steps take on this device.")
-app.command("counterpoint.simulate:command", name="simulate", group=MEASURE, help="Play a load against a simulated device.")
-app.command("counterpoint.plan:command", name="plan", group=MEASURE, help="Find which mode serves a load best.")
-app.command("counterpoint.compare:command", name="compare", group=MEASURE, help="Play the same loads here and in the simulator.")
-app.command("counterpoint.bench.demo:demo", name="demo", group=MEASURE, help="See what running side by side does to latency.")
+app.command(
+    "counterpoint.bench.command:bench",
+    name="bench",
+    group=MEASURE,
+    help="Play a load against a server or engine.",
+)
+app.command(
+    "counterpoint.bench.calibrate:command",
+    name="calibrate",
+    group=MEASURE,
+    help="Measure what steps take on this device.",
+)
+app.command(
+    "counterpoint.simulator.simulate:command",
+    name="simulate",
+    group=MEASURE,
+    help="Play a load against a simulated device.",
+)
+app.command(
+    "counterpoint.simulator.plan:command",
+    name="plan",
+    group=MEASURE,
+    help="Find which mode serves a load best.",
+)
+app.command(
+    "counterpoint.simulator.compare:command",
+    name="compare",
+    group=MEASURE,
+    help="Play the same loads here and in the simulator.",
+)
+app.command(
+    "counterpoint.bench.demo:demo",
+    name="demo",
+    group=MEASURE,
+    help="See what running side by side does to latency.",
+)
 
 
 def with_token(config: Config) -> Config:
@@ -248,7 +316,9 @@ def main() -> None:
 def status_of(arguments: list[str]) -> int:
     """Run a command line; its exit status. COUNTERPOINT_TRACEBACK=1 shows where an error came from."""
     try:
-        result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        result = app(
+            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+        )
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
         return tell(str(error), 2)
@@ -268,10 +338,14 @@ def in_words(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"not enough memory: {str(error) or 'a number is too large for this machine'}"
     if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        return (
+            f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        )
     return str(error)
 
 
 def tell(message: str, status: int) -> int:
-    Console(stderr=True, highlight=False).print(message.strip(), style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(
+        message.strip(), style="red", markup=False, soft_wrap=True
+    )
     return status

@@ -27,7 +27,12 @@ from typing import Any, Literal
 from counterpoint.types import Slo
 
 LARGEST = 2**63  # of whole numbers, and excluded
-KINDS: dict[Any, str] = {int: "a whole number below 2**63", float: "a number", bool: "true or false", str: "a text"}
+KINDS: dict[Any, str] = {
+    int: "a whole number below 2**63",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 class ConfigError(ValueError):
@@ -72,13 +77,19 @@ def setting(default: Any, help: str, secret: bool = False) -> Any:
 class ModelConfig:
     """Which model, and how it is loaded."""
 
-    model: str = setting("smollm2", "a Hugging Face folder, a GGUF file, or a name from `counterpoint models`")
-    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights from --weights-seed, for measuring speed")
+    model: str = setting(
+        "smollm2", "a Hugging Face folder, a GGUF file, or a name from `counterpoint models`"
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "dummy: random weights from --weights-seed, for measuring speed"
+    )
     weights_seed: int = setting(0, "seed of dummy weights")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
         "auto", "weights and maths; auto: the fastest the device has"
     )
-    max_context_tokens: int | None = setting(None, "prompt and answer together; unset: what model and memory allow")
+    max_context_tokens: int | None = setting(
+        None, "prompt and answer together; unset: what model and memory allow"
+    )
     served_name: str | None = setting(None, "the model's name in the API; unset: its own")
 
     def __post_init__(self) -> None:
@@ -91,24 +102,33 @@ class ModelConfig:
 class DeviceConfig:
     """Where it runs."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a usable GPU, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: cuda if there is a usable GPU, else cpu"
+    )
     cores: int | None = setting(None, "CPU cores to use; unset: all that this process may use")
-    kv_memory_bytes: int | None = setting(None, "memory of the KV cache, in bytes; unset: chosen from what is free")
+    kv_memory_bytes: int | None = setting(
+        None, "memory of the KV cache, in bytes; unset: chosen from what is free"
+    )
     kv_pages: int | None = setting(None, "pages of the KV cache, instead of --kv-memory-bytes")
     kv_cache_dtype: Literal["auto", "fp8"] = setting("auto", "element type of the KV cache")
     quantization: Literal["none", "fp8"] = setting("none", "weight quantisation")
     page_tokens: int = setting(16, "tokens in a page of the KV cache")
     batch_invariant: bool = setting(
-        False, "an answer does not depend, in any bit, on what shares its batch or how its prompt is cut; see docs/determinism.md"
+        False,
+        "an answer does not depend, in any bit, on what shares its batch or how its prompt is cut; see docs/determinism.md",
     )
 
     def __post_init__(self) -> None:
         for name in ("cores", "kv_memory_bytes", "kv_pages", "page_tokens"):
             positive(name, getattr(self, name))
         if self.kv_pages is not None and self.kv_memory_bytes is not None:
-            raise ConfigError("kv_pages and kv_memory_bytes both set the same pool: give one of them")
+            raise ConfigError(
+                "kv_pages and kv_memory_bytes both set the same pool: give one of them"
+            )
         if self.batch_invariant and (self.quantization, self.kv_cache_dtype) != ("none", "auto"):
-            raise ConfigError("batch_invariant and fp8 exclude each other: leave out quantization and kv_cache_dtype, or it")
+            raise ConfigError(
+                "batch_invariant and fp8 exclude each other: leave out quantization and kv_cache_dtype, or it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +136,38 @@ class SchedulerConfig:
     """Who runs when, and where."""
 
     policy: Literal["serial", "chunked", "multiplex", "auto"] = setting(
-        "auto", "serial: whole prompts first; chunked: mixed batches; multiplex: two lanes; auto: what is best for the load"
+        "auto",
+        "serial: whole prompts first; chunked: mixed batches; multiplex: two lanes; auto: what is best for the load",
     )
-    chunk_tokens: int | None = setting(None, "token budget of a mixed batch (chunked); unset: 512, on a CPU 128")
-    split: int | None = setting(None, "units (SMs, cores) of the decode lane (multiplex); unset: half on a CPU")
+    chunk_tokens: int | None = setting(
+        None, "token budget of a mixed batch (chunked); unset: 512, on a CPU 128"
+    )
+    split: int | None = setting(
+        None, "units (SMs, cores) of the decode lane (multiplex); unset: half on a CPU"
+    )
     layer_group: int | None = setting(
-        None, "layers of a prefill launched at a time (multiplex, serial); unset: chosen by the policy, with serial all"
+        None,
+        "layers of a prefill launched at a time (multiplex, serial); unset: chosen by the policy, with serial all",
     )
     max_running: int = setting(256, "requests that hold pages at once")
     max_pass_tokens: int = setting(8192, "prompt tokens in one forward pass")
-    max_preemptions: int = setting(3, "after so many, a request is given all its pages before it runs again")
-    max_bypass_s: float = setting(5.0, "a request that does not fit is overtaken for so long, then pages are kept for it")
+    max_preemptions: int = setting(
+        3, "after so many, a request is given all its pages before it runs again"
+    )
+    max_bypass_s: float = setting(
+        5.0, "a request that does not fit is overtaken for so long, then pages are kept for it"
+    )
     prefix_cache: bool = setting(True, "reuse pages of equal prompt beginnings")
-    ttft_weight: float = setting(1.0, "auto: how much a late first token weighs when both targets can't be met")
-    tbt_weight: float = setting(10.0, "auto: how much a late next token weighs when both targets can't be met")
+    ttft_weight: float = setting(
+        1.0, "auto: how much a late first token weighs when both targets can't be met"
+    )
+    tbt_weight: float = setting(
+        10.0, "auto: how much a late next token weighs when both targets can't be met"
+    )
     ttft_s: float | None = setting(None, "default target: arrival to first token, seconds")
-    ttft_per_token_s: float | None = setting(None, "default target: the same per prompt token; the larger of both counts")
+    ttft_per_token_s: float | None = setting(
+        None, "default target: the same per prompt token; the larger of both counts"
+    )
     tpot_s: float | None = setting(None, "default target: mean time per output token, seconds")
     itl_s: float | None = setting(None, "default target: longest gap between two tokens, seconds")
 
@@ -142,8 +178,12 @@ class SchedulerConfig:
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        if self.chunk_tokens == 1:  # a decode that waits for a page would wait for a prompt that waits for the decode
-            raise ConfigError("chunk_tokens is 1: it must be 2 or more, for a decode and a token of a prompt beside it")
+        if (
+            self.chunk_tokens == 1
+        ):  # a decode that waits for a page would wait for a prompt that waits for the decode
+            raise ConfigError(
+                "chunk_tokens is 1: it must be 2 or more, for a decode and a token of a prompt beside it"
+            )
 
     def slo(self, prompt_tokens: int) -> Slo:
         """The default targets of a request with such a prompt."""
@@ -162,28 +202,56 @@ class ServerConfig:
     drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on")
     max_body_bytes: int = setting(16 * 2**20, "longest request body, in bytes")
     api_key: str | None = setting(
-        None, "clients must send this as a Bearer token (/health and /metrics stay open); better COUNTERPOINT_API_KEY", secret=True
+        None,
+        "clients must send this as a Bearer token (/health and /metrics stay open); better COUNTERPOINT_API_KEY",
+        secret=True,
     )
-    max_queued_requests: int | None = setting(None, "answers that may wait for their first token; beyond, 503; unset: no limit")
-    max_queued_tokens: int | None = setting(None, "prompt tokens that may wait for a first token; beyond, 503; unset: no limit")
-    request_timeout_s: float | None = setting(None, "after so long an unfinished answer is given up; unset: never")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged; debug: every request too")
-    log_format: Literal["text", "json"] = setting("text", "json: a JSON object a line, with figures as fields")
+    max_queued_requests: int | None = setting(
+        None, "answers that may wait for their first token; beyond, 503; unset: no limit"
+    )
+    max_queued_tokens: int | None = setting(
+        None, "prompt tokens that may wait for a first token; beyond, 503; unset: no limit"
+    )
+    request_timeout_s: float | None = setting(
+        None, "after so long an unfinished answer is given up; unset: never"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "what is logged; debug: every request too"
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "json: a JSON object a line, with figures as fields"
+    )
     otlp_endpoint: str | None = setting(
-        None, "send a trace span of each request to this OpenTelemetry collector, as http://HOST:4318 (extra: otel)"
+        None,
+        "send a trace span of each request to this OpenTelemetry collector, as http://HOST:4318 (extra: otel)",
     )
-    event_log: str | None = setting(None, "record every event that enters the engine to this file, for replay")
-    timeline: str | None = setting(None, "write a Chrome/Perfetto trace of the lanes to this file at exit")
+    event_log: str | None = setting(
+        None, "record every event that enters the engine to this file, for replay"
+    )
+    timeline: str | None = setting(
+        None, "write a Chrome/Perfetto trace of the lanes to this file at exit"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be 0 to 65535")
-        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens", "request_timeout_s"):
+        for name in (
+            "max_body_bytes",
+            "max_queued_requests",
+            "max_queued_tokens",
+            "request_timeout_s",
+        ):
             positive(name, getattr(self, name))
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
+        if self.api_key is not None and not (
+            self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()
+        ):
             raise ConfigError("api_key must be printable ASCII, and not empty")
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}: it must be a URL, as http://localhost:4318")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(
+            ("http://", "https://")
+        ):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}: it must be a URL, as http://localhost:4318"
+            )
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}: it must be 0 or more")
 
@@ -200,50 +268,91 @@ class ClusterConfig:
         "how KV goes from worker to worker; auto: the best both ends have; on GPUs, shm and tcp are slow: through host memory",
     )
     kv_grain: Literal["auto", "layer", "chunk", "prompt"] = setting(
-        "auto", "how much KV is sent at a time, while the rest is computed; auto: layers where that hides enough"
+        "auto",
+        "how much KV is sent at a time, while the rest is computed; auto: layers where that hides enough",
     )
     link_bytes_per_s: float | None = setting(
-        None, "what links between workers carry, until enough transfers have been measured; unset: 1e9, by CUDA IPC 1e11"
+        None,
+        "what links between workers carry, until enough transfers have been measured; unset: 1e9, by CUDA IPC 1e11",
     )
-    cluster_listen: str | None = setting(None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in")
+    cluster_listen: str | None = setting(
+        None, "HOST:PORT at which `counterpoint worker --join` of other machines is let in"
+    )
     ray_address: str | None = setting(
         None,
         "start our workers in a Ray cluster: auto (the one of this machine), HOST:PORT, or local (a new one) (extra: cluster)",
     )
-    cluster_host: str | None = setting(None, "this machine's address for workers of others; unset: by which it reaches the front")
+    cluster_host: str | None = setting(
+        None, "this machine's address for workers of others; unset: by which it reaches the front"
+    )
     cluster_token: str | None = setting(
-        None, "secret that all workers share; better --cluster-token-file or COUNTERPOINT_CLUSTER_TOKEN", secret=True
+        None,
+        "secret that all workers share; better --cluster-token-file or COUNTERPOINT_CLUSTER_TOKEN",
+        secret=True,
     )
     cluster_token_file: str | None = setting(None, "file with that secret")
-    on_loss: Literal["fail", "recompute"] = setting("fail", "what becomes of an answer whose worker is lost after its first token")
-    handoff_deadline_s: float = setting(600.0, "from the start of a prefill to the end of its handoff, at most")
-    worker_lost_s: float = setting(
-        10.0, "a worker that is silent for so long is given up, and started again if it is of this machine"
+    on_loss: Literal["fail", "recompute"] = setting(
+        "fail", "what becomes of an answer whose worker is lost after its first token"
     )
-    local_tokens: int = setting(512, "a prompt of which no more must be computed is prefilled where it is decoded; 0: never")
-    spill_s: float = setting(2.0, "predicted time to first token above which the other pool helps, for requests without a target")
-    elastic: bool = setting(False, "let workers change between prefill and decode as the load moves (needs ttft_s and tpot_s)")
-    elastic_s: float = setting(5.0, "seconds between two looks at the load; three misses in a row change a role")
+    handoff_deadline_s: float = setting(
+        600.0, "from the start of a prefill to the end of its handoff, at most"
+    )
+    worker_lost_s: float = setting(
+        10.0,
+        "a worker that is silent for so long is given up, and started again if it is of this machine",
+    )
+    local_tokens: int = setting(
+        512, "a prompt of which no more must be computed is prefilled where it is decoded; 0: never"
+    )
+    spill_s: float = setting(
+        2.0,
+        "predicted time to first token above which the other pool helps, for requests without a target",
+    )
+    elastic: bool = setting(
+        False,
+        "let workers change between prefill and decode as the load moves (needs ttft_s and tpot_s)",
+    )
+    elastic_s: float = setting(
+        5.0, "seconds between two looks at the load; three misses in a row change a role"
+    )
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "replicas", "local_tokens"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        for name in ("handoff_deadline_s", "worker_lost_s", "spill_s", "elastic_s", "link_bytes_per_s"):
+        for name in (
+            "handoff_deadline_s",
+            "worker_lost_s",
+            "spill_s",
+            "elastic_s",
+            "link_bytes_per_s",
+        ):
             positive(name, getattr(self, name))
-        if self.cluster_listen is None and not self.replicas and bool(self.prefill) != bool(self.decode):
+        if (
+            self.cluster_listen is None
+            and not self.replicas
+            and bool(self.prefill) != bool(self.decode)
+        ):
             here, there = ("prefill", "decode") if self.prefill else ("decode", "prefill")
-            raise ConfigError(f"{here} is {getattr(self, here)} and {there} is 0: set both, or replicas for workers that do both")
+            raise ConfigError(
+                f"{here} is {getattr(self, here)} and {there} is 0: set both, or replicas for workers that do both"
+            )
         if self.cluster_listen is not None:
             host_and_port("cluster_listen", self.cluster_listen)
         if self.ray_address is not None and self.ray_address not in ("auto", "local"):
             if "/" in self.ray_address:
-                raise ConfigError(f"ray_address is {self.ray_address!r}: it must be auto, local or HOST:PORT, of a cluster's head")
+                raise ConfigError(
+                    f"ray_address is {self.ray_address!r}: it must be auto, local or HOST:PORT, of a cluster's head"
+                )
             host_and_port("ray_address", self.ray_address)
         if self.ray_address is not None and not self.workers:
-            raise ConfigError("ray_address is set, and there are no workers to start: set prefill and decode, or replicas")
+            raise ConfigError(
+                "ray_address is set, and there are no workers to start: set prefill and decode, or replicas"
+            )
         if self.cluster_token is not None and self.cluster_token_file is not None:
-            raise ConfigError("cluster_token and cluster_token_file both set the secret: give one of them")
+            raise ConfigError(
+                "cluster_token and cluster_token_file both set the secret: give one of them"
+            )
 
     @property
     def workers(self) -> int:
@@ -276,7 +385,12 @@ class Config:
         sections = {name: {} for name in SECTIONS}
         for key, value in flags.items():
             sections[owner(key)][key] = checked(key, value)
-        return Config(**{name: dataclasses.replace(getattr(self, name), **part) for name, part in sections.items()})
+        return Config(
+            **{
+                name: dataclasses.replace(getattr(self, name), **part)
+                for name, part in sections.items()
+            }
+        )
 
 
 SECTIONS: dict[str, type] = {
@@ -297,7 +411,9 @@ def from_mapping(tree: Mapping[str, Any], where: str = "config") -> Config:
         if part is None:  # nothing stands below its name, or all of it is a comment
             continue
         if not isinstance(part, Mapping):
-            raise ConfigError(f"{where}: section {section!r} must be a mapping of settings, not {type(part).__name__}")
+            raise ConfigError(
+                f"{where}: section {section!r} must be a mapping of settings, not {type(part).__name__}"
+            )
         known = [f.name for f in dataclasses.fields(SECTIONS[section])]
         for key, value in part.items():
             if key not in known:
@@ -349,7 +465,9 @@ def checked(key: str, value: Any) -> Any:
         elif type(value) is option or (option is types.NoneType and value is None):
             return value
     names = [
-        "one of " + ", ".join(map(str, typing.get_args(o))) if typing.get_origin(o) is Literal else KINDS[o]
+        "one of " + ", ".join(map(str, typing.get_args(o)))
+        if typing.get_origin(o) is Literal
+        else KINDS[o]
         for o in options
         if o is not types.NoneType
     ]

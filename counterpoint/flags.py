@@ -18,7 +18,13 @@ from cyclopts import Group, Parameter
 
 from counterpoint.config import SECTIONS, Config, from_file
 
-TITLES = {"model": "Model", "device": "Device", "scheduler": "Scheduler", "server": "Server", "cluster": "Cluster"}
+TITLES = {
+    "model": "Model",
+    "device": "Device",
+    "scheduler": "Scheduler",
+    "server": "Server",
+    "cluster": "Cluster",
+}
 POSITIONAL = "model"  # the setting that is also the argument of a command that has no other
 
 
@@ -29,16 +35,31 @@ def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(function)
         hints = typing.get_type_hints(function, include_extras=True)
-        flags = [flag(section, field) for section in sections for field in dataclasses.fields(SECTIONS[section])]
+        flags = [
+            flag(section, field)
+            for section in sections
+            for field in dataclasses.fields(SECTIONS[section])
+        ]
         if any(
             p.kind is p.POSITIONAL_OR_KEYWORD for p in own.parameters.values() if p.name != "config"
         ):  # an argument of its own comes first
             flags = [p.replace(kind=p.KEYWORD_ONLY) for p in flags]
-        file = Parameter(help="YAML file of settings; flags beat it", group=Group("Settings", sort_key=1))
+        file = Parameter(
+            help="YAML file of settings; flags beat it", group=Group("Settings", sort_key=1)
+        )
         parameters = [
             *(p for p in flags if p.kind is p.POSITIONAL_OR_KEYWORD),
-            *(p.replace(annotation=hints[p.name]) for p in own.parameters.values() if p.name != "config"),
-            inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file]),
+            *(
+                p.replace(annotation=hints[p.name])
+                for p in own.parameters.values()
+                if p.name != "config"
+            ),
+            inspect.Parameter(
+                "config",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, file],
+            ),
             *(p for p in flags if p.kind is p.KEYWORD_ONLY),
         ]
         signature = inspect.Signature(parameters)
@@ -50,7 +71,9 @@ def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             path = given.pop("config", None)
             changes = {name: given.pop(name) for name in names & given.keys()}
             base = from_file(path) if path is not None else Config()
-            config = base.replace(**{name: value for name, value in changes.items() if value is not None})
+            config = base.replace(
+                **{name: value for name, value in changes.items() if value is not None}
+            )
             return function(config=config, **given)
 
         command.__signature__ = signature  # type: ignore[attr-defined]

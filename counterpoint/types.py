@@ -102,7 +102,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 # ---------------------------------------------------------------- events: what enters the core
 
 
-class Part(enum.StrEnum):
+class DisaggRole(enum.StrEnum):
     """Which part of a request an engine has. PREFILL: the prompt and the token after it; its pages stay until Release, so that
     others may read them. DECODE: what follows that token; its pages are set aside for others to write, until Adopt."""
 
@@ -111,7 +111,7 @@ class Part(enum.StrEnum):
     DECODE = "decode"
 
 
-class Arrive(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """A request enters. `id` is unique among the living (serve makes it so). `salt` separates prefix caches: pages are shared
     only between requests of one salt. Higher `priority` goes first. `resumed`: tokens of the answer that the client has from
     elsewhere; the request goes on behind them."""
@@ -122,8 +122,8 @@ class Arrive(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
     slo: Slo = Slo()
     priority: int = 0
     salt: str = ""
-    resumed: tuple[int, ...] = ()
-    part: Part = Part.WHOLE
+    generated_prefix: tuple[int, ...] = ()
+    part: DisaggRole = DisaggRole.WHOLE
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -157,7 +157,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     error: str = ""
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True):
+class ResumeDecode(msgspec.Struct, frozen=True, tag=True):
     """The pages of request `id` (Part.DECODE) now hold the KV of all tokens so far, and `token` follows them: decode from there.
     From here on it is a request like any other."""
 
@@ -172,13 +172,13 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-Event = Arrive | Abort | StepDone | Adopt | Release
+Event = AddRequest | Abort | StepDone | ResumeDecode | Release
 
 
 # ---------------------------------------------------------------- commands: what leaves the core
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BatchShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step costs, as sums over its segments, so that pricing it takes no loop.
 
     Prefill segments (n new tokens after r reused or already computed ones): `prefill_tokens` = sum n, `prefill_squares` = sum n*n,
@@ -217,7 +217,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pages: tuple[int, ...] = ()
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
+class InitSlot(msgspec.Struct, frozen=True, tag=True):
     """Fill row `slot`: `tokens` (prompt, and after a preemption what was generated), of which the first `prompt_tokens` are the
     prompt, and `pages` (shared prefix pages) as the start of its block table."""
 
@@ -243,35 +243,35 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     last_layer: int
     units: int
     segments: tuple[Segment, ...]
-    work: Work
+    work: BatchShape
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
+class DiscardPass(msgspec.Struct, frozen=True, tag=True):
     """Forget the hidden states of pass `batch`: it will not be continued. None of its steps is in flight."""
 
     batch: int
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+class FreeSlot(msgspec.Struct, frozen=True, tag=True):
     """Row `slot` is free again. No step in flight names it."""
 
     slot: int
 
 
-Command = Open | Step | Drop | Close
+Command = InitSlot | Step | DiscardPass | FreeSlot
 
 
 # ---------------------------------------------------------------- outputs: what goes to the client
 
 
-class Finish(enum.StrEnum):
+class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token was sampled
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"
     ERROR = "error"
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+class OutputDelta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
     """New tokens of one request. The last one has `finish`; `error` explains Finish.ERROR. `cached_tokens`: prompt tokens served
     from the prefix cache, set with the first token. A stop token is the last of `tokens` and `stopped_by` names it."""
 
@@ -279,13 +279,13 @@ class Delta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False)
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stopped_by: int | None = None
     cached_tokens: int = 0
     error: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RequestTiming(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The life of one finished request, on the inbox's clock, in seconds: bench, metrics and simulator all read this.
     `admitted_s` is None if it never ran. `token_s` has the time of each output token."""
 
@@ -296,11 +296,11 @@ class Record(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     token_s: tuple[float, ...]
-    finish: Finish
+    finish: FinishReason
     preemptions: int
 
 
-Output = Delta | Record
+Output = OutputDelta | RequestTiming
 
 
 # ---------------------------------------------------------------- progress: what goes to whoever moves KV
@@ -356,7 +356,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine's gauges and counters now. Pages: free + cached (unreferenced, evictable) + in use = total.
     `split_s` is the time each (prefill units, decode units) pair was in force, as [[prefill, decode, seconds], ...];
     0 units: that side had no step in flight. `lane_s`: what each lane did with its time, as (role, what, seconds): busy, launch
-    (a step is in flight and the device has not begun it) and, with none in flight, why (core/tally.py: Idle).
+    (a step is in flight and the device has not begun it) and, with none in flight, why (core/metrics.py: Idle).
     `step_s`: device time by (prefill, decode or mixed; units asked for; units it ran on). `active_unit_s`: units with work times
     seconds, as the device or a model of it tells. `overtakes`: prefills put aside between two layer groups for a shorter one.
     `playing`: the step that each busy lane runs; `recent`: the latest of the `steps` that have come back, oldest first."""

@@ -23,12 +23,24 @@ def main(arriving: int = 200, seed: int = 0, answer: int = ANSWER) -> None:
     for reader in range(READERS):
         first = reader % CONTEXTS * CONTEXT // BLOCK
         blocks = list(range(first, first + CONTEXT // BLOCK))
-        row = {"arrival_s": 0.0, "prompt_tokens": CONTEXT + 8, "output_tokens": dice.randint(answer * 2 // 3, answer * 4 // 3)}
+        row = {
+            "arrival_s": 0.0,
+            "prompt_tokens": CONTEXT + 8,
+            "output_tokens": dice.randint(answer * 2 // 3, answer * 4 // 3),
+        }
         print(json.dumps(row | {"prefix_ids": blocks, "block_tokens": BLOCK, "ttft_s": 8.0}))
     at_s = 10.0
     for _ in range(arriving):
         at_s += dice.expovariate(1.0)
-        print(json.dumps({"arrival_s": at_s, "prompt_tokens": dice.randint(PROMPT // 2, PROMPT * 3 // 2), "output_tokens": REPLY}))
+        print(
+            json.dumps(
+                {
+                    "arrival_s": at_s,
+                    "prompt_tokens": dice.randint(PROMPT // 2, PROMPT * 3 // 2),
+                    "output_tokens": REPLY,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

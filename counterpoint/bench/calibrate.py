@@ -2,7 +2,7 @@
 
 Owns: which steps are measured and in which order, and the `calibrate` command. Promises: it ends in about the time it is given;
 what was measured is on disk after every point, and a second run goes on from there; points that judge the fit are drawn at random
-and are never fitted. Must not: fit (perf/fitted.py does), or run a step by itself (device/probe.py does).
+and are never fitted. Must not: fit (cost_model/fitted.py does), or run a step by itself (device/step_probe.py does).
 
 In this order, so that a run that ends early still knows something of everything: some steps of each kind alone on each number of
 units, prefill beside decode on each split, the rest of both in turn, the points held out, for which a fifth of the time is kept.
@@ -27,47 +27,86 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from counterpoint import __version__, build
-from counterpoint.bench.judge import report, show
+from counterpoint.bench.calibration_report import report, show
 from counterpoint.bench.load import flag
 from counterpoint.config import Config, writable
-from counterpoint.device.probe import PROMPTS, Probe, Prompt, Took
-from counterpoint.device.wall import WallInbox
+from counterpoint.cost_model import calibration_store
+from counterpoint.cost_model.calibration import (
+    BESIDE_EACH_OTHER,
+    Calibration,
+    CalibrationPoint,
+    decode_work,
+    file_name,
+    filled,
+    fused_work,
+    prefill_work,
+)
+from counterpoint.cost_model.fitted import Fitted
+from counterpoint.cost_model.roofline import Roofline
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.device.step_probe import PROMPTS, ProbePrompt, ProbeTiming, StepProbe
 from counterpoint.flags import settings
-from counterpoint.perf import shelf
-from counterpoint.perf.fitted import Fitted
-from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import BESIDE_EACH_OTHER, Point, Table, decode_work, file_name, filled, fused_work, prefill_work
-from counterpoint.ports import Estimator
-from counterpoint.types import Work
+from counterpoint.interfaces import Estimator
+from counterpoint.types import BatchShape
 
-ROWS = (512, 2048, 8192, 128, 1024, 4096, 256, 64, 6144, 3072, 1536, 768, 384, 576, 640, 896, 1152, 1280, 320, 192, 16)
+ROWS = (
+    512,
+    2048,
+    8192,
+    128,
+    1024,
+    4096,
+    256,
+    64,
+    6144,
+    3072,
+    1536,
+    768,
+    384,
+    576,
+    640,
+    896,
+    1152,
+    1280,
+    320,
+    192,
+    16,
+)
 BATCHES = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (8, 1024), (64, 1024), (16, 1024), (256, 512), (96, 4096), (4, 4096),
            (192, 512), (2, 1024), (96, 1024), (8, 8192), (48, 512), (64, 8192), (80, 1024),
            (160, 1024), (24, 1024), (224, 512), (112, 1024))  # fmt: skip
 FEW = 3  # of these lists, at first
 UNEVEN = 0.6  # of the contexts of a batch: the standard deviation of their logarithms, as in a chat's load
-REUSED = (Prompt(1024, 4096), Prompt(256, 4096), Prompt(2048, 12288), Prompt(512, 16384))
+REUSED = (
+    ProbePrompt(1024, 4096),
+    ProbePrompt(256, 4096),
+    ProbePrompt(2048, 12288),
+    ProbePrompt(512, 16384),
+)
 SEVERAL = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
 CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (7936, 0), (512, 8192), (384, 0), (768, 0),
           (1536, 0), (64, 0), (960, 0), (1984, 0), (480, 1024), (16, 512))  # fmt: skip
 BESIDE = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
 PAIRS = (
-    *itertools.product((Prompt(2048), Prompt(512), Prompt(2048, 8192)), ((64, 1024), (128, 4096), (8, 2048))),
-    (Prompt(256), (128, 1024)),
-    (Prompt(8192), (64, 1024)),
-    (Prompt(1024), (240, 512)),
-    (Prompt(128), (4, 512)),
-    (Prompt(8192), (128, 4096)),
-    (Prompt(1024), (32, 1024)),
-    (Prompt(4096), (16, 4096)),
-    (Prompt(256), (8, 1024)),
-    (Prompt(64), (64, 512)),
+    *itertools.product(
+        (ProbePrompt(2048), ProbePrompt(512), ProbePrompt(2048, 8192)),
+        ((64, 1024), (128, 4096), (8, 2048)),
+    ),
+    (ProbePrompt(256), (128, 1024)),
+    (ProbePrompt(8192), (64, 1024)),
+    (ProbePrompt(1024), (240, 512)),
+    (ProbePrompt(128), (4, 512)),
+    (ProbePrompt(8192), (128, 4096)),
+    (ProbePrompt(1024), (32, 1024)),
+    (ProbePrompt(4096), (16, 4096)),
+    (ProbePrompt(256), (8, 1024)),
+    (ProbePrompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
 ON_AND_ON = (
-    ("mixed", Prompt(960, 1024), (64, 1024)),
-    ("prefill", Prompt(2048), None),
-    (BESIDE_EACH_OTHER, Prompt(2048), (64, 1024)),
+    ("mixed", ProbePrompt(960, 1024), (64, 1024)),
+    ("prefill", ProbePrompt(2048), None),
+    (BESIDE_EACH_OTHER, ProbePrompt(2048), (64, 1024)),
 )
 ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 6.0  # of the time, for each of these, and at most so long
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
@@ -75,16 +114,16 @@ RESERVE = 0.2  # of the time, for the points held out
 MOST = 0.04  # of the time, for one point
 
 
-class Job(NamedTuple):
+class CalibrationJob(NamedTuple):
     """Something to measure. `units`: of the decode where both run; a fused pass has all of them. `contexts`: of the decodes."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[ProbePrompt, ...]
     contexts: tuple[int, ...]
     units: int
     fused: bool = False
     held_out: bool = False
 
-    def works(self, layers: int) -> tuple[Work | None, Work | None]:
+    def works(self, layers: int) -> tuple[BatchShape | None, BatchShape | None]:
         """Its prefill and its decode; a fused pass is the first."""
         decode = decode_work(list(self.contexts), layers) if self.contexts else None
         if not self.prompts:
@@ -114,7 +153,7 @@ def uneven(batch: int, mean: int) -> tuple[int, ...]:
     return tuple(max(16, round(scale * one)) for one in spread)
 
 
-class Room(NamedTuple):
+class DeviceCapacity(NamedTuple):
     """What steps may hold: `context` tokens of a request, `tokens` in the pool, `batch` decodes, `rows` of a pass."""
 
     context: int
@@ -122,11 +161,20 @@ class Room(NamedTuple):
     batch: int
     rows: int
 
-    def holds(self, job: Job) -> bool:
+    def holds(self, job: CalibrationJob) -> bool:
         longest = max([*job.contexts, *(sum(p) for p in job.prompts)]) + 2
-        whole = sum(job.contexts) + sum(sum(p) for p in job.prompts) + 32 * (len(job.contexts) + PROMPTS)
+        whole = (
+            sum(job.contexts)
+            + sum(sum(p) for p in job.prompts)
+            + 32 * (len(job.contexts) + PROMPTS)
+        )
         rows = sum(p.tokens for p in job.prompts) + (len(job.contexts) if job.fused else 0)
-        return longest <= self.context and whole <= self.tokens and len(job.contexts) <= self.batch and rows <= self.rows
+        return (
+            longest <= self.context
+            and whole <= self.tokens
+            and len(job.contexts) <= self.batch
+            and rows <= self.rows
+        )
 
 
 def rows_for(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -135,37 +183,61 @@ def rows_for(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(filled(rows, buckets), most) for rows in every))
 
 
-def in_turn(some: Sequence[Job], others: Sequence[Job], block: int) -> list[Job]:
+def in_turn(
+    some: Sequence[CalibrationJob], others: Sequence[CalibrationJob], block: int
+) -> list[CalibrationJob]:
     """Both in their order, in turn by blocks of so many, and so that they come to their ends together."""
-    placed = [((number // block + 0.5) * block / len(jobs), job) for jobs in (some, others) for number, job in enumerate(jobs)]
+    placed = [
+        ((number // block + 0.5) * block / len(jobs), job)
+        for jobs in (some, others)
+        for number, job in enumerate(jobs)
+    ]
     return [job for _, job in sorted(placed, key=lambda place: place[0])]
 
 
-def plan(units: int, levels: Sequence[int], room: Room, buckets: tuple[int, ...] = ()) -> list[Job]:
+def plan(
+    units: int, levels: Sequence[int], room: DeviceCapacity, buckets: tuple[int, ...] = ()
+) -> list[CalibrationJob]:
     """All that is to be fitted, the most telling first. `buckets`: to which passes with prompt tokens are filled up."""
     rows = rows_for(buckets, room.rows)
     prefill_units = [units, *(units - level for level in levels)]
     decode_units = [units, *levels]
 
-    def alone(rows: Sequence[int], batches: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, int]]) -> Iterator[Job]:
+    def alone(
+        rows: Sequence[int], batches: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, int]]
+    ) -> Iterator[CalibrationJob]:
         for tokens in rows:
-            yield from (Job((Prompt(tokens),), (), n) for n in prefill_units)
+            yield from (CalibrationJob((ProbePrompt(tokens),), (), n) for n in prefill_units)
         for batch, context in batches:
-            yield from (Job((), uneven(min(batch, room.batch), context), n) for n in decode_units)
+            yield from (
+                CalibrationJob((), uneven(min(batch, room.batch), context), n) for n in decode_units
+            )
         for number, chunk in enumerate(chunks):
             batch, context = BESIDE[number % len(BESIDE)]
-            yield Job((Prompt(*chunk),), uneven(min(batch, room.batch), context), units, fused=True)
+            yield CalibrationJob(
+                (ProbePrompt(*chunk),), uneven(min(batch, room.batch), context), units, fused=True
+            )
 
-    def pairs(some: Sequence[tuple[Prompt, tuple[int, int]]]) -> Iterator[Job]:
+    def pairs(some: Sequence[tuple[ProbePrompt, tuple[int, int]]]) -> Iterator[CalibrationJob]:
         for prompt, (batch, context) in some:
-            yield from (Job((prompt,), uneven(min(batch, room.batch), context), level) for level in levels)
+            yield from (
+                CalibrationJob((prompt,), uneven(min(batch, room.batch), context), level)
+                for level in levels
+            )
 
     solo = [*alone(rows[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
     for batch, context in BESIDE:
         beside = uneven(min(batch, room.batch), context)
-        solo += [Job((Prompt(n, r),), beside, units, fused=True) for n, r in CHUNKS[: 2 * FEW]]
-    solo += [Job((prompt,), (), n) for prompt in REUSED for n in prefill_units]
-    solo += [Job((Prompt(tokens),) * count, (), n) for count, tokens in SEVERAL for n in prefill_units]
+        solo += [
+            CalibrationJob((ProbePrompt(n, r),), beside, units, fused=True)
+            for n, r in CHUNKS[: 2 * FEW]
+        ]
+    solo += [CalibrationJob((prompt,), (), n) for prompt in REUSED for n in prefill_units]
+    solo += [
+        CalibrationJob((ProbePrompt(tokens),) * count, (), n)
+        for count, tokens in SEVERAL
+        for n in prefill_units
+    ]
     jobs = [
         *alone(rows[:FEW], BATCHES[:FEW], CHUNKS[:FEW]),
         *pairs(PAIRS[:FEW]),
@@ -174,30 +246,40 @@ def plan(units: int, levels: Sequence[int], room: Room, buckets: tuple[int, ...]
     return [job for job in dict.fromkeys(jobs) if room.holds(job)]
 
 
-def held_out(units: int, levels: Sequence[int], room: Room, most_tokens: int, seed: int = 1) -> list[Job]:
+def held_out(
+    units: int, levels: Sequence[int], room: DeviceCapacity, most_tokens: int, seed: int = 1
+) -> list[CalibrationJob]:
     """Steps drawn at random: lengths and batches over the whole range, log-uniform; contexts of a batch all different."""
     chance = random.Random(seed)
 
     def between(low: float, high: float) -> int:
         return round(math.exp(chance.uniform(math.log(low), math.log(max(low, high)))))
 
-    def prompts() -> tuple[Prompt, ...]:
+    def prompts() -> tuple[ProbePrompt, ...]:
         count = chance.choice((1, 1, 1, 2, 4))
         reused = between(64, room.context / 2) if chance.random() < 0.4 else 0
-        return tuple(Prompt(max(1, between(64, most_tokens) // count), reused) for _ in range(count))
+        return tuple(
+            ProbePrompt(max(1, between(64, most_tokens) // count), reused) for _ in range(count)
+        )
 
     def contexts() -> tuple[int, ...]:
         batch = between(1, room.batch)
         mean = between(128, min(room.context / 2, room.tokens / batch / 2))
-        return tuple(min(room.context - 2, max(16, round(mean * chance.lognormvariate(0, 0.6)))) for _ in range(batch))
+        return tuple(
+            min(room.context - 2, max(16, round(mean * chance.lognormvariate(0, 0.6))))
+            for _ in range(batch)
+        )
 
-    kinds: list[Callable[[], Job]] = [
-        lambda: Job(prompts(), (), units - chance.choice((0, *levels)), held_out=True),
-        lambda: Job((), contexts(), chance.choice((units, *levels)), held_out=True),
-        lambda: Job(prompts(), contexts(), units, fused=True, held_out=True),
+    kinds: list[Callable[[], CalibrationJob]] = [
+        lambda: CalibrationJob(prompts(), (), units - chance.choice((0, *levels)), held_out=True),
+        lambda: CalibrationJob((), contexts(), chance.choice((units, *levels)), held_out=True),
+        lambda: CalibrationJob(prompts(), contexts(), units, fused=True, held_out=True),
     ]
     solo = [kinds[number % len(kinds)]() for number in range(2 * HELD_OUT_SOLO)]
-    both = [Job(prompts(), contexts(), chance.choice(levels), held_out=True) for _ in range(2 * HELD_OUT_PAIRS)]
+    both = [
+        CalibrationJob(prompts(), contexts(), chance.choice(levels), held_out=True)
+        for _ in range(2 * HELD_OUT_PAIRS)
+    ]
     solo, both = ([job for job in jobs if room.holds(job)] for jobs in (solo, both))
     mixed = [job for jobs in zip(solo[::2], both, solo[1::2], strict=False) for job in jobs]
     return mixed[: HELD_OUT_SOLO + HELD_OUT_PAIRS]
@@ -206,10 +288,16 @@ def held_out(units: int, levels: Sequence[int], room: Room, most_tokens: int, se
 # ---------------------------------------------------------------- measuring
 
 
-class Calibration:
+class CalibrationRun:
     """Jobs into a table. `keep` is told after each job."""
 
-    def __init__(self, probe: Probe, table: Table, prior: Roofline, keep: Callable[[Table], None]) -> None:
+    def __init__(
+        self,
+        probe: StepProbe,
+        table: Calibration,
+        prior: Roofline,
+        keep: Callable[[Calibration], None],
+    ) -> None:
         self.probe = probe
         self.table = table
         self.prior = prior
@@ -217,22 +305,26 @@ class Calibration:
         self._guess: Estimator = prior
         self._guessed_from = 0
 
-    def known(self, job: Job) -> bool:
+    def known(self, job: CalibrationJob) -> bool:
         return not self.missing(job)
 
-    def missing(self, job: Job) -> list[tuple[Work, int, tuple[Work, int] | None]]:
+    def missing(
+        self, job: CalibrationJob
+    ) -> list[tuple[BatchShape, int, tuple[BatchShape, int] | None]]:
         """What of the job has not been measured: (work, units, beside)."""
         have = {(p.work, p.units, p.beside) for p in self.table.points}
         return [what for what in self._whats(job) if what not in have]
 
-    def _whats(self, job: Job) -> list[tuple[Work, int, tuple[Work, int] | None]]:
+    def _whats(
+        self, job: CalibrationJob
+    ) -> list[tuple[BatchShape, int, tuple[BatchShape, int] | None]]:
         prefill, decode = job.works(self.probe.layers)
         if prefill is None or decode is None:
-            return [(prefill or decode or Work(), job.units, None)]
+            return [(prefill or decode or BatchShape(), job.units, None)]
         rest = self.probe.units - job.units
         return [(decode, job.units, (prefill, rest)), (prefill, rest, (decode, job.units))]
 
-    def expected_s(self, job: Job) -> float:
+    def expected_s(self, job: CalibrationJob) -> float:
         """How long measuring it will take, about."""
         prices = self._prices()
         whats = self._whats(job)
@@ -240,12 +332,12 @@ class Calibration:
             return 3.5 * prices.seconds(*whats[0])
         return 4.0 * max(prices.seconds(*whats[1]), 2.5 * prices.seconds(*whats[0]))
 
-    def measure(self, job: Job) -> None:
+    def measure(self, job: CalibrationJob) -> None:
         probe, (prefill, decode) = self.probe, job.works(self.probe.layers)
         if job.contexts:
             probe.decoding(job.contexts)
         if prefill is None and decode is not None:
-            took: Sequence[Took] = [probe.decode_s(decode, job.units)]
+            took: Sequence[ProbeTiming] = [probe.decode_s(decode, job.units)]
         elif prefill is not None and job.fused:
             took = [probe.fused_s(prefill, job.prompts)]
         elif prefill is not None and decode is None:
@@ -256,32 +348,50 @@ class Calibration:
             guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
             took = probe.together_s(decode, job.units, prefill, job.prompts, guess)
         for (work, units, beside), each in zip(self._whats(job), took, strict=True):
-            self.table.points.append(Point(work, units, each.seconds, beside, job.held_out, each.host_s, each.steps, each.start_s))
+            self.table.points.append(
+                CalibrationPoint(
+                    work,
+                    units,
+                    each.seconds,
+                    beside,
+                    job.held_out,
+                    each.host_s,
+                    each.steps,
+                    each.start_s,
+                )
+            )
         self.keep(self.table)
 
-    def go_on_and_on(self, room: Room, levels: Sequence[int], budget_s: float) -> None:
+    def go_on_and_on(self, room: DeviceCapacity, levels: Sequence[int], budget_s: float) -> None:
         """Measure what is in ON_AND_ON and not known yet, if it is no more than its share of the time. Both sides of a pair count
         alike, on the middle one of the `levels`."""
         for_s = min(ON_AND_ON_S, ON_AND_ON_SHARE * budget_s)
         for kind, prompt, beside in ON_AND_ON:
             contexts = uneven(min(beside[0], room.batch), beside[1]) if beside else ()
             units = levels[len(levels) // 2] if kind == BESIDE_EACH_OTHER else self.probe.units
-            job = Job((prompt,), contexts, units, fused=kind == "mixed")
-            if kind in self.table.on_and_on or not room.holds(job) or self.expected_s(job) > MOST * budget_s:
+            job = CalibrationJob((prompt,), contexts, units, fused=kind == "mixed")
+            if (
+                kind in self.table.on_and_on
+                or not room.holds(job)
+                or self.expected_s(job) > MOST * budget_s
+            ):
                 continue
             if contexts:
                 self.probe.decoding(contexts)
             self.table.on_and_on[kind] = self._slower_on_and_on(job, for_s)
             self.keep(self.table)
 
-    def _slower_on_and_on(self, job: Job, for_s: float) -> float:
+    def _slower_on_and_on(self, job: CalibrationJob, for_s: float) -> float:
         prefill, decode = job.works(self.probe.layers)
         assert prefill is not None
         if decode is None:
             return self.probe.slower_on_and_on(prefill, job.prompts, for_s)
         prices, rest = self._prices(), self.probe.units - job.units
         guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
-        short, long = (self.probe.together_s(decode, job.units, prefill, job.prompts, guess, s) for s in (0.0, for_s))
+        short, long = (
+            self.probe.together_s(decode, job.units, prefill, job.prompts, guess, s)
+            for s in (0.0, for_s)
+        )
         return math.sqrt(long[0].seconds / short[0].seconds * long[1].seconds / short[1].seconds)
 
     def _prices(self) -> Estimator:
@@ -292,7 +402,11 @@ class Calibration:
 
 
 def calibrate(
-    calibration: Calibration, jobs: Sequence[Job], judges: Sequence[Job], budget_s: float, tell: Callable[[int, int], None]
+    calibration: CalibrationRun,
+    jobs: Sequence[CalibrationJob],
+    judges: Sequence[CalibrationJob],
+    budget_s: float,
+    tell: Callable[[int, int], None],
 ) -> int:
     """Measure within `budget_s`; how many jobs were left out for want of time. `tell(done, of)`."""
     began_s, left_out, number = time.monotonic(), 0, 0
@@ -311,17 +425,23 @@ def calibrate(
 
 # ---------------------------------------------------------------- the command
 
-CALIBRATION = Group("Calibration", sort_key=0)
-JSON = Parameter(help="write the held-out points and errors to this file", group=CALIBRATION, allow_leading_hyphen=True)
+CALIBRATION = Group("CalibrationRun", sort_key=0)
+JSON = Parameter(
+    help="write the held-out points and errors to this file",
+    group=CALIBRATION,
+    allow_leading_hyphen=True,
+)
 
 
-def open_table(path: Path, pricing: build.Pricing, seed: int, fresh: bool) -> Table:
+def open_table(path: Path, pricing: build.CalibrationTarget, seed: int, fresh: bool) -> Calibration:
     """What is at `path` already, if it was measured with the same device, model and kernels, and its held-out steps drawn by the
     same seed."""
     about = {"date": date.today().isoformat(), "counterpoint": __version__, "seed": str(seed)}
-    new = Table(key=pricing.key, about=about, buckets=pricing.buckets, pass_buckets=pricing.pass_buckets)
+    new = Calibration(
+        key=pricing.key, about=about, buckets=pricing.buckets, pass_buckets=pricing.pass_buckets
+    )
     if path.is_file() and not fresh:
-        old = shelf.load(path)
+        old = calibration_store.load(path)
         same = (old.key, old.buckets, old.pass_buckets) == (new.key, new.buckets, new.pass_buckets)
         if same and old.about.get("seed") == about["seed"]:
             return old
@@ -332,10 +452,15 @@ def open_table(path: Path, pricing: build.Pricing, seed: int, fresh: bool) -> Ta
 def command(
     *,
     budget: Annotated[float, flag("seconds to measure, beside loading", CALIBRATION)] = 240.0,
-    out: Annotated[Path | None, flag("where the table is kept; unset: in the cache folder, where it is found", CALIBRATION)] = None,
+    out: Annotated[
+        Path | None,
+        flag("where the table is kept; unset: in the cache folder, where it is found", CALIBRATION),
+    ] = None,
     json: Annotated[Path | None, JSON] = None,
     fresh: Annotated[bool, flag("forget what was measured before", CALIBRATION)] = False,
-    seed: Annotated[int, flag("of the steps that judge the fit and are not fitted", CALIBRATION)] = 1,
+    seed: Annotated[
+        int, flag("of the steps that judge the fit and are not fitted", CALIBRATION)
+    ] = 1,
     config: Config,
 ) -> int:
     """Measure what steps take here, so that `--policy auto` knows; run it again to go on after an interruption.
@@ -354,31 +479,55 @@ def command(
     notes = Console(stderr=True, highlight=False)
     config = config.replace(policy="multiplex")
     if build.find_model(config).kind == "spec":
-        config = config.replace(load_format="dummy")  # what steps take does not depend on the weights
-    if build.chosen_device(config) == "cpu" and config.device.kv_memory_bytes is None and config.device.kv_pages is None:
+        config = config.replace(
+            load_format="dummy"
+        )  # what steps take does not depend on the weights
+    if (
+        build.chosen_device(config) == "cpu"
+        and config.device.kv_memory_bytes is None
+        and config.device.kv_pages is None
+    ):
         config = config.replace(kv_memory_bytes=CPU_POOL_BYTES)
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     with notes.status("starting") as status:
         system = build.system(config, inbox, lambda stage: status.update(stage))
     try:
         pricing = system.pricing
         assert pricing is not None
         if not pricing.levels:
-            raise ValueError(f"{pricing.key.device} can't be split here, so there is nothing to decide that needs prices")
+            raise ValueError(
+                f"{pricing.key.device} can't be split here, so there is nothing to decide that needs prices"
+            )
         path = out or build.calibrations() / file_name(pricing.key)
         table = open_table(path, pricing, seed, fresh)
         calibration = start(system, inbox, table, pricing.prior, path)
         limits = system.limits
-        room = Room(
-            limits.max_context_tokens, limits.pages * limits.page_tokens, limits.max_running - PROMPTS, limits.max_pass_tokens
+        room = DeviceCapacity(
+            limits.max_context_tokens,
+            limits.pages * limits.page_tokens,
+            limits.max_running - PROMPTS,
+            limits.max_pass_tokens,
         )
-        judges = held_out(limits.units, pricing.levels, room, longest(calibration, room, budget), seed)
+        judges = held_out(
+            limits.units, pricing.levels, room, longest(calibration, room, budget), seed
+        )
         jobs = plan(limits.units, pricing.levels, room, pricing.pass_buckets)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=notes, refresh_per_second=2) as bar:
             task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)
             most_s = budget * (1 - ON_AND_ON_SHARE * len(ON_AND_ON))
-            left_out = calibrate(calibration, jobs, judges, most_s, lambda done, of: bar.update(task, completed=done, total=of))
+            left_out = calibrate(
+                calibration,
+                jobs,
+                judges,
+                most_s,
+                lambda done, of: bar.update(task, completed=done, total=of),
+            )
             calibration.go_on_and_on(room, pricing.levels, budget)
     finally:
         system.executor.close()
@@ -386,13 +535,22 @@ def command(
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
     show(Console(), result)
-    notes.print(f"{len(table.points)} points in {path}; {left_out} left out for want of time", soft_wrap=True)
+    notes.print(
+        f"{len(table.points)} points in {path}; {left_out} left out for want of time",
+        soft_wrap=True,
+    )
     return 0
 
 
-def start(system: build.System, inbox: WallInbox, table: Table, prior: Roofline, path: Path) -> Calibration:
+def start(
+    system: build.System,
+    inbox: WallClockEventQueue,
+    table: Calibration,
+    prior: Roofline,
+    path: Path,
+) -> CalibrationRun:
     limits = system.limits
-    probe = Probe(
+    probe = StepProbe(
         system.executor,
         inbox,
         limits.pages,
@@ -402,12 +560,16 @@ def start(system: build.System, inbox: WallInbox, table: Table, prior: Roofline,
         system.engine.policy.lanes[0].depth,
         system.spec.vocab,
     )
-    return Calibration(probe, table, prior, lambda table: shelf.save(table, path))
+    return CalibrationRun(probe, table, prior, lambda table: calibration_store.save(table, path))
 
 
-def longest(calibration: Calibration, room: Room, budget_s: float) -> int:
+def longest(calibration: CalibrationRun, room: DeviceCapacity, budget_s: float) -> int:
     """Prompt tokens that can be measured on the fewest units within a point's share of the time."""
     layers, units = calibration.probe.layers, calibration.probe.units
     lengths = [n for n in sorted(ROWS) if n <= room.rows]
-    fitting = [n for n in lengths if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units) <= MOST * budget_s]
+    fitting = [
+        n
+        for n in lengths
+        if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units) <= MOST * budget_s
+    ]
     return max(fitting, default=lengths[0])

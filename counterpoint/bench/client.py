@@ -21,11 +21,11 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
-from counterpoint.types import Finish, PolicyReport, Record, Stats
+from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Stats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class HttpTarget:
     """A server. `url` with or without /v1. `extensions`: send the extensions above, and hold the server to the asked length."""
 
     url: str
@@ -53,17 +53,25 @@ class Target:
         if self.endpoint == "chat":
             messages = query.messages or (("user", query.prompt),)
             if query.prompt is None or query.ids is not None:
-                raise ValueError(f"query {query.number} is token ids: the chat endpoint takes texts; use completions")
+                raise ValueError(
+                    f"query {query.number} is token ids: the chat endpoint takes texts; use completions"
+                )
             body["messages"] = [{"role": role, "content": content} for role, content in messages]
         elif query.messages:
             raise ValueError(f"query {query.number} is chat messages: send it with --endpoint chat")
         else:
-            body["prompt"] = query.prompt if isinstance(query.prompt, str) else prompt_ids(query, tokens, seed)
+            body["prompt"] = (
+                query.prompt if isinstance(query.prompt, str) else prompt_ids(query, tokens, seed)
+            )
         body |= {"max_tokens": query.output_tokens, "temperature": self.temperature, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.extensions:
             body["ignore_eos"] = True
-            if targets := {name: value for name, value in msgspec.structs.asdict(query.slo).items() if value is not None}:
+            if targets := {
+                name: value
+                for name, value in msgspec.structs.asdict(query.slo).items()
+                if value is not None
+            }:
                 body["slo"] = targets
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return msgspec.json.encode(body)
@@ -106,27 +114,40 @@ def read_stats(text: str) -> Stats | None:
         return None
     return Stats(
         **found,
-        split_s=tuple((int(at["prefill_units"]), int(at["decode_units"]), s) for at, s in tables["split_seconds_total"]),
+        split_s=tuple(
+            (int(at["prefill_units"]), int(at["decode_units"]), s)
+            for at, s in tables["split_seconds_total"]
+        ),
         lane_s=tuple((at["lane"], at["state"], s) for at, s in tables["lane_seconds_total"]),
-        step_s=tuple((at["kind"], int(at["units"]), int(at["realised_units"]), s) for at, s in tables["step_seconds_total"]),
+        step_s=tuple(
+            (at["kind"], int(at["units"]), int(at["realised_units"]), s)
+            for at, s in tables["step_seconds_total"]
+        ),
         active_unit_s=sum(s for _, s in tables["active_unit_seconds_total"]),
         policy=read_policy(tables),
     )
 
 
 def read_policy(tables: Mapping[str, list[tuple[dict[str, str], float]]]) -> PolicyReport:
-    quantiles = {(at["kind"], at["quantile"]): value for at, value in tables["prediction_error_ratio"]}
+    quantiles = {
+        (at["kind"], at["quantile"]): value for at, value in tables["prediction_error_ratio"]
+    }
     steps = {at["kind"]: int(value) for at, value in tables["prediction_steps"]}
     guards = {at["cell"]: value for at, value in tables["prediction_guard"]}
     return PolicyReport(
-        errors=tuple((kind, quantiles[kind, "0.5"], quantiles[kind, "0.95"], count) for kind, count in steps.items()),
-        cells=tuple((at["cell"], ratio, guards[at["cell"]]) for at, ratio in tables["prediction_ratio"]),
+        errors=tuple(
+            (kind, quantiles[kind, "0.5"], quantiles[kind, "0.95"], count)
+            for kind, count in steps.items()
+        ),
+        cells=tuple(
+            (at["cell"], ratio, guards[at["cell"]]) for at, ratio in tables["prediction_ratio"]
+        ),
         decisions={at["decision"]: int(count) for at, count in tables["decisions_total"]},
         fallbacks={at["reason"]: int(count) for at, count in tables["fallbacks_total"]},
     )
 
 
-async def scrape(http: httpx.AsyncClient, target: Target) -> Stats | None:
+async def scrape(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
     """The figures of the server at `target`, or None if it does not give them."""
     try:
         response = await http.get(f"{target.root}/metrics", timeout=10.0)
@@ -175,7 +196,7 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class Reply:
+class StreamedReply:
     """What has come back of one stream. `deliveries`: (time, tokens) of each chunk that brought any."""
 
     def __init__(self) -> None:
@@ -236,20 +257,25 @@ class Reply:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class QueryResult:
     """The end of one query. `lag_s`: how late it was sent. `spread`: see Reply."""
 
-    record: Record
+    record: RequestTiming
     error: str
     lag_s: float
     spread: bool
 
 
 async def ask(
-    http: httpx.AsyncClient, target: Target, query: Query, body: bytes, due_s: float, clock: Callable[[], float]
-) -> Answer:
+    http: httpx.AsyncClient,
+    target: HttpTarget,
+    query: Query,
+    body: bytes,
+    due_s: float,
+    clock: Callable[[], float],
+) -> QueryResult:
     """Send `query` now and read its stream to the end. Times are `clock`'s, in seconds; it was due at `due_s`."""
-    reply = Reply()
+    reply = StreamedReply()
     sent_s = clock()
     try:
         headers = {"Content-Type": "application/json"}
@@ -266,7 +292,7 @@ async def ask(
         reply.error = f"an event is not JSON of the API: {error}"
     ended_s = clock()
     error = reply.error or _shortfall(target, query, reply)
-    record = Record(
+    record = RequestTiming(
         id=query.id,
         arrival_s=sent_s,
         admitted_s=None,
@@ -274,13 +300,17 @@ async def ask(
         prompt_tokens=query.prompt_tokens if reply.prompt_tokens is None else reply.prompt_tokens,
         cached_tokens=reply.cached_tokens,
         token_s=reply.token_times(),
-        finish=Finish.ERROR if error else Finish.STOP if reply.finish_reason == "stop" else Finish.LENGTH,
+        finish=FinishReason.ERROR
+        if error
+        else FinishReason.STOP
+        if reply.finish_reason == "stop"
+        else FinishReason.LENGTH,
         preemptions=0,
     )
-    return Answer(record, error, max(0.0, sent_s - due_s), reply.spread)
+    return QueryResult(record, error, max(0.0, sent_s - due_s), reply.spread)
 
 
-def _shortfall(target: Target, query: Query, reply: Reply) -> str:
+def _shortfall(target: HttpTarget, query: Query, reply: StreamedReply) -> str:
     """Why a stream that ended without an error is still no answer; empty if it is one."""
     if reply.finish_reason is None:
         return "the stream ended without a finish_reason"

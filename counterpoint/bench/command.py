@@ -22,62 +22,96 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from counterpoint import __version__, build
-from counterpoint.bench import reshape, tables
-from counterpoint.bench.client import Target
-from counterpoint.bench.load import Load, flag, json_flag, parse_slo
-from counterpoint.bench.replay import Outcome, Watch, replay_engine, replay_http
+from counterpoint.bench import tables, transform
+from counterpoint.bench.client import HttpTarget
+from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
+from counterpoint.bench.replay import ReplayResult, Watch, replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.trace import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe, offered_rate
 from counterpoint.config import Config, writable
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
-from counterpoint.device.wall import WallInbox
 from counterpoint.flags import settings
 from counterpoint.types import Slo
 
-TARGET = Group("Target", sort_key=0)
+TARGET = Group("HttpTarget", sort_key=0)
 OUTPUT = Group("Measuring and output", sort_key=4)
 JSON = json_flag(OUTPUT)
 
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Where:
+class TargetOptions:
     """What is asked: a server, or an engine in this process."""
 
-    url: Annotated[str | None, flag("a server of the OpenAI API, with or without /v1", TARGET)] = None
-    in_process: Annotated[bool, flag("an engine in this process, with the engine's flags below", TARGET)] = False
-    compare: Annotated[
-        str | None, flag("in this process: the same load under each policy, e.g. serial,chunked,multiplex", TARGET)
-    ] = None
-    endpoint: Annotated[
-        Literal["completions", "chat"], flag("chat takes texts and messages, completions also token ids", TARGET)
-    ] = "completions"
-    api_model: Annotated[str | None, flag("the model's name at the server; unset: the first it lists", TARGET)] = None
-    api_key: Annotated[str | None, Parameter(help="sent as Bearer", group=TARGET, env_var="OPENAI_API_KEY", show_env_var=True)] = (
+    url: Annotated[str | None, flag("a server of the OpenAI API, with or without /v1", TARGET)] = (
         None
     )
-    ignore_eos: Annotated[bool, flag("ask for answers of exactly the load's length, and hold the server to it", TARGET)] = True
-    token_ids: Annotated[str | None, flag("range of ids for made prompts; unset: 1000:30000, within the vocabulary", TARGET)] = None
-    timeout: Annotated[float, flag("seconds without a byte after which a request has failed", TARGET)] = 600.0
+    in_process: Annotated[
+        bool, flag("an engine in this process, with the engine's flags below", TARGET)
+    ] = False
+    compare: Annotated[
+        str | None,
+        flag(
+            "in this process: the same load under each policy, e.g. serial,chunked,multiplex",
+            TARGET,
+        ),
+    ] = None
+    endpoint: Annotated[
+        Literal["completions", "chat"],
+        flag("chat takes texts and messages, completions also token ids", TARGET),
+    ] = "completions"
+    api_model: Annotated[
+        str | None, flag("the model's name at the server; unset: the first it lists", TARGET)
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(help="sent as Bearer", group=TARGET, env_var="OPENAI_API_KEY", show_env_var=True),
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        flag("ask for answers of exactly the load's length, and hold the server to it", TARGET),
+    ] = True
+    token_ids: Annotated[
+        str | None,
+        flag("range of ids for made prompts; unset: 1000:30000, within the vocabulary", TARGET),
+    ] = None
+    timeout: Annotated[
+        float, flag("seconds without a byte after which a request has failed", TARGET)
+    ] = 600.0
 
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Out:
+class ReportOptions:
     """How it is judged, and where it goes."""
 
-    slo: Annotated[str | None, flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for goodput and attainment", OUTPUT)] = None
+    slo: Annotated[
+        str | None,
+        flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for goodput and attainment", OUTPUT),
+    ] = None
     warmup: Annotated[int, flag("requests sent beforehand and not counted", OUTPUT)] = 1
     json: Annotated[str | None, JSON] = None
     save_detailed: Annotated[bool, flag("with lists of every request's figures", OUTPUT)] = False
-    save_load: Annotated[str | None, flag("write the load itself to this file, to be used as --trace", OUTPUT)] = None
-    timeline: Annotated[str | None, flag("in this process: write a Chrome/Perfetto trace of the lanes to this file", OUTPUT)] = None
+    save_load: Annotated[
+        str | None, flag("write the load itself to this file, to be used as --trace", OUTPUT)
+    ] = None
+    timeline: Annotated[
+        str | None,
+        flag("in this process: write a Chrome/Perfetto trace of the lanes to this file", OUTPUT),
+    ] = None
     label: Annotated[str | None, flag("a name for this run, kept in the result", OUTPUT)] = None
 
 
 @settings("model", "device", "scheduler")
-def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), config: Config) -> int:
+def bench(
+    *,
+    where: TargetOptions = TargetOptions(),
+    load: LoadOptions = LoadOptions(),
+    out: ReportOptions = ReportOptions(),
+    config: Config,
+) -> int:
     """Measure a server, or an engine in this process, under a load played open loop.
 
     counterpoint bench --url http://127.0.0.1:8000 --trace azure.csv --requests 200 --rate 2 --slo ttft=1,tpot=100ms
@@ -85,8 +119,14 @@ def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), conf
     counterpoint bench --compare serial,chunked,multiplex --requests 32 --rate 1 --prompt-tokens 400 --output-tokens 40
     """
     if (where.url is None) == (not (where.in_process or where.compare)):
-        raise ValueError("say what is to be measured: either --url http://HOST:PORT or --in-process")
-    for name, path in (("--json", out.json), ("--save-load", out.save_load), ("--timeline", out.timeline)):
+        raise ValueError(
+            "say what is to be measured: either --url http://HOST:PORT or --in-process"
+        )
+    for name, path in (
+        ("--json", out.json),
+        ("--save-load", out.save_load),
+        ("--timeline", out.timeline),
+    ):
         writable(name, path)
     if out.warmup < 0:
         raise ValueError(f"--warmup is {out.warmup}: it must be 0 or more")
@@ -96,15 +136,24 @@ def bench(*, where: Where = Where(), load: Load = Load(), out: Out = Out(), conf
     targets = parse_slo(out.slo) if out.slo else _slo_of(config)
     config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
     trace = load.make()
-    trace = dataclasses.replace(trace, queries=tuple(reshape.with_targets(trace.queries, targets)))
+    trace = dataclasses.replace(
+        trace, queries=tuple(transform.with_targets(trace.queries, targets))
+    )
     if out.save_load:
         write_queries(out.save_load, trace.queries)
     if where.url is not None:
         results = {"": _at_url(where.url, load, where, out, trace, notes)}
     else:
-        policies = [p.strip() for p in where.compare.split(",")] if where.compare else [config.scheduler.policy]
+        policies = (
+            [p.strip() for p in where.compare.split(",")]
+            if where.compare
+            else [config.scheduler.policy]
+        )
         configs = {policy: config.replace(policy=policy) for policy in policies}
-        results = {policy: _in_process(one, load, where, out, trace, notes) for policy, one in configs.items()}
+        results = {
+            policy: _in_process(one, load, where, out, trace, notes)
+            for policy, one in configs.items()
+        }
     _write(results, out)
     return 0 if all(r["completed"] for r in results.values()) else 1
 
@@ -117,8 +166,15 @@ def _slo_of(config: Config) -> Slo:
 # ---------------------------------------------------------------- the two targets
 
 
-def _at_url(url: str, load: Load, where: Where, out: Out, trace: Trace, notes: Console) -> dict[str, Any]:
-    target = Target(
+def _at_url(
+    url: str,
+    load: LoadOptions,
+    where: TargetOptions,
+    out: ReportOptions,
+    trace: Trace,
+    notes: Console,
+) -> dict[str, Any]:
+    target = HttpTarget(
         url,
         where.api_model or "",
         api_key=where.api_key,
@@ -133,48 +189,72 @@ def _at_url(url: str, load: Load, where: Where, out: Out, trace: Trace, notes: C
         outcome = replay_http(
             target,
             trace.queries,
-            warmup=reshape.rehearsal(trace.queries, out.warmup),
+            warmup=transform.rehearsal(trace.queries, out.warmup),
             tokens=tokens,
             seed=load.seed,
             watch=watch,
         )
-    about = {"backend": "openai", "base_url": target.root, "endpoint": where.endpoint, "model_id": target.model}
+    about = {
+        "backend": "openai",
+        "base_url": target.root,
+        "endpoint": where.endpoint,
+        "model_id": target.model,
+    }
     return _result(about, load, out, trace, outcome)
 
 
-def first_model(target: Target) -> str:
+def first_model(target: HttpTarget) -> str:
     """The name of the first model that the server lists. Raises ConnectionError if it gives none."""
     try:
-        response = httpx.get(f"{target.root}/v1/models", headers=target.headers(), timeout=10.0, trust_env=False)
+        response = httpx.get(
+            f"{target.root}/v1/models", headers=target.headers(), timeout=10.0, trust_env=False
+        )
         response.raise_for_status()
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, OSError) as error:
         raise ConnectionError(f"{target.root}: no list of models ({why_none(error)})") from None
     except (ValueError, LookupError, TypeError):
-        raise ConnectionError(f"{target.root}/v1/models lists no model; name one with --api-model") from None
+        raise ConnectionError(
+            f"{target.root}/v1/models lists no model; name one with --api-model"
+        ) from None
 
 
 def why_none(error: Exception) -> str:
     if not isinstance(error, httpx.HTTPStatusError):
         return f"{error}; is the server up?"
     status = f"{error.response.status_code} {error.response.reason_phrase}"
-    return f"{status}; give the right --api-key" if error.response.status_code in (401, 403) else status
+    return (
+        f"{status}; give the right --api-key"
+        if error.response.status_code in (401, 403)
+        else status
+    )
 
 
-def _in_process(config: Config, load: Load, where: Where, out: Out, trace: Trace, notes: Console) -> dict[str, Any]:
-    inbox = WallInbox()
+def _in_process(
+    config: Config,
+    load: LoadOptions,
+    where: TargetOptions,
+    out: ReportOptions,
+    trace: Trace,
+    notes: Console,
+) -> dict[str, Any]:
+    inbox = WallClockEventQueue()
     with notes.status("starting the engine") as status:
         system = build.system(config, inbox, lambda stage: status.update(stage))
-    queries = reshape.without_texts(trace.queries)
-    timeline = Timeline(system.executor, inbox, system.engine.policy.lanes) if out.timeline else None
+    queries = transform.without_texts(trace.queries)
+    timeline = (
+        Timeline(system.executor, inbox, system.engine.policy.lanes) if out.timeline else None
+    )
     try:
-        with _progress(notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)) as watch:
+        with _progress(
+            notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)
+        ) as watch:
             outcome = replay_engine(
                 system.engine,
                 inbox,
                 system.executor,
                 queries,
-                warmup=reshape.rehearsal(queries, out.warmup),
+                warmup=transform.rehearsal(queries, out.warmup),
                 tokens=_token_range(where.token_ids) or TokenRange.within(system.spec.vocab),
                 seed=load.seed,
                 watch=watch,
@@ -194,7 +274,13 @@ def _in_process(config: Config, load: Load, where: Where, out: Out, trace: Trace
         "lanes": system.lanes,
         "config": dataclasses.asdict(config),
     }
-    return _result(about, load, out, dataclasses.replace(trace, queries=tuple(queries), notes=(*trace.notes, *said)), outcome)
+    return _result(
+        about,
+        load,
+        out,
+        dataclasses.replace(trace, queries=tuple(queries), notes=(*trace.notes, *said)),
+        outcome,
+    )
 
 
 def _beside(path: str, word: str) -> Path:
@@ -215,7 +301,13 @@ def _token_range(text: str | None) -> TokenRange | None:
 # ---------------------------------------------------------------- the result
 
 
-def _result(about: dict[str, Any], load: Load, out: Out, trace: Trace, outcome: Outcome) -> dict[str, Any]:
+def _result(
+    about: dict[str, Any],
+    load: LoadOptions,
+    out: ReportOptions,
+    trace: Trace,
+    outcome: ReplayResult,
+) -> dict[str, Any]:
     """What is written: first what was done, then what came of it."""
     rate = offered_rate(trace.queries)
     arrivals = load.arrivals or ("trace" if load.trace else "poisson")
@@ -248,21 +340,31 @@ def _result(about: dict[str, Any], load: Load, out: Out, trace: Trace, outcome: 
     }
 
 
-def _usable(outcome: Outcome, when: Literal["before", "after"]) -> int | None:
+def _usable(outcome: ReplayResult, when: Literal["before", "after"]) -> int | None:
     stats = outcome.before if when == "before" else outcome.after
     return None if stats is None else stats.pages_free + stats.pages_cached
 
 
-def _write(results: dict[str, dict[str, Any]], out: Out) -> None:
-    whole: Any = next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
+def _write(results: dict[str, dict[str, Any]], out: ReportOptions) -> None:
+    whole: Any = (
+        next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
+    )
     if not tables.write(whole, out.json):
         return
     console = Console()
     if len(results) == 1:
         result = next(iter(results.values()))
-        tables.show(console, result, f"{result['model_id']} {result.get('policy', 'at ' + result.get('base_url', ''))}")
+        tables.show(
+            console,
+            result,
+            f"{result['model_id']} {result.get('policy', 'at ' + result.get('base_url', ''))}",
+        )
     else:
-        tables.compare(console, results, f"{whole['runs'][0]['model_id']}, the same {whole['runs'][0]['num_prompts']} requests")
+        tables.compare(
+            console,
+            results,
+            f"{whole['runs'][0]['model_id']}, the same {whole['runs'][0]['num_prompts']} requests",
+        )
 
 
 @contextlib.contextmanager

@@ -28,10 +28,14 @@ from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.config import Config
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
-from counterpoint.device.wall import WallInbox
 
-QUESTIONS = ("What is the capital of France?", "Name three primary colours.", "Write one sentence about the sea.")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three primary colours.",
+    "Write one sentence about the sea.",
+)
 POLICIES = ("serial", "chunked", "multiplex", "auto")
 START_S = 120.0
 
@@ -39,7 +43,9 @@ START_S = 120.0
 def demo(
     *,
     model: Annotated[str, Parameter(help="the model to run")] = "smollm2",
-    out: Annotated[Path, Parameter(help="folder for the picture, the table and the timelines")] = Path("out/demo"),
+    out: Annotated[
+        Path, Parameter(help="folder for the picture, the table and the timelines")
+    ] = Path("out/demo"),
     seconds: Annotated[float, Parameter(help="length of the load that each policy plays")] = 20.0,
 ) -> int:
     """Answer three questions through the server, then play short chats with long documents among them under every policy."""
@@ -67,8 +73,16 @@ def demo(
     (out / "results.json").write_text(json.dumps(results, indent=2))
     picture = draw_lanes(spans, out / "lanes.png")
     console.print(verdict(results), highlight=False)
-    shown = f"picture: {picture}" if picture else "no picture: pip install 'counterpoint[plots]' draws one"
-    console.print(f"{shown}\ntimelines: {out}/timeline-*.json (open in ui.perfetto.dev)", style="dim", highlight=False)
+    shown = (
+        f"picture: {picture}"
+        if picture
+        else "no picture: pip install 'counterpoint[plots]' draws one"
+    )
+    console.print(
+        f"{shown}\ntimelines: {out}/timeline-*.json (open in ui.perfetto.dev)",
+        style="dim",
+        highlight=False,
+    )
     return 0
 
 
@@ -87,7 +101,9 @@ def serving(model: str, console: Console) -> Iterator[str]:
                 yield found[1]
                 break
         else:
-            raise ConnectionError("the server ended before it was ready: run `counterpoint serve` to see why")
+            raise ConnectionError(
+                "the server ended before it was ready: run `counterpoint serve` to see why"
+            )
     finally:
         server.terminate()
         server.wait(timeout=START_S)
@@ -96,7 +112,12 @@ def serving(model: str, console: Console) -> Iterator[str]:
 def ask(url: str, question: str, console: Console) -> None:
     """Stream one chat answer to the console."""
     console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 40, "temperature": 0, "stream": True}
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 40,
+        "temperature": 0,
+        "stream": True,
+    }
     begun_s, first_s, tokens = time.monotonic(), None, 0
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=START_S) as response:
         response.raise_for_status()
@@ -108,7 +129,9 @@ def ask(url: str, question: str, console: Console) -> None:
                 first_s = first_s or time.monotonic() - begun_s
                 tokens += 1
                 console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\n[dim]first token after {1000 * (first_s or 0):.0f} ms, whole answer {time.monotonic() - begun_s:.2f} s[/dim]")
+    console.print(
+        f"\n[dim]first token after {1000 * (first_s or 0):.0f} ms, whole answer {time.monotonic() - begun_s:.2f} s[/dim]"
+    )
 
 
 def mixed_load(seconds: float) -> list[Query]:
@@ -121,8 +144,10 @@ def mixed_load(seconds: float) -> list[Query]:
 
 
 def play(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any], Timeline]:
-    inbox = WallInbox()
-    system = build.system(Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None)
+    inbox = WallClockEventQueue()
+    system = build.system(
+        Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None
+    )
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)
     warmup = [Query(10_000 + i, 0.0, 60, 8) for i in range(4)]
     try:
@@ -138,7 +163,13 @@ def play(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any],
     finally:
         system.executor.close()
     after, before = outcome.after, outcome.before
-    result = summarise(outcome.records, stats=after, stats_before=before, errors=outcome.errors, lag_s=outcome.lag_s)
+    result = summarise(
+        outcome.records,
+        stats=after,
+        stats_before=before,
+        errors=outcome.errors,
+        lag_s=outcome.lag_s,
+    )
     return {**result, "policy": policy, "lanes": system.lanes}, timeline
 
 

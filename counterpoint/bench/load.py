@@ -12,9 +12,16 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from counterpoint.bench import reshape
+from counterpoint.bench import transform
 from counterpoint.bench.trace import Format, Tokenize, Trace, read_trace
-from counterpoint.bench.workload import Arrivals, Lengths, PrefixGroups, Query, offered_rate, synthetic
+from counterpoint.bench.workload import (
+    Arrivals,
+    Lengths,
+    PrefixGroups,
+    Query,
+    offered_rate,
+    synthetic,
+)
 from counterpoint.types import Slo
 
 TRACE = Group("Workload from a trace", sort_key=1)
@@ -26,7 +33,14 @@ SYNTHETIC_RATE = 1.0
 MOST = 2**63
 OF_A_TRACE = ("trace_format", "tokenizer", "thin", "length_scale", "time_scale", "jitter")
 OF_A_MADE_ONE = (
-    *("prompt_tokens", "prompt_lengths", "prompt_spread", "output_tokens", "output_lengths", "output_spread"),
+    *(
+        "prompt_tokens",
+        "prompt_lengths",
+        "prompt_spread",
+        "output_tokens",
+        "output_lengths",
+        "output_spread",
+    ),
     *("prefix_groups", "prefix_share"),
 )
 
@@ -37,46 +51,88 @@ def flag(help: str, group: Group) -> Parameter:
 
 def json_flag(group: Group) -> Parameter:
     return Parameter(
-        help="write the result to this file; - : standard output, which then has JSON alone", group=group, allow_leading_hyphen=True
+        help="write the result to this file; - : standard output, which then has JSON alone",
+        group=group,
+        allow_leading_hyphen=True,
     )
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class LoadOptions:
     """What is asked, and when. Without a trace, a made workload."""
 
     trace: Annotated[
-        str | None, flag("file of requests: Azure, BurstGPT or lengths CSV, Mooncake or our JSONL, ShareGPT", TRACE)
+        str | None,
+        flag(
+            "file of requests: Azure, BurstGPT or lengths CSV, Mooncake or our JSONL, ShareGPT",
+            TRACE,
+        ),
     ] = None
     trace_format: Annotated[Format | None, flag("its format; unset: found out", TRACE)] = None
-    tokenizer: Annotated[str | None, flag("tokenizer.json to turn ShareGPT's texts into tokens; unset: estimates", TRACE)] = None
-    thin: Annotated[float | None, flag("keep about this share of the trace, in whole prefix groups", TRACE)] = None
-    length_scale: Annotated[float | None, flag("multiply prompt and output lengths (blocks of common prefixes too)", TRACE)] = None
-    time_scale: Annotated[float | None, flag("multiply the trace's times: 0.1 plays ten times as fast", TRACE)] = None
+    tokenizer: Annotated[
+        str | None,
+        flag("tokenizer.json to turn ShareGPT's texts into tokens; unset: estimates", TRACE),
+    ] = None
+    thin: Annotated[
+        float | None, flag("keep about this share of the trace, in whole prefix groups", TRACE)
+    ] = None
+    length_scale: Annotated[
+        float | None,
+        flag("multiply prompt and output lengths (blocks of common prefixes too)", TRACE),
+    ] = None
+    time_scale: Annotated[
+        float | None, flag("multiply the trace's times: 0.1 plays ten times as fast", TRACE)
+    ] = None
     jitter: Annotated[
-        float | None, flag("spread equal arrival times over so many seconds; unset: over a coarse clock's tick; 0: never", TRACE)
+        float | None,
+        flag(
+            "spread equal arrival times over so many seconds; unset: over a coarse clock's tick; 0: never",
+            TRACE,
+        ),
     ] = None
 
     prompt_tokens: Annotated[int, flag("mean prompt length", MADE)] = 256
-    prompt_lengths: Annotated[Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)] = "lognormal"
-    prompt_spread: Annotated[float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)] = 0.5
+    prompt_lengths: Annotated[
+        Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)
+    ] = "lognormal"
+    prompt_spread: Annotated[
+        float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)
+    ] = 0.5
     output_tokens: Annotated[int, flag("mean output length", MADE)] = 32
-    output_lengths: Annotated[Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)] = "lognormal"
-    output_spread: Annotated[float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)] = 0.5
-    prefix_groups: Annotated[int, flag("groups of requests whose prompts begin alike; 0: none do", MADE)] = 0
-    prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = 0.5
+    output_lengths: Annotated[
+        Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)
+    ] = "lognormal"
+    output_spread: Annotated[
+        float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)
+    ] = 0.5
+    prefix_groups: Annotated[
+        int, flag("groups of requests whose prompts begin alike; 0: none do", MADE)
+    ] = 0
+    prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = (
+        0.5
+    )
 
-    skip: Annotated[int, flag("leave out the first so many requests: another part of the same trace", SHAPE)] = 0
-    requests: Annotated[int | None, flag("how many; unset: the whole trace, or of a made load 64 (plan: 1,000)", SHAPE)] = None
+    skip: Annotated[
+        int, flag("leave out the first so many requests: another part of the same trace", SHAPE)
+    ] = 0
+    requests: Annotated[
+        int | None,
+        flag("how many; unset: the whole trace, or of a made load 64 (plan: 1,000)", SHAPE),
+    ] = None
     arrivals: Annotated[
         Literal["trace", "poisson", "gamma", "constant", "once"] | None,
         flag("when they arrive; unset: as in the trace, or poisson. once: all at the start", SHAPE),
     ] = None
-    rate: Annotated[float | None, flag("requests per second on average; unset: the trace's own, or 1. inf: all at once", SHAPE)] = (
-        None
-    )
-    burstiness: Annotated[float, flag("of gamma arrivals: their gaps vary by 1/sqrt of it; 1 is poisson", SHAPE)] = 1.0
+    rate: Annotated[
+        float | None,
+        flag(
+            "requests per second on average; unset: the trace's own, or 1. inf: all at once", SHAPE
+        ),
+    ] = None
+    burstiness: Annotated[
+        float, flag("of gamma arrivals: their gaps vary by 1/sqrt of it; 1 is poisson", SHAPE)
+    ] = 1.0
     max_prompt_tokens: Annotated[int | None, flag("cut longer prompts", SHAPE)] = None
     max_output_tokens: Annotated[int | None, flag("cut longer outputs", SHAPE)] = None
     seed: Annotated[int, flag("of everything that is random in the workload", SHAPE)] = 0
@@ -88,10 +144,18 @@ class Load:
         if self.trace is None:
             trace = Trace(tuple(self._synthetic()), timed=False)
         else:
-            trace = read_trace(self.trace, self.trace_format, tokenize=self._tokenize(), jitter_s=self.jitter, seed=self.seed)
+            trace = read_trace(
+                self.trace,
+                self.trace_format,
+                tokenize=self._tokenize(),
+                jitter_s=self.jitter,
+                seed=self.seed,
+            )
         queries = self._fitted(list(trace.queries))
         if not queries:
-            raise ValueError("no request is left of the workload: raise --max-prompt-tokens or --thin")
+            raise ValueError(
+                "no request is left of the workload: raise --max-prompt-tokens or --thin"
+            )
         return Trace(tuple(self._arriving(queries, trace.timed)), True, trace.notes)
 
     def _check(self) -> None:
@@ -106,7 +170,9 @@ class Load:
         }
         for name, (value, low) in given.items():
             if value is not None and not low <= value < MOST:
-                raise ValueError(f"--{name} is {value}: it must be {low} or more, and less than 2**63")
+                raise ValueError(
+                    f"--{name} is {value}: it must be {low} or more, and less than 2**63"
+                )
         if self.rate is not None and not self.rate > 0:
             raise ValueError(f"--rate is {self.rate}: it must be more than 0 requests per second")
 
@@ -116,13 +182,17 @@ class Load:
         for field in fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 why = (
-                    "changes a trace: give one with --trace" if self.trace is None else "makes a workload: leave it out, or --trace"
+                    "changes a trace: give one with --trace"
+                    if self.trace is None
+                    else "makes a workload: leave it out, or --trace"
                 )
                 raise ValueError(f"--{field.name.replace('_', '-')} {why}")
         if self.burstiness != 1.0 and self.arrivals != "gamma":
             raise ValueError("--burstiness is of gamma arrivals: give --arrivals gamma, too")
         if self.arrivals == "once" and self.rate not in (None, float("inf")):
-            raise ValueError("--arrivals once sends all at the start, whatever --rate says: leave one of them out")
+            raise ValueError(
+                "--arrivals once sends all at the start, whatever --rate says: leave one of them out"
+            )
 
     def _synthetic(self) -> list[Query]:
         return synthetic(
@@ -130,38 +200,50 @@ class Load:
             Lengths(self.prompt_tokens, self.prompt_lengths, self.prompt_spread),
             Lengths(self.output_tokens, self.output_lengths, self.output_spread),
             arrivals="once",
-            groups=PrefixGroups(self.prefix_groups, self.prefix_share) if self.prefix_groups else None,
+            groups=PrefixGroups(self.prefix_groups, self.prefix_share)
+            if self.prefix_groups
+            else None,
             seed=self.seed,
         )
 
     def _fitted(self, queries: list[Query]) -> list[Query]:
         """Fewer and other lengths; times as they are."""
         if self.thin is not None:
-            queries = reshape.thinned(queries, self.thin, self.seed)
+            queries = transform.thinned(queries, self.thin, self.seed)
         if self.length_scale is not None:
-            queries = reshape.scaled(queries, self.length_scale)
-        queries = reshape.clipped(queries, self.max_prompt_tokens, self.max_output_tokens)
+            queries = transform.scaled(queries, self.length_scale)
+        queries = transform.clipped(queries, self.max_prompt_tokens, self.max_output_tokens)
         if self.skip:
-            queries = reshape.without_first(queries, self.skip)
-        return queries if self.requests is None else reshape.first(queries, self.requests)
+            queries = transform.without_first(queries, self.skip)
+        return queries if self.requests is None else transform.first(queries, self.requests)
 
     def _arriving(self, queries: list[Query], timed: bool) -> list[Query]:
         """The same queries at the wanted times."""
         if self.arrivals == "trace" and not timed:
-            raise ValueError("--arrivals trace: the workload has no times of its own; choose poisson, gamma, constant or once")
+            raise ValueError(
+                "--arrivals trace: the workload has no times of its own; choose poisson, gamma, constant or once"
+            )
         kind: Arrivals | Literal["trace"] = self.arrivals or ("trace" if timed else "poisson")
         if self.rate == float("inf"):
             kind = "once"
         if kind != "trace":
             if self.time_scale is not None:
-                raise ValueError(f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them")
+                raise ValueError(
+                    f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them"
+                )
             usual = offered_rate(queries) if timed else SYNTHETIC_RATE
-            return reshape.rearrived(queries, kind, usual if self.rate is None else self.rate, self.burstiness, self.seed)
+            return transform.rearrived(
+                queries, kind, usual if self.rate is None else self.rate, self.burstiness, self.seed
+            )
         if self.rate is not None and self.time_scale is not None:
             raise ValueError("--rate and --time-scale both set the clock: give one of them")
         if self.rate is not None:
-            return reshape.at_rate(queries, self.rate)
-        return reshape.stretched(queries, self.time_scale) if self.time_scale is not None else queries
+            return transform.at_rate(queries, self.rate)
+        return (
+            transform.stretched(queries, self.time_scale)
+            if self.time_scale is not None
+            else queries
+        )
 
     def _tokenize(self) -> Tokenize | None:
         if self.tokenizer is None:
@@ -181,7 +263,9 @@ def parse_slo(text: str) -> Slo:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = part.partition("=")
         if name not in ("ttft", "tpot", "itl") or not equals:
-            raise ValueError(f"--slo {part!r}: write ttft=SECONDS, tpot=SECONDS or itl=SECONDS, joined by commas")
+            raise ValueError(
+                f"--slo {part!r}: write ttft=SECONDS, tpot=SECONDS or itl=SECONDS, joined by commas"
+            )
         scale = 1e-3 if value.endswith("ms") else 1.0
         try:
             seconds = float(value.removesuffix("ms").removesuffix("s")) * scale

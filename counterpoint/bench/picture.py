@@ -24,7 +24,9 @@ def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(len(timelines), 1, figsize=(13, 1.5 * len(timelines) + 1), sharex=True, squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(timelines), 1, figsize=(13, 1.5 * len(timelines) + 1), sharex=True, squeeze=False
+    )
     for axis, (policy, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
         spans = timeline.spans
         start_s = min((s.started_s for s in spans), default=0.0)
@@ -48,8 +50,17 @@ def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
-    axes[0, 0].set_title("Who has the cores: height is the share of the device; white is idle", loc="left", fontsize=11)
-    figure.legend(handles=[Patch(color=c, label=k) for k, c in COLOURS.items()], loc="upper right", ncols=3, frameon=False)
+    axes[0, 0].set_title(
+        "Who has the cores: height is the share of the device; white is idle",
+        loc="left",
+        fontsize=11,
+    )
+    figure.legend(
+        handles=[Patch(color=c, label=k) for k, c in COLOURS.items()],
+        loc="upper right",
+        ncols=3,
+        frameon=False,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

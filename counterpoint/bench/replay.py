@@ -19,14 +19,14 @@ from typing import Literal
 import httpx
 import msgspec
 
-from counterpoint.bench.client import Answer, Target, ask, scrape
+from counterpoint.bench.client import HttpTarget, QueryResult, ask, scrape
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import Deliver
+from counterpoint.core.loop import DeliverOutputs
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline, run
-from counterpoint.device.wall import WallInbox
-from counterpoint.ports import Executor
-from counterpoint.types import Abort, Arrive, Output, Record, Sampling, Stats
+from counterpoint.interfaces import Executor
+from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling, Stats
 
 Watch = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter
@@ -40,11 +40,11 @@ def unwatched(_: Literal["sent", "done", "failed"]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     """What came of a load. Times are seconds since its start. `records` and `lag_s` are in the order of the queries; `errors` are
     by request id. Stats are those of before and after, where the engine tells."""
 
-    records: tuple[Record, ...]
+    records: tuple[RequestTiming, ...]
     errors: dict[str, str]
     lag_s: tuple[float, ...]
     before: Stats | None = None
@@ -60,7 +60,7 @@ class Outcome:
         return free_before - (self.after.pages_free + self.after.pages_cached)
 
 
-def since(record: Record, start_s: float) -> Record:
+def since(record: RequestTiming, start_s: float) -> RequestTiming:
     """`record` on a clock that began at `start_s`."""
     return msgspec.structs.replace(
         record,
@@ -75,29 +75,39 @@ def since(record: Record, start_s: float) -> Record:
 
 
 def replay_http(
-    target: Target,
+    target: HttpTarget,
     queries: Sequence[Query],
     *,
     warmup: Sequence[Query] = (),
     tokens: TokenRange = TokenRange(),
     seed: int = 0,
     watch: Watch = unwatched,
-) -> Outcome:
+) -> ReplayResult:
     """Play `queries` against a server. `warmup` is sent first, one by one, and not counted.
 
     Raises ConnectionError if nothing answers at the address, ValueError if a query can't be sent to this endpoint.
     """
     bodies = [target.body(query, tokens, seed) for query in queries]
-    return asyncio.run(_over_http(target, queries, bodies, [(q, target.body(q, tokens, seed)) for q in warmup], watch))
+    return asyncio.run(
+        _over_http(
+            target, queries, bodies, [(q, target.body(q, tokens, seed)) for q in warmup], watch
+        )
+    )
 
 
 async def _over_http(
-    target: Target, queries: Sequence[Query], bodies: Sequence[bytes], warmup: Sequence[tuple[Query, bytes]], watch: Watch
-) -> Outcome:
+    target: HttpTarget,
+    queries: Sequence[Query],
+    bodies: Sequence[bytes],
+    warmup: Sequence[tuple[Query, bytes]],
+    watch: Watch,
+) -> ReplayResult:
     _allow_sockets(len(queries))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(target.timeout_s, connect=30.0)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=target.headers(), trust_env=False) as http:
+    async with httpx.AsyncClient(
+        limits=limits, timeout=timeout, headers=target.headers(), trust_env=False
+    ) as http:
         for query, body in warmup:
             answer = await ask(http, target, query, body, clock(), clock)
             if answer.error:
@@ -110,9 +120,14 @@ async def _over_http(
 
 
 async def _play(
-    http: httpx.AsyncClient, target: Target, queries: Sequence[Query], bodies: Sequence[bytes], start_s: float, watch: Watch
-) -> list[Answer]:
-    async def one(query: Query, body: bytes) -> Answer:
+    http: httpx.AsyncClient,
+    target: HttpTarget,
+    queries: Sequence[Query],
+    bodies: Sequence[bytes],
+    start_s: float,
+    watch: Watch,
+) -> list[QueryResult]:
+    async def one(query: Query, body: bytes) -> QueryResult:
         answer = await ask(http, target, query, body, start_s + query.arrival_s, clock)
         watch("failed" if answer.error else "done")
         return answer
@@ -125,10 +140,18 @@ async def _play(
     return await asyncio.gather(*tasks)
 
 
-def _outcome(answers: Sequence[Answer], start_s: float, before: Stats | None, after: Stats | None) -> Outcome:
+def _outcome(
+    answers: Sequence[QueryResult], start_s: float, before: Stats | None, after: Stats | None
+) -> ReplayResult:
     spread = sum(a.spread for a in answers)
-    notes = [f"{spread} answers had several tokens in a chunk without a count: their times are shared out evenly"] if spread else []
-    return Outcome(
+    notes = (
+        [
+            f"{spread} answers had several tokens in a chunk without a count: their times are shared out evenly"
+        ]
+        if spread
+        else []
+    )
+    return ReplayResult(
         records=tuple(since(a.record, start_s) for a in answers),
         errors={a.record.id: a.error for a in answers if a.error},
         lag_s=tuple(a.lag_s for a in answers),
@@ -138,7 +161,7 @@ def _outcome(answers: Sequence[Answer], start_s: float, before: Stats | None, af
     )
 
 
-async def idle_stats(http: httpx.AsyncClient, target: Target) -> Stats | None:
+async def idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
     """The server's figures once no request is in it, or as they are after IDLE_WAIT_S. None if it does not tell them."""
     deadline_s = clock() + IDLE_WAIT_S
     while (stats := await scrape(http, target)) is not None:
@@ -153,7 +176,10 @@ def _allow_sockets(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
+        )
 
 
 # ---------------------------------------------------------------- in this process
@@ -165,14 +191,14 @@ class _Phase:
     def __init__(self, count: int, watch: Watch) -> None:
         self.count = count
         self.watch = watch
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, RequestTiming] = {}
         self.errors: dict[str, str] = {}
         self.stats: Stats | None = None
         self.over = threading.Event()
 
     def take(self, outputs: Sequence[Output], engine: Engine) -> None:
         for output in outputs:
-            if isinstance(output, Record):
+            if isinstance(output, RequestTiming):
                 self.records[output.id] = output
                 self.watch("failed" if output.id in self.errors else "done")
             elif output.error:
@@ -185,7 +211,7 @@ class _Phase:
 class _Player:
     """Puts a load into the inbox of an engine whose loop runs in a thread, from `start` to `stop`."""
 
-    def __init__(self, inbox: WallInbox, loop: Callable[[Deliver], None]) -> None:
+    def __init__(self, inbox: WallClockEventQueue, loop: Callable[[DeliverOutputs], None]) -> None:
         self.inbox = inbox
         self.phase = _Phase(-1, unwatched)
         self.failure: BaseException | None = None
@@ -207,7 +233,10 @@ class _Player:
         self._thread.join()
 
     def play(
-        self, arrives: Sequence[tuple[float, Arrive]], watch: Watch, limit_s: float | None = None
+        self,
+        arrives: Sequence[tuple[float, AddRequest]],
+        watch: Watch,
+        limit_s: float | None = None,
     ) -> tuple[_Phase, float, list[float]]:
         """Put each Arrive when its time has come, and wait for all ends, of which those after `limit_s` are aborts: the phase, its
         start, and when each was put. Raises RuntimeError if the loop fails."""
@@ -222,7 +251,9 @@ class _Player:
             inbox.put(arrive)
             watch("sent")
         if arrives and self.failure is None:
-            if limit_s is not None and not phase.over.wait(max(0.0, start_s + limit_s - inbox.clock())):
+            if limit_s is not None and not phase.over.wait(
+                max(0.0, start_s + limit_s - inbox.clock())
+            ):
                 for _, arrive in arrives:
                     inbox.put(Abort(arrive.id))
             phase.over.wait()
@@ -233,7 +264,7 @@ class _Player:
 
 def replay_engine(
     engine: Engine,
-    inbox: WallInbox,
+    inbox: WallClockEventQueue,
     executor: Executor,
     queries: Sequence[Query],
     *,
@@ -243,7 +274,7 @@ def replay_engine(
     watch: Watch = unwatched,
     timeline: Timeline | None = None,
     limit_s: float | None = None,
-) -> Outcome:
+) -> ReplayResult:
     """Play `queries` on an engine whose loop is not running: it runs in a thread meanwhile, and has ended afterwards.
 
     A Record's arrival is the moment the query was put into the inbox. `warmup` is played first, all at once, and not counted.
@@ -252,7 +283,9 @@ def replay_engine(
     """
     warm = [(0.0, _arrive(query, tokens, seed)) for query in warmup]
     arrives = [(query.arrival_s, _arrive(query, tokens, seed)) for query in queries]
-    player = _Player(inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline))
+    player = _Player(
+        inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline)
+    )
     before = engine.stats()
     player.start()
     try:
@@ -260,16 +293,25 @@ def replay_engine(
         phase, start_s, sent_s = player.play(arrives, watch, limit_s)
     finally:
         player.stop()
-    records = [msgspec.structs.replace(phase.records[q.id], arrival_s=at_s) for q, at_s in zip(queries, sent_s, strict=True)]
-    return Outcome(
+    records = [
+        msgspec.structs.replace(phase.records[q.id], arrival_s=at_s)
+        for q, at_s in zip(queries, sent_s, strict=True)
+    ]
+    return ReplayResult(
         records=tuple(since(record, start_s) for record in records),
         errors=phase.errors,
-        lag_s=tuple(max(0.0, at_s - start_s - q.arrival_s) for q, at_s in zip(queries, sent_s, strict=True)),
+        lag_s=tuple(
+            max(0.0, at_s - start_s - q.arrival_s) for q, at_s in zip(queries, sent_s, strict=True)
+        ),
         before=before,
         after=phase.stats,
     )
 
 
-def _arrive(query: Query, tokens: TokenRange, seed: int) -> Arrive:
-    sampling = Sampling(max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True)
-    return Arrive(id=query.id, prompt=prompt_ids(query, tokens, seed), sampling=sampling, slo=query.slo)
+def _arrive(query: Query, tokens: TokenRange, seed: int) -> AddRequest:
+    sampling = Sampling(
+        max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True
+    )
+    return AddRequest(
+        id=query.id, prompt=prompt_ids(query, tokens, seed), sampling=sampling, slo=query.slo
+    )

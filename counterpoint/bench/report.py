@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.types import Finish, PolicyReport, Record, Slo, Stats
+from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Slo, Stats
 
 PERCENTILES = (50, 90, 95, 99)
 KINDS_OF_ERROR = 10  # the commonest messages are counted
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
-class Latency:
+class RequestLatency:
     """What one completed request's client felt, in seconds.
 
     `ttft`: arrival to first token. `gaps`: between deliveries; tokens of one instant are one delivery. `tpot`: (last token - first
@@ -32,7 +32,7 @@ class Latency:
 
     __slots__ = ("e2e", "gaps", "tokens", "tpot", "ttft")
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RequestTiming) -> None:
         times = np.asarray(record.token_s)
         self.tokens = len(times)
         self.ttft = float(times[0] - record.arrival_s) if len(times) else None
@@ -54,8 +54,8 @@ class Latency:
         }
 
 
-def completed(record: Record) -> bool:
-    return record.finish in (Finish.STOP, Finish.LENGTH)
+def completed(record: RequestTiming) -> bool:
+    return record.finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float] | None:
@@ -69,7 +69,7 @@ def wilson(hits: int, trials: int) -> tuple[float, float] | None:
 
 
 def summarise(
-    records: Sequence[Record],
+    records: Sequence[RequestTiming],
     *,
     slo: Slo | Mapping[str, Slo] = Slo(),
     stats: Stats | None = None,
@@ -85,8 +85,10 @@ def summarise(
     was sent. `detailed` adds a list per request. The duration is from the first arrival to the last end.
     """
     done = [r for r in records if completed(r)]
-    latency = {r.id: Latency(r) for r in done}
-    duration_s = max((r.finished_s for r in records), default=0.0) - min((r.arrival_s for r in records), default=0.0)
+    latency = {r.id: RequestLatency(r) for r in done}
+    duration_s = max((r.finished_s for r in records), default=0.0) - min(
+        (r.arrival_s for r in records), default=0.0
+    )
     result = _volumes(records, done, latency, duration_s)
     result |= _goodput(records, latency, slo, duration_s)
     values = list(latency.values())
@@ -97,14 +99,19 @@ def summarise(
     result |= _distribution("longest_gap", [v.longest_gap for v in values])
     result |= _engine(records, stats, stats_before)
     result |= _generator(lag_s)
-    result["error_counts"] = dict(collections.Counter((errors or {}).values()).most_common(KINDS_OF_ERROR))
+    result["error_counts"] = dict(
+        collections.Counter((errors or {}).values()).most_common(KINDS_OF_ERROR)
+    )
     if detailed:
         result |= _detailed(records, errors or {})
     return result
 
 
 def _volumes(
-    records: Sequence[Record], done: Sequence[Record], latency: Mapping[str, Latency], duration_s: float
+    records: Sequence[RequestTiming],
+    done: Sequence[RequestTiming],
+    latency: Mapping[str, RequestLatency],
+    duration_s: float,
 ) -> dict[str, Any]:
     inputs, outputs = sum(r.prompt_tokens for r in done), sum(v.tokens for v in latency.values())
     return {
@@ -123,7 +130,10 @@ def _volumes(
 
 
 def _goodput(
-    records: Sequence[Record], latency: Mapping[str, Latency], slo: Slo | Mapping[str, Slo], duration_s: float
+    records: Sequence[RequestTiming],
+    latency: Mapping[str, RequestLatency],
+    slo: Slo | Mapping[str, Slo],
+    duration_s: float,
 ) -> dict[str, Any]:
     """Shares are of every request sent: one that failed meets nothing."""
     met = {"ttft": 0, "tpot": 0, "itl": 0}
@@ -148,7 +158,9 @@ def _goodput(
     }
 
 
-def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None) -> dict[str, Any]:
+def _engine(
+    records: Sequence[RequestTiming], stats: Stats | None, before: Stats | None
+) -> dict[str, Any]:
     """What the engine did: cached prompt tokens, preemptions, how its units were split over time, how well it predicted."""
     ran = [r for r in records if completed(r)]
     prompts = sum(r.prompt_tokens for r in ran)
@@ -168,7 +180,9 @@ def _engine(records: Sequence[Record], stats: Stats | None, before: Stats | None
     return result
 
 
-def _since(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _since(
+    now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
     """Rows of (names ..., seconds) less those of `before`, without the empty ones."""
     earlier = {row[:-1]: row[-1] for row in before}
     spent = [(*row[:-1], row[-1] - earlier.get(row[:-1], 0.0)) for row in sorted(now)]
@@ -182,7 +196,9 @@ def _splits(stats: Stats, before: Stats) -> dict[str, Any]:
     both = sum(seconds for p, d, seconds in spent if p and d)
     active = stats.active_unit_s - before.active_unit_s
     result: dict[str, Any] = {"resplits_per_s": _per(stats.resplits - before.resplits, total)}
-    result["active_share"] = min(1.0, active / (stats.units_total * total)) if active and total else None
+    result["active_share"] = (
+        min(1.0, active / (stats.units_total * total)) if active and total else None
+    )
     result["split_share"] = [
         {
             "prefill_units": p,
@@ -204,7 +220,8 @@ def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
         total[role] += seconds
     return {
         "lane_share": [
-            {"lane": role, "state": what, "seconds": seconds, "share": seconds / total[role]} for role, what, seconds in spent
+            {"lane": role, "state": what, "seconds": seconds, "share": seconds / total[role]}
+            for role, what, seconds in spent
         ],
         "unit_seconds": [
             {"kind": kind, "units": asked, "realised_units": ran, "seconds": seconds}
@@ -213,7 +230,9 @@ def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
     }
 
 
-def presence_s(records: Iterable[Record], since_s: float = -math.inf, until_s: float = math.inf) -> float:
+def presence_s(
+    records: Iterable[RequestTiming], since_s: float = -math.inf, until_s: float = math.inf
+) -> float:
     """For how long, between two moments, any request was there."""
     found_s, seen_s = 0.0, since_s
     for record in sorted(records, key=lambda r: r.arrival_s):
@@ -223,14 +242,19 @@ def presence_s(records: Iterable[Record], since_s: float = -math.inf, until_s: f
     return found_s
 
 
-def bubbles(engines: Iterable[tuple[str, Stats]], records: Sequence[Record]) -> dict[str, float | None]:
+def bubbles(
+    engines: Iterable[tuple[str, Stats]], records: Sequence[RequestTiming]
+) -> dict[str, float | None]:
     """Of each engine, by name, and of all: the share of its units times seconds in which no step had them, of the time in which any
     request was anywhere between arrival and end. So a worker of a pool that has nothing to do while another has is idle. (Units
     that a step has and does not use are another matter: `active_share`.)"""
     present_s = presence_s(records)
     idle: dict[str, float | None] = {}
     for name, stats in engines:
-        used_s = sum(seconds * min(stats.units_total, prefill + decode) for prefill, decode, seconds in stats.split_s)
+        used_s = sum(
+            seconds * min(stats.units_total, prefill + decode)
+            for prefill, decode, seconds in stats.split_s
+        )
         idle[name] = max(0.0, 1 - used_s / (stats.units_total * present_s)) if present_s else None
     known = [share for share in idle.values() if share is not None]
     return idle | {"all": sum(known) / len(known) if known else None}
@@ -239,15 +263,24 @@ def bubbles(engines: Iterable[tuple[str, Stats]], records: Sequence[Record]) -> 
 def _policy(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
     """Errors are of the latest steps and corrections those in force at the end; counts are of this run."""
     return {
-        "prediction_error": {kind: {"p50": median, "p95": high, "steps": steps} for kind, median, high, steps in report.errors},
-        "prediction_cells": [{"cell": cell, "ratio": ratio, "guard": guard} for cell, ratio, guard in report.cells],
+        "prediction_error": {
+            kind: {"p50": median, "p95": high, "steps": steps}
+            for kind, median, high, steps in report.errors
+        },
+        "prediction_cells": [
+            {"cell": cell, "ratio": ratio, "guard": guard} for cell, ratio, guard in report.cells
+        ],
         "decisions": _counted(report.decisions, before.decisions),
         "fallbacks": _counted(report.fallbacks, before.fallbacks),
     }
 
 
 def _counted(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before.get(name, 0) for name, count in sorted(now.items()) if count > before.get(name, 0)}
+    return {
+        name: count - before.get(name, 0)
+        for name, count in sorted(now.items())
+        if count > before.get(name, 0)
+    }
 
 
 LATE_S = 0.05
@@ -266,9 +299,9 @@ def _generator(lag_s: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _detailed(records: Sequence[Record], errors: Mapping[str, str]) -> dict[str, Any]:
+def _detailed(records: Sequence[RequestTiming], errors: Mapping[str, str]) -> dict[str, Any]:
     """Lists with one entry per request, in the order of `records`; seconds."""
-    latency = [Latency(r) for r in records]
+    latency = [RequestLatency(r) for r in records]
     return {
         "ids": [r.id for r in records],
         "start_times": [r.arrival_s for r in records],
@@ -297,16 +330,20 @@ def _per(count: float, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def _busiest_second(records: Sequence[Record]) -> float | None:
+def _busiest_second(records: Sequence[RequestTiming]) -> float | None:
     """Most output tokens in one of the seconds counted from the first arrival."""
     if not records:
         return None
     start_s = min(r.arrival_s for r in records)
     times = np.concatenate([np.asarray(r.token_s) for r in records])
-    return float(np.unique(np.floor(times - start_s), return_counts=True)[1].max()) if len(times) else None
+    return (
+        float(np.unique(np.floor(times - start_s), return_counts=True)[1].max())
+        if len(times)
+        else None
+    )
 
 
-def _most_at_once(records: Sequence[Record]) -> int:
+def _most_at_once(records: Sequence[RequestTiming]) -> int:
     """Most requests between arrival and end at any instant; an end and an arrival at the same instant don't overlap."""
     edges = sorted([(r.arrival_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
     most = now = 0

@@ -5,15 +5,15 @@ Owns: the counting. Promises: commands go through unchanged. Must not: be around
 
 from __future__ import annotations
 
-from counterpoint.device.wall import WallInbox
-from counterpoint.ports import Executor
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.interfaces import Executor
 from counterpoint.types import Command, Step
 
 
 class Stopwatch:
     """An Executor around `inner`, which is fed by a loop over `inbox`."""
 
-    def __init__(self, inner: Executor, inbox: WallInbox) -> None:
+    def __init__(self, inner: Executor, inbox: WallClockEventQueue) -> None:
         self.inner = inner
         self.inbox = inbox
         self._launches: dict[str, list[float]] = {}
@@ -39,6 +39,9 @@ class Stopwatch:
         return {
             "turns": inbox.turns,
             "busy_s": inbox.busy_s,
-            "launch": {kind: {"steps": len(took), "seconds": sum(took), "longest_s": max(took)} for kind, took in launches},
+            "launch": {
+                kind: {"steps": len(took), "seconds": sum(took), "longest_s": max(took)}
+                for kind, took in launches
+            },
             "turn_ms": 1e3 * (inbox.busy_s - launching_s) / max(1, inbox.turns),
         }

@@ -61,22 +61,47 @@ def show(console: Console, result: Result, title: str = "") -> None:
 
 def compare(console: Console, results: Mapping[str, Result], title: str = "") -> None:
     """Several results of one load, a row each."""
-    columns = ["TTFT\np50", "TTFT\np99", "TPOT\np50", "TPOT\np99", "gap\np50", "gap\nmax", "tokens\nper s"]
+    columns = [
+        "TTFT\np50",
+        "TTFT\np99",
+        "TPOT\np50",
+        "TPOT\np99",
+        "gap\np50",
+        "gap\nmax",
+        "tokens\nper s",
+    ]
     targets = any(r["slo_attainment"] is not None for r in results.values())
     columns += ["in\ntarget", "good\nper s"] if targets else []
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
-        cells = [("p50", "ttft"), ("p99", "ttft"), ("p50", "tpot"), ("p99", "tpot"), ("p50", "longest_gap"), ("max", "longest_gap")]
+        cells = [
+            ("p50", "ttft"),
+            ("p99", "ttft"),
+            ("p50", "tpot"),
+            ("p99", "tpot"),
+            ("p50", "longest_gap"),
+            ("max", "longest_gap"),
+        ]
         row = [short(result[f"{point}_{key}_ms"]) for point, key in cells]
         row.append(short(result["output_throughput"]))
         if targets:
             row += [share(result["slo_attainment"]), number(result["request_goodput"], 2)]
         table.add_row(name, *row)
     console.print(table)
-    console.print("times in ms; gap: the longest of each request; tokens of output", style="dim", highlight=False)
+    console.print(
+        "times in ms; gap: the longest of each request; tokens of output",
+        style="dim",
+        highlight=False,
+    )
     for name, result in results.items():
         for line in doubts(result):
             console.print(f"{name}: {line}", style="yellow", highlight=False)
@@ -99,7 +124,9 @@ def facts(result: Result) -> list[str]:
     if result["preemptions"]:
         found.append(f"preemptions: {result['preemptions']}")
     if result.get("pages_free_after") is not None:
-        found.append(f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after")
+        found.append(
+            f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after"
+        )
     for split in result.get("split_share", ()):
         if split["share"] < SEEN:
             continue
@@ -118,10 +145,14 @@ def inside(result: Result) -> list[str]:
     if result.get("active_share") is not None:
         found.append(f"units with work while anything ran: {share(result['active_share'])}")
     for kind, error in result.get("prediction_error", {}).items():
-        found.append(f"{kind} steps predicted within {share(error['p50'])} (p50), {share(error['p95'])} (p95)")
+        found.append(
+            f"{kind} steps predicted within {share(error['p50'])} (p50), {share(error['p95'])} (p95)"
+        )
     for name in ("decisions", "fallbacks"):
         if result.get(name):
-            found.append(f"{name}: {', '.join(f'{key} {count:,}' for key, count in result[name].items())}")
+            found.append(
+                f"{name}: {', '.join(f'{key} {count:,}' for key, count in result[name].items())}"
+            )
     return found
 
 
@@ -130,7 +161,9 @@ def doubts(result: Result) -> list[str]:
     found = []
     if result["failed"]:
         found.append(f"{result['failed']} requests failed and count as misses")
-        found += [f"  {count} x {message}" for message, count in result.get("error_counts", {}).items()]
+        found += [
+            f"  {count} x {message}" for message, count in result.get("error_counts", {}).items()
+        ]
     if result.get("degraded"):
         found.append(
             f"the load generator itself was late (p99 {number(result['p99_send_lag_ms'])} ms): "

@@ -3,7 +3,7 @@
 Owns: the formats, finding out which one a file has, and what a format's times mean.
 Promises: a bad row is a TraceError that names file, line and field; whatever is changed on the way (rows left out, times jittered,
 lengths estimated) is said in the trace's notes.
-Must not: choose which rows are sent or when (bench/reshape.py), tokenise by itself.
+Must not: choose which rows are sent or when (bench/transform.py), tokenise by itself.
 
     azure     CSV    TIMESTAMP, ContextTokens, GeneratedTokens                      (Azure LLM inference traces 2023, 2024)
     burstgpt  CSV    Timestamp (s), Request tokens, Response tokens                 (BurstGPT)
@@ -97,10 +97,14 @@ def detect(path: str, file: TextIO) -> Format:
         return "mooncake" if '"input_length"' in first else "queries"
     columns = {name.strip() for name in first.split(",")}
     for name, table in TABLES.items():
-        if columns >= {table.prompt, table.output} and (table.time is None or table.time in columns):
+        if columns >= {table.prompt, table.output} and (
+            table.time is None or table.time in columns
+        ):
             return name
     known = "; ".join(f"{name}: {', '.join(t.columns)}" for name, t in TABLES.items())
-    raise TraceError(f"{path}:1: neither JSON nor a CSV header known here ({known}); give the format with --trace-format")
+    raise TraceError(
+        f"{path}:1: neither JSON nor a CSV header known here ({known}); give the format with --trace-format"
+    )
 
 
 # ---------------------------------------------------------------- CSV
@@ -112,7 +116,7 @@ def clock_s(text: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Table:
+class TraceColumns:
     """Which columns of a CSV mean what. `seconds` reads a cell of `time`."""
 
     prompt: str
@@ -125,20 +129,22 @@ class Table:
         return [name for name in (self.time, self.prompt, self.output) if name]
 
 
-TABLES: dict[Format, Table] = {
-    "azure": Table("ContextTokens", "GeneratedTokens", "TIMESTAMP", clock_s),
-    "burstgpt": Table("Request tokens", "Response tokens", "Timestamp"),
-    "lengths": Table("num_prefill_tokens", "num_decode_tokens"),
+TABLES: dict[Format, TraceColumns] = {
+    "azure": TraceColumns("ContextTokens", "GeneratedTokens", "TIMESTAMP", clock_s),
+    "burstgpt": TraceColumns("Request tokens", "Response tokens", "Timestamp"),
+    "lengths": TraceColumns("num_prefill_tokens", "num_decode_tokens"),
 }
 
 
-def _table(path: str, file: TextIO, table: Table) -> Trace:
+def _table(path: str, file: TextIO, table: TraceColumns) -> Trace:
     rows = csv.DictReader(file, skipinitialspace=True)
     header = [name.strip() for name in rows.fieldnames or ()]
     rows.fieldnames = header
     for name in table.columns:
         if name not in header:
-            raise TraceError(f"{path}:1: no column {name!r}; the header has {', '.join(header) or 'nothing'}")
+            raise TraceError(
+                f"{path}:1: no column {name!r}; the header has {', '.join(header) or 'nothing'}"
+            )
     found = []
     for row in rows:
         where = f"{path}:{rows.line_num}"
@@ -154,7 +160,9 @@ def _table(path: str, file: TextIO, table: Table) -> Trace:
     return _timed(found, timed=table.time is not None)
 
 
-def _cell(where: str, row: dict[str, str | None], column: str, read: Callable[[str], Number], kind: str) -> Number:
+def _cell(
+    where: str, row: dict[str, str | None], column: str, read: Callable[[str], Number], kind: str
+) -> Number:
     text = row[column]
     if text is None:
         raise TraceError(f"{where}: field {column} is missing")
@@ -169,7 +177,9 @@ def _cell(where: str, row: dict[str, str | None], column: str, read: Callable[[s
     return value
 
 
-def _timed(rows: Iterable[tuple[float, int, int, tuple[int, ...]]], timed: bool, block_tokens: int = 0) -> Trace:
+def _timed(
+    rows: Iterable[tuple[float, int, int, tuple[int, ...]]], timed: bool, block_tokens: int = 0
+) -> Trace:
     """Queries from (time, prompt, output, blocks) rows, timed from the first; those with an empty prompt or answer are left out."""
     rows = list(rows)
     first_s = min((row[0] for row in rows), default=0.0)
@@ -179,7 +189,11 @@ def _timed(rows: Iterable[tuple[float, int, int, tuple[int, ...]]], timed: bool,
         if prompt > 0 and output > 0
     ]
     empty = len(rows) - len(queries)
-    notes = (f"{empty} of {len(rows)} rows have an empty prompt or answer and are left out",) if empty else ()
+    notes = (
+        (f"{empty} of {len(rows)} rows have an empty prompt or answer and are left out",)
+        if empty
+        else ()
+    )
     return Trace(tuple(sorted(queries, key=lambda q: q.arrival_s)), timed, notes)
 
 
@@ -196,7 +210,10 @@ class _MooncakeRow(msgspec.Struct):
 def _mooncake(path: str, file: TextIO) -> Trace:
     rows = []
     for where, row in _lines(path, file, _MooncakeRow):
-        for name, value in (("input_length", row.input_length), ("output_length", row.output_length)):
+        for name, value in (
+            ("input_length", row.input_length),
+            ("output_length", row.output_length),
+        ):
             if value < 0:
                 raise TraceError(f"{where}: field {name} is {value}: it must not be negative")
         rows.append((row.timestamp / 1e3, row.input_length, row.output_length, tuple(row.hash_ids)))
@@ -258,9 +275,13 @@ def _sharegpt(path: str, file: TextIO, tokenize: Tokenize | None) -> Trace:
         )
     notes = []
     if len(queries) < len(items):
-        notes.append(f"{len(items) - len(queries)} of {len(items)} conversations have no question with an answer and are left out")
+        notes.append(
+            f"{len(items) - len(queries)} of {len(items)} conversations have no question with an answer and are left out"
+        )
     if not tokenize:
-        notes.append("token counts of texts are estimated at 4 bytes a token (give --tokenizer for exact ones)")
+        notes.append(
+            "token counts of texts are estimated at 4 bytes a token (give --tokenizer for exact ones)"
+        )
     return Trace(tuple(queries), False, tuple(notes))
 
 
@@ -289,7 +310,9 @@ class _QueryRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     itl_s: Target | None = None
 
     def query(self, number: int) -> Query:
-        length = len(self.ids) or estimate_tokens(self.text + "".join(content for _, content in self.messages))
+        length = len(self.ids) or estimate_tokens(
+            self.text + "".join(content for _, content in self.messages)
+        )
         return Query(
             number=number,
             arrival_s=self.arrival_s or 0.0,
@@ -306,7 +329,11 @@ class _QueryRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 def _own(path: str, file: TextIO) -> Trace:
     queries, timed = [], 0
     for where, row in _lines(path, file, _QueryRow):
-        given = [name for name, value in (("text", row.text), ("ids", row.ids), ("messages", row.messages)) if value]
+        given = [
+            name
+            for name, value in (("text", row.text), ("ids", row.ids), ("messages", row.messages))
+            if value
+        ]
         if len(given) > 1 or not (given or row.prompt_tokens):
             raise TraceError(
                 f"{where}: give one of the fields text, ids, messages and prompt_tokens (has {', '.join(given) or 'none'})"
@@ -317,7 +344,9 @@ def _own(path: str, file: TextIO) -> Trace:
             raise TraceError(f"{where}: {error}") from None
         timed += row.arrival_s is not None
     if timed not in (0, len(queries)):
-        raise TraceError(f"{path}: {timed} of {len(queries)} rows have the field arrival_s: give it in all of them or in none")
+        raise TraceError(
+            f"{path}: {timed} of {len(queries)} rows have the field arrival_s: give it in all of them or in none"
+        )
     return Trace(tuple(sorted(queries, key=lambda q: q.arrival_s)), bool(timed))
 
 
@@ -363,7 +392,11 @@ def _unquantised(trace: Trace, jitter_s: float | None, seed: int) -> Trace:
     tick_s = clock_tick_s(times)
     jitter_s = tick_s if jitter_s is None else jitter_s
     if not jitter_s:
-        notes = (f"times are in ticks of {tick_s:g} s: requests of one tick arrive as a burst",) if tick_s else ()
+        notes = (
+            (f"times are in ticks of {tick_s:g} s: requests of one tick arrive as a burst",)
+            if tick_s
+            else ()
+        )
         return dataclasses.replace(trace, notes=trace.notes + notes)
     if tick_s:
         times = np.rint(times / tick_s) * tick_s
@@ -371,5 +404,8 @@ def _unquantised(trace: Trace, jitter_s: float | None, seed: int) -> Trace:
     note = f"arrivals are spread at random over {jitter_s:g} s" + (
         f" (the trace's clock ticks every {tick_s:g} s)" if tick_s else ""
     )
-    queries = tuple(dataclasses.replace(q, arrival_s=float(t - times[0])) for q, t in zip(trace.queries, times, strict=True))
+    queries = tuple(
+        dataclasses.replace(q, arrival_s=float(t - times[0]))
+        for q, t in zip(trace.queries, times, strict=True)
+    )
     return Trace(queries, True, (*trace.notes, note))

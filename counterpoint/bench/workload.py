@@ -45,12 +45,19 @@ class Query:
     slo: Slo = NO_TARGET
 
     def __post_init__(self) -> None:
-        for name, tokens in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+        for name, tokens in (
+            ("prompt_tokens", self.prompt_tokens),
+            ("output_tokens", self.output_tokens),
+        ):
             if not 1 <= tokens <= MAX_LENGTH_TOKENS:
-                raise ValueError(f"query {self.number}: {name} is {tokens}: it must be 1 to {MAX_LENGTH_TOKENS}")
+                raise ValueError(
+                    f"query {self.number}: {name} is {tokens}: it must be 1 to {MAX_LENGTH_TOKENS}"
+                )
         if self.prefix_ids and not 1 <= self.block_tokens <= MAX_LENGTH_TOKENS:
             given = f"prefix_ids, and block_tokens is {self.block_tokens}"
-            raise ValueError(f"query {self.number}: {given}: say how many tokens a block has, 1 to {MAX_LENGTH_TOKENS}")
+            raise ValueError(
+                f"query {self.number}: {given}: say how many tokens a block has, 1 to {MAX_LENGTH_TOKENS}"
+            )
 
     @property
     def id(self) -> str:
@@ -88,14 +95,18 @@ def arrival_times(
     if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
     if not burstiness > 0:
-        raise ValueError(f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)")
+        raise ValueError(
+            f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)"
+        )
     if kind == "constant":
         gaps = np.ones(count - 1)
     else:
         gaps = rng.gamma(1.0 if kind == "poisson" else burstiness, size=count - 1)
     times = np.concatenate(([0.0], np.cumsum(gaps)))
     if not times[-1]:
-        raise ValueError(f"burstiness is {burstiness}: all gaps between {count} arrivals are 0 by it: raise it")
+        raise ValueError(
+            f"burstiness is {burstiness}: all gaps between {count} arrivals are 0 by it: raise it"
+        )
     return times * ((count - 1) / rate / times[-1])
 
 
@@ -116,13 +127,17 @@ class Lengths:
         if self.mean < 1:
             raise ValueError(f"mean length is {self.mean}: it must be 1 token or more")
         if not self.spread >= 0 or (self.kind == "uniform" and self.spread > 1):
-            raise ValueError(f"spread is {self.spread}: it must be 0 or more, and at most 1 for uniform lengths")
+            raise ValueError(
+                f"spread is {self.spread}: it must be 0 or more, and at most 1 for uniform lengths"
+            )
 
     def draw(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         if self.kind == "constant":
             values = np.full(count, self.mean)
         elif self.kind == "uniform":
-            values = rng.uniform(self.mean * (1 - self.spread), self.mean * (1 + self.spread), size=count)
+            values = rng.uniform(
+                self.mean * (1 - self.spread), self.mean * (1 + self.spread), size=count
+            )
         else:
             values = rng.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, size=count)
         return np.clip(np.rint(values), 1, self.most).astype(np.int64)
@@ -216,7 +231,9 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
     known = min(query.prompt_tokens, len(query.prefix_ids) * query.block_tokens)
     stream = np.full(query.prompt_tokens if known else 1, np.uint64(2 * query.number + 1))
     if known:
-        blocks = np.asarray(query.prefix_ids[: -(-known // query.block_tokens)], dtype=np.uint64) * np.uint64(2)
+        blocks = np.asarray(
+            query.prefix_ids[: -(-known // query.block_tokens)], dtype=np.uint64
+        ) * np.uint64(2)
         stream[:known] = np.repeat(blocks, query.block_tokens)[:known]
         position[:known] %= np.uint64(query.block_tokens)
     word = _mix(_mix(stream ^ _mix(np.array([seed], dtype=np.uint64))) + position)
@@ -250,7 +267,10 @@ def reusable_share(queries: Sequence[Query]) -> float:
     hits = 0
     for query in queries:
         if query.prefix_ids:
-            known = next((i for i, block in enumerate(query.prefix_ids) if block not in seen), len(query.prefix_ids))
+            known = next(
+                (i for i, block in enumerate(query.prefix_ids) if block not in seen),
+                len(query.prefix_ids),
+            )
             hits += min(known * query.block_tokens, query.prompt_tokens)
             seen.update(query.prefix_ids)
     return hits / sum(q.prompt_tokens for q in queries) if queries else 0.0
@@ -266,7 +286,16 @@ def describe(queries: Sequence[Query]) -> dict[str, Any]:
         "gap_cv": float(gaps.std() / gaps.mean()) if gaps.sum() > 0 else None,
         "reusable_share": reusable_share(queries),
     }
-    for name, lengths in (("prompt", [q.prompt_tokens for q in queries]), ("output", [q.output_tokens for q in queries])):
+    for name, lengths in (
+        ("prompt", [q.prompt_tokens for q in queries]),
+        ("output", [q.output_tokens for q in queries]),
+    ):
         p50, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
-        result[f"{name}_tokens"] = {"mean": float(np.mean(lengths)), "p50": p50, "p90": p90, "p99": p99, "max": max(lengths)}
+        result[f"{name}_tokens"] = {
+            "mean": float(np.mean(lengths)),
+            "p50": p50,
+            "p90": p90,
+            "p99": p99,
+            "max": max(lengths),
+        }
     return result

@@ -5,7 +5,7 @@ pages are conserved; each request gets exactly its tokens and one finish; the ol
 Must not: read a clock, touch a tensor, wait. Time enters with `handle` and `pump`.
 
 Freeing is deferred: a slot and its pages go back only when no pass names them, so nothing in flight reads a reused page. Pages of
-a request of which this engine has only a part are *kept* (core/parts.py): others read or write them until Adopt or Release, so such
+a request of which this engine has only a part are *kept* (core/handoff_state.py): others read or write them until Adopt or Release, so such
 a request is not preempted either.
 
 Room for pages is made in this order: free pages, then evicting cached ones, then preempting the request that is last in rank
@@ -20,32 +20,32 @@ import itertools
 
 from msgspec.structs import replace
 
-from counterpoint.core.limits import Limits
-from counterpoint.core.pages import Pages
-from counterpoint.core.parts import Parts
-from counterpoint.core.passes import by_segment, make_pass
-from counterpoint.core.prefixes import Prefixes
-from counterpoint.core.recent import Recent
+from counterpoint.core.batch_builder import by_segment, make_pass
+from counterpoint.core.handoff_state import HandoffState
+from counterpoint.core.limits import EngineLimits
+from counterpoint.core.metrics import ActiveUnitsModel, EngineCounters
+from counterpoint.core.page_pool import PagePool
+from counterpoint.core.prefix_cache import PrefixCache
 from counterpoint.core.request import DONE, PREFILL, Phase, Request
-from counterpoint.core.state import LaneState, Pass, State
-from counterpoint.core.tally import ActiveUnits, Tally
-from counterpoint.ports import Policy
+from counterpoint.core.state import EngineState, LaneState, Pass
+from counterpoint.core.step_history import StepHistory
+from counterpoint.interfaces import Policy
 from counterpoint.types import (
     UNSAMPLED,
     Abort,
-    Adopt,
-    Arrive,
-    Close,
+    AddRequest,
     Command,
-    Delta,
-    Drop,
+    DisaggRole,
+    DiscardPass,
     Event,
-    Finish,
-    Open,
+    FinishReason,
+    FreeSlot,
+    InitSlot,
     Output,
-    Part,
+    OutputDelta,
     Progress,
     Release,
+    ResumeDecode,
     Segment,
     Stats,
     Step,
@@ -57,20 +57,24 @@ ADMISSION_SCAN = 64  # waiting requests looked at in one pump
 
 
 class Engine:
-    """`active`: how many of its units a step keeps at work, where the device does not tell (core/tally.py)."""
+    """`active`: how many of its units a step keeps at work, where the device does not tell (core/metrics.py)."""
 
-    def __init__(self, limits: Limits, policy: Policy, active: ActiveUnits | None = None) -> None:
+    def __init__(
+        self, limits: EngineLimits, policy: Policy, active: ActiveUnitsModel | None = None
+    ) -> None:
         self.limits = limits
         self.tells = True  # of each token; a simulation has nobody who listens, and turns it off
         self.policy = policy
-        self.pages = Pages(limits.pages)
-        self.state = State(policy.lanes, limits.units, limits.layers, limits.overlap)
-        self.living: dict[str, Request] = {}  # until the client has its finish and nothing in flight names it
+        self.pages = PagePool(limits.pages)
+        self.state = EngineState(policy.lanes, limits.units, limits.layers, limits.overlap)
+        self.living: dict[
+            str, Request
+        ] = {}  # until the client has its finish and nothing in flight names it
         self.waiting: list[Request] = []  # by rank
-        self.prefixes = Prefixes(self.pages, limits)
-        self.parts = Parts(self.state, self.prefixes)
-        self.tally = Tally(limits.units, active)
-        self.recent = Recent()
+        self.prefixes = PrefixCache(self.pages, limits)
+        self.parts = HandoffState(self.state, self.prefixes)
+        self.tally = EngineCounters(limits.units, active)
+        self.recent = StepHistory()
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._commands: list[Command] = []
         self._outputs: list[Output] = []
@@ -84,11 +88,15 @@ class Engine:
         self.tally.advance(now, self.state)
         if isinstance(event, StepDone):
             self._step_done(now, event)
-        elif isinstance(event, Arrive):
+        elif isinstance(event, AddRequest):
             self._arrive(now, event)
-        elif isinstance(event, Adopt):
+        elif isinstance(event, ResumeDecode):
             request = self.living.get(event.id)
-            if request is not None and request.phase is Phase.HELD and self.parts.adopt(request, event.token, now):
+            if (
+                request is not None
+                and request.phase is Phase.HELD
+                and self.parts.adopt(request, event.token, now)
+            ):
                 self._open(request, request.pages)
         elif isinstance(event, Release):
             request = self.living.get(event.id)
@@ -98,7 +106,7 @@ class Engine:
         else:
             self._abort(now, event)
 
-    def pump(self, now: float) -> list[Command]:
+    def schedule(self, now: float) -> list[Command]:
         """Give every lane that has room its next step; the commands, in the order in which they must be submitted."""
         for lane in self.state.lanes.values():
             self._drop_dead(lane)
@@ -142,18 +150,27 @@ class Engine:
 
     # ------------------------------------------------------------ events
 
-    def _arrive(self, now: float, arrive: Arrive) -> None:
+    def _arrive(self, now: float, arrive: AddRequest) -> None:
         if arrive.id in self.living:
             return
-        request = Request(arrive, now, serial=self._serial, output=list(arrive.resumed), kept=arrive.part is not Part.WHOLE)
+        request = Request(
+            arrive,
+            now,
+            serial=self._serial,
+            output=list(arrive.generated_prefix),
+            kept=arrive.part is not DisaggRole.WHOLE,
+        )
         request.last_tokens = self.limits.last_tokens(arrive.sampling)
         self._serial += 1
-        if arrive.resumed or arrive.part is Part.DECODE:
+        if arrive.generated_prefix or arrive.part is DisaggRole.DECODE:
             request.prompt_told = len(arrive.prompt) - 1  # by whoever computed the prompt first
         problem = self.limits.refusal(arrive)
         if problem:
-            self._outputs += [Delta(arrive.id, finish=Finish.ERROR, error=problem), request.record(now, Finish.ERROR)]
-            self.tally.finished(Finish.ERROR)
+            self._outputs += [
+                OutputDelta(arrive.id, finish=FinishReason.ERROR, error=problem),
+                request.record(now, FinishReason.ERROR),
+            ]
+            self.tally.finished(FinishReason.ERROR)
             return
         self.living[arrive.id] = request
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
@@ -161,34 +178,47 @@ class Engine:
     def _abort(self, now: float, abort: Abort) -> None:
         request = self.living.get(abort.id)
         if request is not None and request.phase is not Phase.DONE:
-            self._finish(request, now, Finish.ABORT)
+            self._finish(request, now, FinishReason.ABORT)
 
     def _step_done(self, now: float, done: StepDone) -> None:
         lane = self.state.lanes[done.lane]
         step, whole = lane.in_flight.pop(0)
         if step.id != done.step:
-            raise AssertionError(f"lane {done.lane} finished step {done.step}, but step {step.id} is its oldest")
+            raise AssertionError(
+                f"lane {done.lane} finished step {done.step}, but step {step.id} is its oldest"
+            )
         whole.in_flight -= 1
-        beside = next((other.in_flight[0][0] for other in self.state.lanes.values() if other.in_flight and other is not lane), None)
+        beside = next(
+            (
+                other.in_flight[0][0]
+                for other in self.state.lanes.values()
+                if other.in_flight and other is not lane
+            ),
+            None,
+        )
         self.policy.observe(step, done, beside)
         self.tally.step(step, done)
         self.recent.ended(step, done, now)
         if done.error:
             for request in whole.requests:
                 if request.phase is not Phase.DONE:
-                    self._finish(request, now, Finish.ERROR, done.error)
+                    self._finish(request, now, FinishReason.ERROR, done.error)
         if step.last_layer == self.limits.layers:
             self._pass_done(now, whole, done)
         elif not done.error:
             self.parts.computed_layers(whole, step.last_layer)
 
     def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
-        for segment, request, told in zip(whole.segments, whole.requests, done.prompt_logprobs, strict=False):
+        for segment, request, told in zip(
+            whole.segments, whole.requests, done.prompt_logprobs, strict=False
+        ):
             if told and request.phase is not DONE:
                 self._tell_prompt(request, segment, told)
         segments, size = whole.segments, self.limits.page_tokens
         tokens, logprobs = by_segment(done.tokens, segments), by_segment(done.logprobs, segments)
-        for segment, request, token, logprob in zip(segments, whole.requests, tokens, logprobs, strict=True):
+        for segment, request, token, logprob in zip(
+            segments, whole.requests, tokens, logprobs, strict=True
+        ):
             request.passes -= 1
             if request.phase is DONE:
                 self._leave(request)
@@ -203,47 +233,53 @@ class Engine:
             if request.yielding and not request.passes and request.phase is not DONE:
                 self._preempt(request)
 
-    def _tell_prompt(self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def _tell_prompt(
+        self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...]
+    ) -> None:
         """Pass on the log-probabilities of the prompt tokens behind `segment.start`, those told before a preemption left out."""
         fresh = logprobs[request.prompt_told - segment.start :]
         if fresh:
             request.prompt_told += len(fresh)
-            self._outputs.append(Delta(request.id, prompt_logprobs=fresh))
+            self._outputs.append(OutputDelta(request.id, prompt_logprobs=fresh))
 
-    def _token(self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _token(
+        self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None
+    ) -> None:
         if token < 0:
-            self._finish(request, now, Finish.ERROR, UNSAMPLED[token])
+            self._finish(request, now, FinishReason.ERROR, UNSAMPLED[token])
             return
         arrive, output = request.arrive, request.output
         finish, stopped_by, cached = None, None, 0
         if request.phase is PREFILL:
             self.state.move(request, Phase.HELD if request.kept else Phase.DECODE)
-            if len(output) == len(arrive.resumed):
+            if len(output) == len(arrive.generated_prefix):
                 cached = request.cached_tokens
         output.append(token)
         request.token_s.append(now)
         self.tally.generated_tokens += 1
         if token in request.last_tokens:
-            finish, stopped_by = Finish.STOP, token
+            finish, stopped_by = FinishReason.STOP, token
         elif len(output) >= arrive.sampling.max_tokens:
-            finish = Finish.LENGTH
+            finish = FinishReason.LENGTH
         if self.tells:
             told = () if logprobs is None else (logprobs,)
-            self._outputs.append(Delta(arrive.id, (token,), told, None, finish, stopped_by, cached))
+            self._outputs.append(
+                OutputDelta(arrive.id, (token,), told, None, finish, stopped_by, cached)
+            )
         if finish is not None:
             self._end(request, now, finish)
 
     # ------------------------------------------------------------ ends
 
-    def _finish(self, request: Request, now: float, finish: Finish, error: str = "") -> None:
+    def _finish(self, request: Request, now: float, finish: FinishReason, error: str = "") -> None:
         """End a request for another reason than its own tokens."""
-        self._outputs.append(Delta(request.id, finish=finish, error=error))
+        self._outputs.append(OutputDelta(request.id, finish=finish, error=error))
         self._end(request, now, finish)
 
-    def _end(self, request: Request, now: float, finish: Finish) -> None:
+    def _end(self, request: Request, now: float, finish: FinishReason) -> None:
         self._outputs.append(request.record(now, finish))
         self.tally.finished(finish)
-        if finish in (Finish.STOP, Finish.LENGTH):
+        if finish in (FinishReason.STOP, FinishReason.LENGTH):
             self.state.answers.add(len(request.output))
         self._retire(request)
 
@@ -266,7 +302,7 @@ class Engine:
         if request.slot < 0:
             return
         if request.opened:
-            self._commands.append(Close(request.slot))
+            self._commands.append(FreeSlot(request.slot))
         request.opened = False
         self._slots.append(request.slot)
         request.slot = -1
@@ -293,10 +329,14 @@ class Engine:
         behind it that do, for at most `max_bypass_s`."""
         if not self.waiting or not self._slots:
             return
-        backlog = sum(r.target for r in self.state.prefilling.values() if not r.computed and not r.passes)
+        backlog = sum(
+            r.target for r in self.state.prefilling.values() if not r.computed and not r.passes
+        )
         if backlog < self.limits.max_pass_tokens:
             self.prefixes.look(itertools.islice(self.waiting, ADMISSION_SCAN))
-        for request in tuple(itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)):
+        for request in tuple(
+            itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)
+        ):
             if not self._slots or backlog >= self.limits.max_pass_tokens:
                 return
             admitted = self._try_admit(request, now)
@@ -327,7 +367,14 @@ class Engine:
         self._enter(request, now, tokens, hits, taken)
         return True
 
-    def _enter(self, request: Request, now: float, tokens: tuple[int, ...], hits: list[int], taken: list[int]) -> None:
+    def _enter(
+        self,
+        request: Request,
+        now: float,
+        tokens: tuple[int, ...],
+        hits: list[int],
+        taken: list[int],
+    ) -> None:
         size = self.limits.page_tokens
         self.waiting.remove(request)
         self.state.move(request, Phase.PREFILL)
@@ -340,7 +387,7 @@ class Engine:
         if request.admitted_s is None:
             request.admitted_s = now
             request.cached_tokens = request.computed
-            if request.arrive.part is not Part.DECODE:
+            if request.arrive.part is not DisaggRole.DECODE:
                 self.tally.prompt_tokens += len(tokens)
         self.state.running[request.id] = request
         if request.kept:
@@ -355,7 +402,11 @@ class Engine:
         request.opened = True
         request.pages_sent = len(pages)
         arrive = request.arrive
-        self._commands.append(Open(request.slot, request.tokens, len(arrive.prompt), tuple(pages), arrive.sampling))
+        self._commands.append(
+            InitSlot(
+                request.slot, request.tokens, len(arrive.prompt), tuple(pages), arrive.sampling
+            )
+        )
 
     # ------------------------------------------------------------ lanes
 
@@ -364,7 +415,11 @@ class Engine:
         whole = lane.open
         if whole is not None and not whole.alive:
             return False  # given up when its steps in flight have come back
-        if whole is not None and lane.aside is None and self.policy.preempts(lane.lane, whole, self.state, now):
+        if (
+            whole is not None
+            and lane.aside is None
+            and self.policy.preempts(lane.lane, whole, self.state, now)
+        ):
             lane.open, lane.aside = None, whole
             if self._begin(lane, now):
                 self.tally.overtakes += 1
@@ -381,7 +436,11 @@ class Engine:
     def _begin(self, lane: LaneState, now: float) -> bool:
         """Launch the first step of a new pass on a lane without an open one; False if the policy has none or no page is left."""
         fill = self.policy.fill(lane.lane, self.state, now)
-        whole = make_pass(fill, self._new_id, lane.lane.id, self.limits, self._cover) if fill is not None else None
+        whole = (
+            make_pass(fill, self._new_id, lane.lane.id, self.limits, self._cover)
+            if fill is not None
+            else None
+        )
         if fill is None or whole is None:
             return False
         self._launch(lane, now, whole, fill.units, fill.layers or self.limits.layers)
@@ -389,9 +448,17 @@ class Engine:
 
     def _launch(self, lane: LaneState, now: float, whole: Pass, units: int, layers: int) -> None:
         first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
-        assert last > first and 0 < units <= self.state.free_units(lane.lane), "the policy asked for layers or units there are not"
-        work = whole.work if first == 0 and last == self.limits.layers else replace(whole.work, first_layer=first, last_layer=last)
-        step = Step(self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work)
+        assert last > first and 0 < units <= self.state.free_units(lane.lane), (
+            "the policy asked for layers or units there are not"
+        )
+        work = (
+            whole.work
+            if first == 0 and last == self.limits.layers
+            else replace(whole.work, first_layer=first, last_layer=last)
+        )
+        step = Step(
+            self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work
+        )
         whole.cursor = last
         whole.in_flight += 1
         if last < self.limits.layers:
@@ -408,7 +475,7 @@ class Engine:
         for whole in (lane.open, lane.aside):
             if whole is None or whole.alive or whole.in_flight:
                 continue
-            self._commands.append(Drop(whole.id))
+            self._commands.append(DiscardPass(whole.id))
             if whole is lane.open:
                 lane.open, lane.aside = lane.aside, None
             else:
@@ -435,7 +502,11 @@ class Engine:
         victim = request
         for other in self.state.running.values():
             movable = other.phase is not Phase.DONE and not other.kept
-            if movable and other.rank > victim.rank and other.preemptions < self.limits.max_preemptions:
+            if (
+                movable
+                and other.rank > victim.rank
+                and other.preemptions < self.limits.max_preemptions
+            ):
                 victim = other
         if victim is request:
             return False

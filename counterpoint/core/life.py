@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from counterpoint.types import Arrive, Finish, Record
+from counterpoint.types import AddRequest, FinishReason, RequestTiming
 
 
 @dataclass(slots=True, eq=False)
-class Life:
+class RequestLifetime:
     """`token_s`: of each output token."""
 
-    arrive: Arrive
+    arrive: AddRequest
     arrival_s: float
     admitted_s: float | None = None
     cached_tokens: int = 0  # of the prompt, at first admission
@@ -25,8 +25,8 @@ class Life:
     def id(self) -> str:
         return self.arrive.id
 
-    def record(self, now: float, finish: Finish) -> Record:
-        return Record(
+    def record(self, now: float, finish: FinishReason) -> RequestTiming:
+        return RequestTiming(
             id=self.id,
             arrival_s=self.arrival_s,
             admitted_s=self.admitted_s,

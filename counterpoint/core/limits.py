@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from counterpoint.types import Arrive, Sampling
+from counterpoint.types import AddRequest, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the device and the configuration allow. `overlap`: steps of two lanes may share units (not on a CPU)."""
 
     pages: int
@@ -32,15 +32,15 @@ class Limits:
         heeds_eos = sampling.grammar or not sampling.ignore_eos
         return frozenset((*sampling.stop_token_ids, *(self.eos_token_ids if heeds_eos else ())))
 
-    def refusal(self, arrive: Arrive) -> str:
+    def refusal(self, arrive: AddRequest) -> str:
         """Why `arrive` can never be served here; empty if it can."""
         prompt, answer = len(arrive.prompt), arrive.sampling.max_tokens
         if not prompt:
             return "the prompt is empty"
         if answer < 1:
             return f"max_tokens is {answer}: it must be at least 1"
-        if len(arrive.resumed) >= answer:
-            return f"{len(arrive.resumed)} tokens of the answer are there already, and max_tokens is {answer}"
+        if len(arrive.generated_prefix) >= answer:
+            return f"{len(arrive.generated_prefix)} tokens of the answer are there already, and max_tokens is {answer}"
         asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
         if prompt + answer > self.max_context_tokens:
             return f"{asked} the context of {self.max_context_tokens} tokens"

@@ -14,13 +14,19 @@ from typing import BinaryIO
 import msgspec
 
 from counterpoint.core.engine import Engine
-from counterpoint.ports import Executor, Inbox
+from counterpoint.interfaces import EventQueue, Executor
 from counterpoint.types import Command, Event, Output
 
-Deliver = Callable[[list[Output], Engine], None]
+DeliverOutputs = Callable[[list[Output], Engine], None]
 
 
-def run(engine: Engine, inbox: Inbox, executor: Executor, deliver: Deliver, log: EventLog | None = None) -> None:
+def run(
+    engine: Engine,
+    inbox: EventQueue,
+    executor: Executor,
+    deliver: DeliverOutputs,
+    log: EventLog | None = None,
+) -> None:
     """Until the inbox ends. `deliver` gets the outputs of each turn (maybe none) and must not block. A turn without events does
     nothing else."""
     while (got := inbox.get()) is not None:
@@ -30,11 +36,13 @@ def run(engine: Engine, inbox: Inbox, executor: Executor, deliver: Deliver, log:
         turn(engine, now, events, executor, deliver)
 
 
-def turn(engine: Engine, now: float, events: Sequence[Event], executor: Executor, deliver: Deliver) -> None:
+def turn(
+    engine: Engine, now: float, events: Sequence[Event], executor: Executor, deliver: DeliverOutputs
+) -> None:
     """One turn of it."""
     for event in events:
         engine.handle(now, event)
-    for command in engine.pump(now) if events else ():
+    for command in engine.schedule(now) if events else ():
         executor.submit(command)
     deliver(engine.take_outputs(), engine)
 
@@ -44,7 +52,7 @@ class EventLog:
     disk), `lost` is told once and nothing more is written: whoever serves need not stop for it. Without `lost`, it is raised."""
 
     def __init__(self, path: str | Path, lost: Callable[[OSError], None] | None = None) -> None:
-        self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 (closed by close)
+        self._file: BinaryIO = Path(path).open("wb")
         self._encode = msgspec.msgpack.Encoder().encode
         self._lost = lost
 
@@ -90,5 +98,5 @@ def replay(engine: Engine, turns: Iterator[tuple[float, list[Event]]]) -> Iterat
     for now, events in turns:
         for event in events:
             engine.handle(now, event)
-        yield engine.pump(now)
+        yield engine.schedule(now)
         engine.take_outputs()

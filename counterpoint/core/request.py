@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from counterpoint.core.life import Life
+from counterpoint.core.life import RequestLifetime
 
 
 class Phase(enum.Enum):
@@ -20,11 +20,16 @@ class Phase(enum.Enum):
     DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
 
 
-WAITING, PREFILL, DECODE, DONE = Phase.WAITING, Phase.PREFILL, Phase.DECODE, Phase.DONE  # for loops: an Enum is slow to look into
+WAITING, PREFILL, DECODE, DONE = (
+    Phase.WAITING,
+    Phase.PREFILL,
+    Phase.DECODE,
+    Phase.DONE,
+)  # for loops: an Enum is slow to look into
 
 
 @dataclass(slots=True, eq=False)
-class Request(Life):
+class Request(RequestLifetime):
     """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
 
     serial: int = 0  # order of arrival: breaks ties
@@ -40,14 +45,18 @@ class Request(Life):
     opened: bool = False  # the executor has its row
     pages: list[int] = field(default_factory=list)  # block table
     pages_sent: int = 0  # of `pages`, those the executor knows
-    names: list[bytes] = field(default_factory=list)  # of the full pages of prompt + output, as far as computed
+    names: list[bytes] = field(
+        default_factory=list
+    )  # of the full pages of prompt + output, as far as computed
     published: int = 0  # pages offered to the prefix index
     prompt_told: int = 0  # prompt tokens whose log-probabilities the client has, from the second on
     found: int = 0  # of one that waits: tokens at its beginning that are in the cache or soon will be, as last seen
     blocked_s: float | None = None  # since when it is first in line and does not fit
     yielding: bool = False  # to be preempted when its passes are complete
     kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
-    runs_ahead: int = field(init=False)  # tokens of its answer up to which the next may be scheduled before the last has come back
+    runs_ahead: int = field(
+        init=False
+    )  # tokens of its answer up to which the next may be scheduled before the last has come back
 
     def __post_init__(self) -> None:
         sampling = self.arrive.sampling

@@ -12,21 +12,29 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
-from counterpoint.types import Lane, Segment, Step, Work
+from counterpoint.types import BatchShape, Lane, Segment, Step
 
 ANSWERS = 256  # remembered
-FEWEST, USUAL = 8, 64  # answers beyond a length before that is relied on; tokens of an answer till then
-SOON, LINDY = 8, 4  # tokens still to come till then: what has run for long goes on for longer, but may end soon
+FEWEST, USUAL = (
+    8,
+    64,
+)  # answers beyond a length before that is relied on; tokens of an answer till then
+SOON, LINDY = (
+    8,
+    4,
+)  # tokens still to come till then: what has run for long goes on for longer, but may end soon
 EARLY = 0.2  # share of answers that may end sooner
 
 
-class Answers:
+class OutputLengths:
     """Lengths of the latest answers that came to their end: what is likely still to come of one that runs."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._ordered: list[int] = []
-        self.still_to_come: Callable[[int], int] = cache(self._still_to_come)  # until the next one is added
+        self.still_to_come: Callable[[int], int] = cache(
+            self._still_to_come
+        )  # until the next one is added
         self.mean: float = USUAL  # tokens of an answer
 
     def add(self, tokens: int) -> None:
@@ -56,7 +64,7 @@ class Pass:
     lane: int
     requests: list[Request]
     segments: tuple[Segment, ...]
-    work: Work  # of all layers
+    work: BatchShape  # of all layers
     cursor: int = 0
     in_flight: int = 0
 
@@ -82,7 +90,7 @@ class LaneState:
         return max([step.units for step, _ in self.in_flight], default=0)
 
 
-class State:
+class EngineState:
     """The engine's running side, as a policy sees it. `units`: of the device. `overlap`: steps of two lanes may share units."""
 
     def __init__(self, lanes: tuple[Lane, ...], units: int, layers: int, overlap: bool) -> None:
@@ -92,7 +100,7 @@ class State:
         self.lanes = {lane.id: LaneState(lane) for lane in lanes}
         self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
         self.prefilling: dict[str, Request] = {}  # those in Phase.PREFILL, in the same order
-        self.answers = Answers()
+        self.answers = OutputLengths()
         self._decoding = 0  # requests in Phase.DECODE
 
     def move(self, request: Request, phase: Phase) -> None:
@@ -107,7 +115,9 @@ class State:
     def prefills(self, lane: Lane) -> list[Request]:
         """Requests whose prompt has tokens to schedule on `lane`, in order of admission."""
         return [
-            r for r in self.prefilling.values() if r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
+            r
+            for r in self.prefilling.values()
+            if r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
         ]
 
     def decodes(self, lane: Lane) -> list[Request]:
@@ -118,7 +128,10 @@ class State:
             r
             for r in self.running.values()
             if r.phase is DECODE
-            and (r.scheduled == r.computed or (r.scheduled == r.computed + 1 and r.lane == id and len(r.output) < r.runs_ahead))
+            and (
+                r.scheduled == r.computed
+                or (r.scheduled == r.computed + 1 and r.lane == id and len(r.output) < r.runs_ahead)
+            )
             and not r.yielding
         ]
 

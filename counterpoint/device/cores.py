@@ -61,7 +61,11 @@ def pin(cores: Sequence[int]) -> tuple[int, ...] | None:
 def binding_warning(environ: Mapping[str, str]) -> str | None:
     """What to say if the environment makes OpenMP bind its threads itself: it would do so over the lanes' own pinning, every
     team on the same first cores."""
-    found = [name for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY") if environ.get(name)]
+    found = [
+        name
+        for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+        if environ.get(name)
+    ]
     if not found or environ.get("OMP_PROC_BIND", "").lower() == "false":
         return None
     return f"{' and '.join(found)} set: OpenMP will move the lanes' threads onto the same cores. Unset it; lanes are pinned anyway"
@@ -70,7 +74,11 @@ def binding_warning(environ: Mapping[str, str]) -> str | None:
 def _siblings(cpu: int, root: Path) -> str:
     """A name of the physical core of `cpu`."""
     try:
-        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        return (
+            (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+            .read_text()
+            .strip()
+        )
     except OSError:
         return str(cpu)
 
@@ -81,7 +89,10 @@ def _quota_cores(root: Path) -> int | None:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota, period = ((root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text().strip()
+                for name in ("quota", "period")
+            )
         except OSError:
             return None
     if not (quota.isdigit() and period.isdigit() and int(period)):

@@ -22,20 +22,29 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.cores import lane_cores, pin
-from counterpoint.device.report import chosen_logprobs, prompt_logprobs
-from counterpoint.device.tables import PassRows, Tables, pass_rows
-from counterpoint.device.wall import WallInbox
-from counterpoint.model.batch import Batch
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.device.logprobs import chosen_logprobs, prompt_logprobs
+from counterpoint.device.slot_tables import PassRows, SlotTables, pass_rows
+from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.model.sample import sample
-from counterpoint.types import Close, Command, Drop, Lane, Open, Step, StepDone, TokenLogprobs
+from counterpoint.types import (
+    Command,
+    DiscardPass,
+    FreeSlot,
+    InitSlot,
+    Lane,
+    Step,
+    StepDone,
+    TokenLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Job:
+class CpuStep:
     """A step on its way through a worker. `after` is set when the lane's previous step has been reported. `refused` says why
     the step must not run; `running` ends before the step is reported, `reported` is set after."""
 
@@ -48,14 +57,14 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OpenPass:
+class CpuPass:
     rows: PassRows
-    batch: Batch
+    batch: PassTensors
     x_TD: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class StepResult:
     """What a step has to say: the fields of StepDone."""
 
     tokens: tuple[int, ...] = ()
@@ -65,7 +74,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Realised:
+class MeasuredCores:
     """Where the steps of a lane with so many units really run; `cores` is None where threads cannot be bound."""
 
     lane: int
@@ -80,10 +89,10 @@ class CpuExecutor:
         self,
         decoder: Decoder,
         kv: KVPool,
-        tables: Tables,
+        tables: SlotTables,
         lanes: Sequence[Lane],
         cores: Sequence[int],
-        inbox: WallInbox,
+        inbox: WallClockEventQueue,
     ) -> None:
         """`cores`: of the device, in the order in which lanes count them (`cores.usable_cores`)."""
         self.decoder = decoder
@@ -92,23 +101,23 @@ class CpuExecutor:
         self.lanes = {lane.id: lane for lane in lanes}
         self.cores = tuple(cores)
         self.inbox = inbox
-        self._workers: dict[tuple[int, int], Worker] = {}
-        self._in_flight: dict[int, list[Job]] = {lane.id: [] for lane in lanes}
-        self._passes: dict[int, OpenPass] = {}
+        self._workers: dict[tuple[int, int], LaneThread] = {}
+        self._in_flight: dict[int, list[CpuStep]] = {lane.id: [] for lane in lanes}
+        self._passes: dict[int, CpuPass] = {}
 
     def submit(self, command: Command) -> None:
         """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page there is not."""
         match command:
-            case Open():
+            case InitSlot():
                 self.tables.open(command)
             case Step():
                 self._enqueue(command)
-            case Drop():
+            case DiscardPass():
                 self._passes.pop(command.batch, None)
-            case Close():
+            case FreeSlot():
                 self.tables.close(command.slot)
 
-    def realised(self) -> list[Realised]:
+    def realised(self) -> list[MeasuredCores]:
         """The cores of every (lane, units) that has run."""
         for worker in self._workers.values():
             worker.ready.wait()
@@ -134,11 +143,13 @@ class CpuExecutor:
         cores = frozenset(lane_cores(lane.role, units, self.cores))
         refused = self._refusal(step, cores)
         before = self._in_flight[lane.id]
-        job = Job(step, cores, before[-1].reported if before else None, refused)
-        self._in_flight[lane.id] = [other for other in before if not other.reported.is_set()] + [job]
+        job = CpuStep(step, cores, before[-1].reported if before else None, refused)
+        self._in_flight[lane.id] = [other for other in before if not other.reported.is_set()] + [
+            job
+        ]
         worker = self._workers.get((lane.id, units))
         if worker is None:
-            worker = self._workers[lane.id, units] = Worker(self, lane, units)
+            worker = self._workers[lane.id, units] = LaneThread(self, lane, units)
         worker.jobs.put(job)
 
     def _refusal(self, step: Step, cores: frozenset[int]) -> str:
@@ -153,7 +164,7 @@ class CpuExecutor:
 
     # ------------------------------------------------------------ a worker's thread
 
-    def run(self, job: Job) -> None:
+    def run(self, job: CpuStep) -> None:
         """Run one step when its turn has come, and report it. Called by the workers."""
         step = job.step
         if job.after is not None:
@@ -166,7 +177,7 @@ class CpuExecutor:
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
             self._passes.pop(step.batch, None)
-            result = Result(error=f"{type(error).__name__}: {error}")
+            result = StepResult(error=f"{type(error).__name__}: {error}")
         done = StepDone(
             step.id,
             step.lane,
@@ -182,7 +193,7 @@ class CpuExecutor:
         self.inbox.put(done)
         job.reported.set()
 
-    def _compute(self, step: Step) -> Result:
+    def _compute(self, step: Step) -> StepResult:
         decoder = self.decoder
         if step.first_layer == 0:
             rows = pass_rows(step.segments)
@@ -191,52 +202,64 @@ class CpuExecutor:
         else:
             held = self._passes.pop(step.batch, None)
             if held is None:
-                raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
+                raise RuntimeError(
+                    f"pass {step.batch} has no hidden states before layer {step.first_layer}"
+                )
             rows, batch, x_TD = held.rows, held.batch, held.x_TD
         x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer)
         if step.last_layer < decoder.spec.layers:
-            self._passes[step.batch] = OpenPass(rows, batch, x_TD)
-            return Result()
+            self._passes[step.batch] = CpuPass(rows, batch, x_TD)
+            return StepResult()
         return self._finish(rows, batch, x_TD)
 
-    def _finish(self, rows: PassRows, batch: Batch, x_TD: Tensor) -> Result:
+    def _finish(self, rows: PassRows, batch: PassTensors, x_TD: Tensor) -> StepResult:
         """Sample behind the last layer."""
         settings = self.tables.settings
         about_prompts = prompt_logprobs(self.decoder, self.tables, rows, batch, x_TD)
         if not len(rows.slot_B):
-            return Result(prompt_logprobs=about_prompts)
+            return StepResult(prompt_logprobs=about_prompts)
         logits_BV = self.decoder.logits(x_TD, batch)
         ids_B = sample(logits_BV, self.tables.choice(rows), settings.vocab)
         self.tables.put_sampled(rows, ids_B)
         ids = ids_B.tolist()
         settings.grammars.follow(rows.slot_B.tolist(), ids)
-        return Result(tuple(ids), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts)
+        return StepResult(
+            tuple(ids), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts
+        )
 
 
-class Worker:
+class LaneThread:
     """One thread on the cores of a lane with a number of units."""
 
     def __init__(self, executor: CpuExecutor, lane: Lane, units: int) -> None:
         self.executor = executor
         self.lane = lane
         self.units = units
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.realised = Realised(lane.id, units, None)
+        self.jobs: queue.SimpleQueue[CpuStep | None] = queue.SimpleQueue()
+        self.realised = MeasuredCores(lane.id, units, None)
         self.ready = threading.Event()
-        self.thread = threading.Thread(target=self._live, name=f"lane{lane.id}-units{units}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._live, name=f"lane{lane.id}-units{units}", daemon=True
+        )
         self.thread.start()
 
     def _live(self) -> None:
         cores = lane_cores(self.lane.role, self.units, self.executor.cores)
         try:
-            self.realised = Realised(self.lane.id, self.units, pin(cores))
+            self.realised = MeasuredCores(self.lane.id, self.units, pin(cores))
         except OSError as error:
             log.warning("lane %d: cannot bind a thread to cores %s: %s", self.lane.id, cores, error)
         # The first look at a thread's count overwrites it with the process's; only a count set after that is the thread's own.
         torch.get_num_threads()
         torch.set_num_threads(self.units)
         self.ready.set()
-        log.info("lane %d (%s), %d units: cores %s", self.lane.id, self.lane.role, self.units, self.realised.cores or "not bound")
+        log.info(
+            "lane %d (%s), %d units: cores %s",
+            self.lane.id,
+            self.lane.role,
+            self.units,
+            self.realised.cores or "not bound",
+        )
         with torch.inference_mode():
             while (job := self.jobs.get()) is not None:
                 self.executor.run(job)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # imported with the first grammar: who sees none need not hav
 
 log = logging.getLogger(__name__)
 
-KEPT_CHARACTERS = 2**20  # of grammars that are kept compiled, the latest used: at some 150 bytes a character
+KEPT_CHARACTERS = (
+    2**20
+)  # of grammars that are kept compiled, the latest used: at some 150 bytes a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Vocabulary:
 
 
 @dataclass(slots=True, eq=False)
-class Bound:
+class SlotGrammar:
     """A slot's answer. `unread` tokens of it are still to be followed by `matcher`, which is made of `compiled` with the first
     mask. `stops`: the mask of its stop tokens."""
 
@@ -65,7 +67,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._characters = 0  # of the keys of `_compiled`
         self._keeping = threading.Lock()  # of both
-        self._slots: dict[int, Bound] = {}
+        self._slots: dict[int, SlotGrammar] = {}
 
     def connect(self, load: Callable[[], Vocabulary]) -> None:
         """Where the vocabulary is to be had. It is asked for when the first grammar comes."""
@@ -111,7 +113,9 @@ class Grammars:
         self._slots.pop(slot, None)
         if sampling.grammar:
             stops = self._mask_of([id for id in sampling.stop_token_ids if id < self.vocab])
-            self._slots[slot] = Bound(sampling, list(output), stops, self._known(sampling.grammar))
+            self._slots[slot] = SlotGrammar(
+                sampling, list(output), stops, self._known(sampling.grammar)
+            )
 
     def close(self, slot: int) -> None:
         """The slot's answer is over."""
@@ -142,7 +146,7 @@ class Grammars:
                 keep_on_(row, self._eos)
         return masks_RK
 
-    def _allowed(self, bound: Bound) -> np.ndarray | int:
+    def _allowed(self, bound: SlotGrammar) -> np.ndarray | int:
         """One answer's mask, 0 if nothing is allowed."""
         if bound.matcher is None:
             bound.matcher = (bound.compiled or self.prepare(bound.sampling.grammar)).deep_copy()
@@ -172,16 +176,22 @@ def make_tokenizer(vocabulary: Vocabulary, vocab: int, eos_token_ids: Sequence[i
     """The vocabulary for llguidance: `vocab` ids, whatever the tokeniser has. Takes some tenths of a second."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(Words(vocabulary, vocab, eos_token_ids)), n_vocab=vocab, eos_token=list(eos_token_ids))
+    return LLTokenizer(
+        TokenizerWrapper(TokenizerAdapter(vocabulary, vocab, eos_token_ids)),
+        n_vocab=vocab,
+        eos_token=list(eos_token_ids),
+    )
 
 
-class Words:
+class TokenizerAdapter:
     """What TokenizerWrapper asks of a tokeniser."""
 
     def __init__(self, vocabulary: Vocabulary, vocab: int, eos_token_ids: Sequence[int]) -> None:
         known = list(vocabulary.tokens[:vocab])
         self.tokens = known + [b""] * (vocab - len(known))
-        self.special_token_ids = sorted({id for id in (*vocabulary.special, *eos_token_ids) if id < vocab})
+        self.special_token_ids = sorted(
+            {id for id in (*vocabulary.special, *eos_token_ids) if id < vocab}
+        )
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self._encode = vocabulary.encode

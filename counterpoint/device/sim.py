@@ -2,7 +2,7 @@
 
 Owns: virtual time, how far each running step has come, and until when the host is busy. Promises: deterministic; steps of a lane
 run in order; a step's speed changes the moment its neighbour starts or ends; what happens while the host is busy waits for it.
-Must not: decide, check what it is told (device/watch.py does), or import torch.
+Must not: decide, check what it is told (device/contract_checker.py does), or import torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from counterpoint.core.tally import ActiveUnits
-from counterpoint.ports import Estimator
-from counterpoint.types import Close, Command, Event, Open, Step, StepDone, Work
+from counterpoint.core.metrics import ActiveUnitsModel
+from counterpoint.interfaces import Estimator
+from counterpoint.types import BatchShape, Command, Event, FreeSlot, InitSlot, Step, StepDone
 
 Alarm = Callable[[], Event | None]
 HICCUP = (1.3, 4.0)  # times as long, uniformly
@@ -29,32 +29,32 @@ def fake_token(seed: int, position: int) -> int:
     return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
 
 
-class Host(Protocol):
+class HostModel(Protocol):
     """What steps ask of the one thread that launches them, in seconds."""
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: BatchShape) -> float:
         """For how long launching a step keeps it busy."""
         ...
 
-    def start_s(self, work: Work) -> float:
+    def start_s(self, work: BatchShape) -> float:
         """From the launch to the moment at which an idle device starts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class FixedLatency:
     """A host whose launches keep it from nothing, and whose steps can start `latency_s` later."""
 
     latency_s: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: BatchShape) -> float:
         return 0.0
 
-    def start_s(self, work: Work) -> float:
+    def start_s(self, work: BatchShape) -> float:
         return self.latency_s
 
 
-class VirtualInbox:
+class VirtualEventQueue:
     """ports.Inbox over a virtual clock. Arrivals are posted beforehand; the device sets alarms for what it will report. Each turn
     of the loop keeps the host busy for `turn_s`."""
 
@@ -117,7 +117,7 @@ class VirtualInbox:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningStep:
     """A step on the device. At `since_s` a share `left` of it remained; the whole takes `whole_s` at its present speed.
     `turn` numbers its alarms: only the latest counts. `slower`: it takes so many times as long as is expected of it."""
 
@@ -141,7 +141,7 @@ class SimLane:
     """`queue` holds (when the host has launched it, step) of the steps behind the running one."""
 
     queue: deque[tuple[float, Step]] = field(default_factory=deque)
-    running: Running | None = None
+    running: RunningStep | None = None
 
 
 class SimExecutor:
@@ -155,10 +155,10 @@ class SimExecutor:
     def __init__(
         self,
         physics: Estimator,
-        inbox: VirtualInbox,
+        inbox: VirtualEventQueue,
         layers: int,
-        host: Host = Latency(),
-        active: ActiveUnits | None = None,
+        host: HostModel = FixedLatency(),
+        active: ActiveUnitsModel | None = None,
         hiccups: float = 0.0,
     ) -> None:
         """`hiccups`: the share of steps that take HICCUP times as long as `physics` says, drawn by their ids."""
@@ -176,15 +176,17 @@ class SimExecutor:
             lane = self._lanes.get(command.lane)
             if lane is None:
                 lane = self._lanes[command.lane] = SimLane()
-            lane.queue.append((max(self.inbox.free_s, self.inbox.now) + self.host.start_s(command.work), command))
+            lane.queue.append(
+                (max(self.inbox.free_s, self.inbox.now) + self.host.start_s(command.work), command)
+            )
             launch_s = self.host.seconds(command.work)
             if launch_s:
                 self.inbox.spend(launch_s)
             if lane.running is None and len(lane.queue) == 1:
                 self._start(lane)
-        elif isinstance(command, Open):
+        elif isinstance(command, InitSlot):
             self._seeds[command.slot] = command.sampling.seed
-        elif isinstance(command, Close):
+        elif isinstance(command, FreeSlot):
             del self._seeds[command.slot]
 
     def close(self) -> None:
@@ -199,7 +201,9 @@ class SimExecutor:
             self.inbox.call(lane.queue[0][0], lambda: self._start(lane))
             return
         step = lane.queue.popleft()[1]
-        lane.running = Running(step, now, now, hiccup(step.id, self.hiccups) if self.hiccups else 1.0)
+        lane.running = RunningStep(
+            step, now, now, hiccup(step.id, self.hiccups) if self.hiccups else 1.0
+        )
         self._pace()
 
     def _pace(self) -> None:
@@ -210,7 +214,9 @@ class SimExecutor:
             if one.whole_s > 0:
                 one.left = max(0.0, one.left - (now - one.since_s) / one.whole_s)
             one.since_s = now
-            whole_s = one.slower * self._whole_s(one.step, [other.step for other in running if other is not one])
+            whole_s = one.slower * self._whole_s(
+                one.step, [other.step for other in running if other is not one]
+            )
             if one.turn and whole_s == one.whole_s:
                 continue  # its alarm stands
             one.whole_s = whole_s
@@ -226,14 +232,18 @@ class SimExecutor:
         alone_s = self.physics.seconds(step.work, step.units)
         whole_s = alone_s
         for other in others:
-            whole_s *= self.physics.seconds(step.work, step.units, (other.work, other.units)) / alone_s
+            whole_s *= (
+                self.physics.seconds(step.work, step.units, (other.work, other.units)) / alone_s
+            )
         return whole_s
 
-    def _set_alarm(self, running: Running) -> None:
+    def _set_alarm(self, running: RunningStep) -> None:
         turn = running.turn
-        self.inbox.call(running.since_s + running.left * running.whole_s, lambda: self._end(running, turn))
+        self.inbox.call(
+            running.since_s + running.left * running.whole_s, lambda: self._end(running, turn)
+        )
 
-    def _end(self, running: Running, turn: int) -> StepDone | None:
+    def _end(self, running: RunningStep, turn: int) -> StepDone | None:
         if running.turn != turn:
             return None
         step = running.step
@@ -254,4 +264,6 @@ class SimExecutor:
 
     def _sampled(self, step: Step) -> tuple[int, ...]:
         seeds = self._seeds
-        return tuple([fake_token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample])
+        return tuple(
+            [fake_token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample]
+        )

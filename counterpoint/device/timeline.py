@@ -24,12 +24,12 @@ import msgspec
 from counterpoint.config import writing
 from counterpoint.core import loop
 from counterpoint.core.engine import Engine
-from counterpoint.core.loop import Deliver, EventLog
-from counterpoint.ports import Executor, Inbox
+from counterpoint.core.loop import DeliverOutputs, EventLog
+from counterpoint.interfaces import EventQueue, Executor
 from counterpoint.types import Command, Event, Lane, Output, Stats, Step, StepDone
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class TimelineSpan(msgspec.Struct, frozen=True, gc=False):
     """One step on a lane, in seconds on the inbox's clock. `kind` is prefill, decode or mixed; `context` is the sum of the decodes'
     context lengths; layers are [first_layer, last_layer)."""
 
@@ -48,14 +48,14 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
 
 
-class Gauge(msgspec.Struct, frozen=True, gc=False):
+class GaugeSample(msgspec.Struct, frozen=True, gc=False):
     at_s: float
     waiting: int
     running: int
     pages_used: int
 
 
-class Transfer(msgspec.Struct, frozen=True, gc=False):
+class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     """KV that went to another worker `to`, in seconds on the inbox's clock; of layers [first_layer, last_layer)."""
 
     to: str
@@ -72,14 +72,20 @@ class Timeline:
     """Records every step between `executor` and `inbox`; `sample_s` is the least time between two readings of the gauges.
     `lanes`: those that have a title, their role."""
 
-    def __init__(self, executor: Executor, inbox: Inbox, lanes: Sequence[Lane] = (), sample_s: float = 0.02) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        inbox: EventQueue,
+        lanes: Sequence[Lane] = (),
+        sample_s: float = 0.02,
+    ) -> None:
         self.executor = executor
         self.inbox = inbox
         self._titles = {lane.id: str(lane.role) for lane in lanes}
         self.sample_s = sample_s
-        self.spans: list[Span] = []
-        self.gauges: list[Gauge] = []
-        self.transfers: list[Transfer] = []
+        self.spans: list[TimelineSpan] = []
+        self.gauges: list[GaugeSample] = []
+        self.transfers: list[KvTransfer] = []
         self._now = 0.0
         self._sent: dict[int, Step] = {}
 
@@ -102,7 +108,7 @@ class Timeline:
     def close(self) -> None:
         self.executor.close()
 
-    def deliver_to(self, deliver: Deliver) -> Deliver:
+    def deliver_to(self, deliver: DeliverOutputs) -> DeliverOutputs:
         """`deliver`, with the gauges read on the way."""
 
         def reading(outputs: list[Output], engine: Engine) -> None:
@@ -112,7 +118,7 @@ class Timeline:
 
         return reading
 
-    def sent(self, transfer: Transfer) -> None:
+    def sent(self, transfer: KvTransfer) -> None:
         """From any thread."""
         self.transfers.append(transfer)
 
@@ -120,10 +126,17 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """The trace in Chrome's JSON format ("Trace Event Format", object form); times in microseconds from the first one."""
-        times = [s.started_s for s in self.spans] + [g.at_s for g in self.gauges] + [t.started_s for t in self.transfers]
+        times = (
+            [s.started_s for s in self.spans]
+            + [g.at_s for g in self.gauges]
+            + [t.started_s for t in self.transfers]
+        )
         start_s = min(times, default=0.0)
         events = [_meta("process_name", 0, "counterpoint")]
-        events += [_meta("thread_name", lane, self._title(lane)) for lane in sorted({s.lane for s in self.spans})]
+        events += [
+            _meta("thread_name", lane, self._title(lane))
+            for lane in sorted({s.lane for s in self.spans})
+        ]
         for one in self.spans:
             events.append(_span_event(one, start_s))
         for number, transfer in enumerate(self.transfers):
@@ -131,7 +144,9 @@ class Timeline:
         events += self._unit_counters(start_s)
         for reading in self.gauges:
             at = _us(reading.at_s, start_s)
-            events.append(_counter("requests", at, {"waiting": reading.waiting, "running": reading.running}))
+            events.append(
+                _counter("requests", at, {"waiting": reading.waiting, "running": reading.running})
+            )
             events.append(_counter("KV pages", at, {"in use": reading.pages_used}))
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -151,15 +166,21 @@ class Timeline:
         for index, (at_s, starts, one) in enumerate(edges):
             now[one.lane] = one.units if starts else 0
             if index + 1 == len(edges) or edges[index + 1][0] > at_s:
-                found.append(_counter("units", _us(at_s, start_s), {self._title(lane): units for lane, units in now.items()}))
+                found.append(
+                    _counter(
+                        "units",
+                        _us(at_s, start_s),
+                        {self._title(lane): units for lane, units in now.items()},
+                    )
+                )
         return found
 
 
 def run(
     engine: Engine,
-    inbox: Inbox,
+    inbox: EventQueue,
     executor: Executor,
-    deliver: Deliver,
+    deliver: DeliverOutputs,
     log: EventLog | None = None,
     timeline: Timeline | None = None,
 ) -> None:
@@ -170,9 +191,9 @@ def run(
         loop.run(engine, timeline, timeline, timeline.deliver_to(deliver), log)
 
 
-def span(step: Step, done: StepDone) -> Span:
+def span(step: Step, done: StepDone) -> TimelineSpan:
     work = step.work
-    return Span(
+    return TimelineSpan(
         lane=done.lane,
         kind=work.kind,
         started_s=done.started_s,
@@ -189,14 +210,19 @@ def span(step: Step, done: StepDone) -> Span:
     )
 
 
-def gauge(now: float, stats: Stats) -> Gauge:
-    return Gauge(now, stats.waiting, stats.running, stats.pages_total - stats.pages_free - stats.pages_cached)
+def gauge(now: float, stats: Stats) -> GaugeSample:
+    return GaugeSample(
+        now, stats.waiting, stats.running, stats.pages_total - stats.pages_free - stats.pages_cached
+    )
 
 
-def _span_event(one: Span, start_s: float) -> dict[str, Any]:
+def _span_event(one: TimelineSpan, start_s: float) -> dict[str, Any]:
     amounts = {"prefill": f"{one.prefill_tokens} tokens", "decode": f"{one.decode_batch} requests"}
     amount = amounts.get(one.kind, f"{one.prefill_tokens} tokens + {one.decode_batch} requests")
-    args = {name: getattr(one, name) for name in ("units", "step", "batch", "prefill_tokens", "decode_batch", "context")}
+    args = {
+        name: getattr(one, name)
+        for name in ("units", "step", "batch", "prefill_tokens", "decode_batch", "context")
+    }
     args["layers"] = f"[{one.first_layer}, {one.last_layer})"
     if one.error:
         args["error"] = one.error
@@ -213,7 +239,7 @@ def _span_event(one: Span, start_s: float) -> dict[str, Any]:
     }
 
 
-def _transfer_events(number: int, one: Transfer, start_s: float) -> list[dict[str, Any]]:
+def _transfer_events(number: int, one: KvTransfer, start_s: float) -> list[dict[str, Any]]:
     """A span of its own track: several may be under way at once."""
     args = {"bytes": one.bytes, "layers": f"[{one.first_layer}, {one.last_layer})", "by": one.kind}
     if one.error:

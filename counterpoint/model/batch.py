@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class PassTensors:
     """One forward pass. Token i has id `tokens_T[i]`, stands at `positions_T[i]` of its request, and its K and V go to flat row
     `kv_rows_T[i]` of the pool. The last hidden states of `sample_rows_B` are what the LM head sees. `attention` is the plan
     that `Ops.plan_attention` made: only `Ops.attention` looks inside."""
@@ -40,7 +40,7 @@ def make_batch(
     block_table_SP: Tensor,
     page_tokens: int,
     ops: Ops,
-) -> Batch:
+) -> PassTensors:
     """Positions [start, start + tokens) of each segment become rows of one pass, segment after segment.
 
     Int64 CPU tensors in; `sample_S` is bool, or the indices of the sampled segments as int64. `block_table_SP[s]` names the
@@ -54,4 +54,4 @@ def make_batch(
     kv_rows_T = page_T * page_tokens + positions_T % page_tokens
     sample_rows_B = (first_S + tokens_S - 1)[sample_S]
     plan = ops.plan_attention(start_S, tokens_S, block_table_SP, page_tokens)
-    return Batch(tokens_T, positions_T, kv_rows_T, sample_rows_B, plan)
+    return PassTensors(tokens_T, positions_T, kv_rows_T, sample_rows_B, plan)

@@ -72,7 +72,9 @@ class SafetensorsFolder:
         self.dtype = (
             torch.float32
             if embedding is None
-            else DTYPES.get(str(embedding.get_slice("model.embed_tokens.weight").get_dtype()), torch.float32)
+            else DTYPES.get(
+                str(embedding.get_slice("model.embed_tokens.weight").get_dtype()), torch.float32
+            )
         )
 
     def has(self, name: str) -> bool:
@@ -114,7 +116,9 @@ PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-PIECE = 1 << 18  # numbers dequantised at a time: a multiple of every block, and small enough for the CPU's cache
+PIECE = (
+    1 << 18
+)  # numbers dequantised at a time: a multiple of every block, and small enough for the CPU's cache
 
 
 class GgufFile:
@@ -129,7 +133,11 @@ class GgufFile:
         self.left: dict[str, TensorEntry] = dict(header.tensors)
         self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         embedding = self.left.get("token_embd.weight")
-        self.dtype = torch.float32 if embedding is None else PLAIN.get(GGMLQuantizationType(embedding.type), torch.float32)
+        self.dtype = (
+            torch.float32
+            if embedding is None
+            else PLAIN.get(GGMLQuantizationType(embedding.type), torch.float32)
+        )
 
     def has(self, name: str) -> bool:
         return gguf_name(name) in self.left
@@ -141,7 +149,9 @@ class GgufFile:
         tensor = checked(self.dequantise(name, entry), name, shape, self.path)
         if self.interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = shape[0] // self.spec.head_dim
-            tensor = tensor.view(heads, self.spec.head_dim // 2, 2, -1).transpose(1, 2).reshape(shape)
+            tensor = (
+                tensor.view(heads, self.spec.head_dim // 2, 2, -1).transpose(1, 2).reshape(shape)
+            )
         return tensor
 
     def dequantise(self, name: str, entry: TensorEntry) -> Tensor:
@@ -149,7 +159,9 @@ class GgufFile:
             kind = GGMLQuantizationType(entry.type)
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if entry.shape[-1] % block:
-                raise ValueError(f"rows of {entry.shape[-1]} are no whole number of {kind.name} blocks of {block}")
+                raise ValueError(
+                    f"rows of {entry.shape[-1]} are no whole number of {kind.name} blocks of {block}"
+                )
             size = math.prod(entry.shape)
             raw = self.data[entry.offset : entry.offset + size // block * block_bytes]
             if raw.nbytes != size // block * block_bytes:
@@ -206,11 +218,15 @@ class Dummy:
 
 def checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: str) -> Tensor:
     if tuple(tensor.shape) != shape:
-        raise ModelError(f"{path}: tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+        raise ModelError(
+            f"{path}: tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}"
+        )
     return tensor
 
 
 def refuse_leftover(left: dict, path: str) -> None:
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise ModelError(f"{path}: tensor {min(left)}{more} belongs to no part of this model: it would be ignored")
+        raise ModelError(
+            f"{path}: tensor {min(left)}{more} belongs to no part of this model: it would be ignored"
+        )

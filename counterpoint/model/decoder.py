@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.model.batch import Batch
+from counterpoint.model.batch import PassTensors
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops
 from counterpoint.spec import ModelSpec
@@ -60,18 +60,20 @@ class Decoder:
         self.weights = weights
         self.kv_dtype = ops.kv_dtype
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: PassTensors) -> Tensor:
         """Embeddings of the pass's tokens, [T, D]."""
         return self.ops.embed(batch.tokens_T, self.weights.embedding_VD)
 
-    def angles(self, batch: Batch) -> Any:
+    def angles(self, batch: PassTensors) -> Any:
         """Rotations of the pass's positions, as `Ops.rope_angles` has them."""
-        return self.ops.rope_angles(batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale)
+        return self.ops.rope_angles(
+            batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale
+        )
 
     def run_layers(
         self,
         x_TD: Tensor,
-        batch: Batch,
+        batch: PassTensors,
         kv: KVPool,
         first_layer: int,
         last_layer: int,
@@ -95,27 +97,37 @@ class Decoder:
             if narrowed_B is not None:
                 x_TD, attended_TE = x_TD[narrowed_B], attended_TE[narrowed_B]
             x_TD, ffn_TD = self.behind_attention(x_TD, attended_TE, index)
-            if index + 1 < last_layer:  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
-                x_TD, normed_TD = ops.add_rms_norm(x_TD, ffn_TD, layers[index + 1].attention_norm_D, spec.norm_eps)
+            if (
+                index + 1 < last_layer
+            ):  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
+                x_TD, normed_TD = ops.add_rms_norm(
+                    x_TD, ffn_TD, layers[index + 1].attention_norm_D, spec.norm_eps
+                )
             else:
                 x_TD = ops.add(x_TD, ffn_TD)
         return x_TD
 
-    def before_attention(self, normed_TD: Tensor, kv: KVPool, index: int, angles: Any, kv_rows_T: Tensor) -> Tensor:
+    def before_attention(
+        self, normed_TD: Tensor, kv: KVPool, index: int, angles: Any, kv_rows_T: Tensor
+    ) -> Tensor:
         """A layer up to its attention: K and V of the rows go to the pool, the result is Q [T, H, A]."""
         spec, ops, layer = self.spec, self.ops, self.weights.layers[index]
         norms = layer.query_norm, layer.key_norm
         qkv_TE = ops.linear(normed_TD, layer.qkv)
-        return ops.rope_and_append(qkv_TE, angles, *norms, spec.norm_eps, kv.k[index], kv.v[index], kv_rows_T)
+        return ops.rope_and_append(
+            qkv_TE, angles, *norms, spec.norm_eps, kv.k[index], kv.v[index], kv_rows_T
+        )
 
-    def behind_attention(self, x_TD: Tensor, attended_TE: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def behind_attention(
+        self, x_TD: Tensor, attended_TE: Tensor, index: int
+    ) -> tuple[Tensor, Tensor]:
         """A layer from its attention on: the hidden states behind it and, still to be added to them, what the feed-forward gave."""
         ops, layer = self.ops, self.weights.layers[index]
         attended_TD = ops.linear(attended_TE, layer.output)
         x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, self.spec.norm_eps)
         return x_TD, ops.linear(ops.silu_mul(ops.linear(normed_TD, layer.gate_up)), layer.down)
 
-    def logits(self, x_TD: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
+    def logits(self, x_TD: Tensor, batch: PassTensors, rows_B: Tensor | None = None) -> Tensor:
         """Logits of `batch.sample_rows_B`, or of the given rows of the pass, float32 [B, V]."""
         rows_B = batch.sample_rows_B if rows_B is None else rows_B
         return self.head(x_TD[rows_B])

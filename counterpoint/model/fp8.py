@@ -27,7 +27,7 @@ BLOCK = 4096  # rows at a time: a large matrix is never widened whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Scaled:
+class ScaledWeight:
     """`values_RK` e4m3, `scale_R` float32: row r is `values_RK[r] * scale_R[r]`."""
 
     values_RK: Tensor
@@ -50,7 +50,7 @@ class Scaled:
         return self.values_RK.float() * self.scale_R[:, None]
 
 
-def quantise_rows(x_RK: Tensor) -> Scaled:
+def quantise_rows(x_RK: Tensor) -> ScaledWeight:
     values_RK = torch.empty_like(x_RK, dtype=FP8, memory_format=torch.contiguous_format)
     scale_R = torch.empty(x_RK.shape[0], dtype=torch.float32, device=x_RK.device)
     for first in range(0, x_RK.shape[0], BLOCK):
@@ -59,7 +59,7 @@ def quantise_rows(x_RK: Tensor) -> Scaled:
         scale = x.abs().amax(1).clamp(min=LEAST) / LARGEST
         values_RK[rows] = to_fp8(x / scale[:, None])
         scale_R[rows] = scale
-    return Scaled(values_RK, scale_R)
+    return ScaledWeight(values_RK, scale_R)
 
 
 def to_fp8(x: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ class KVPool:
         that share a pool need. Raises ValueError if `pages` or `page_tokens` is not positive or the storage does not fit;
         torch's own error if memory is short."""
         if pages < 1 or page_tokens < 1:
-            raise ValueError(f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}")
+            raise ValueError(
+                f"a KV pool needs pages and page_tokens of 1 or more, not {pages} and {page_tokens}"
+            )
         inner = (spec.kv_heads, page_tokens) if by_head else (page_tokens, spec.kv_heads)
         shape = (pages, *inner, spec.head_dim)
         self.pages = pages
@@ -51,8 +53,12 @@ class KVPool:
         else:
             layers = [over(array, shape, dtype) for array in storage]
             k, v = tuple(layers[0::2]), tuple(layers[1::2])
-        self.k: tuple[torch.Tensor, ...] = tuple(layer.transpose(1, 2) for layer in k) if by_head else k
-        self.v: tuple[torch.Tensor, ...] = tuple(layer.transpose(1, 2) for layer in v) if by_head else v
+        self.k: tuple[torch.Tensor, ...] = (
+            tuple(layer.transpose(1, 2) for layer in k) if by_head else k
+        )
+        self.v: tuple[torch.Tensor, ...] = (
+            tuple(layer.transpose(1, 2) for layer in v) if by_head else v
+        )
         self.bytes = pages * page_bytes(spec, page_tokens, dtype)
 
     def release(self) -> None:
@@ -65,7 +71,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """Zeros that, on a CPU, take memory only where they are written: the system hands out zero pages at first touch."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def over(array: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-w")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-w",
+)
 HEAD_DIM_STEP = 16  # head sizes the kernels take are multiples of the widest vector
 TILE_TOKENS = 32  # consecutive tokens that share a packed block of keys
 SMALL = 1 << 14  # numbers below which one thread is faster than two
@@ -53,20 +62,64 @@ class Kernels:
         self.lib.cp_rms_norm.argtypes = (P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_add_rms_norm.argtypes = (P, P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_silu_mul.argtypes = (P, P, LONG, LONG, INT)
-        self.lib.cp_rope_and_append.argtypes = (P, P, P, P, P, P, P, P, LONG, LONG, LONG, LONG, FLOAT, INT, INT)
-        self.lib.cp_attention.argtypes = (P, P, P, P, P, P, LONG, LONG, LONG, LONG, LONG, LONG, LONG, LONG, INT, INT)
+        self.lib.cp_rope_and_append.argtypes = (
+            P,
+            P,
+            P,
+            P,
+            P,
+            P,
+            P,
+            P,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            FLOAT,
+            INT,
+            INT,
+        )
+        self.lib.cp_attention.argtypes = (
+            P,
+            P,
+            P,
+            P,
+            P,
+            P,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            LONG,
+            INT,
+            INT,
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         rows, width = x.shape
-        self.lib.cp_rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, threads_for(x))
+        self.lib.cp_rms_norm(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, width, eps, threads_for(x)
+        )
         return out
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         rows, width = x.shape
         self.lib.cp_add_rms_norm(
-            out.data_ptr(), x.data_ptr(), delta.data_ptr(), weight.data_ptr(), rows, width, eps, threads_for(x)
+            out.data_ptr(),
+            x.data_ptr(),
+            delta.data_ptr(),
+            weight.data_ptr(),
+            rows,
+            width,
+            eps,
+            threads_for(x),
         )
         return x, out
 
@@ -141,7 +194,9 @@ def threads_for(x: Tensor) -> int:
     return 1 if x.numel() < SMALL else torch.get_num_threads()
 
 
-def plan_tiles(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> TilePlan:
+def plan_tiles(
+    start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int
+) -> TilePlan:
     """Segments cut into tiles of TILE_TOKENS tokens; a decode segment is a tile of one."""
     tiles_S = (tokens_S + (TILE_TOKENS - 1)) // TILE_TOKENS
     segment_I = torch.repeat_interleave(tiles_S)
@@ -149,7 +204,9 @@ def plan_tiles(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_t
     offset_I = (torch.arange(segment_I.shape[0]) - first_tile_S[segment_I]) * TILE_TOKENS
     first_row_S = torch.cumsum(tokens_S, 0) - tokens_S
     count_I = (tokens_S[segment_I] - offset_I).clamp_(max=TILE_TOKENS)
-    tiles_I4 = torch.stack([first_row_S[segment_I] + offset_I, count_I, start_S[segment_I] + offset_I, segment_I], 1)
+    tiles_I4 = torch.stack(
+        [first_row_S[segment_I] + offset_I, count_I, start_S[segment_I] + offset_I, segment_I], 1
+    )
     return TilePlan(tiles_I4, block_table_SP.contiguous(), TILE_TOKENS, page_tokens)
 
 
@@ -174,7 +231,11 @@ def load_kernels(cache: Path) -> Kernels | str:
 def compile_kernels(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as scratch:
         fresh = Path(scratch) / path.name
-        subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], check=True, capture_output=True)
+        subprocess.run(
+            [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"],
+            check=True,
+            capture_output=True,
+        )
         os.replace(fresh, path)
 
 
@@ -182,7 +243,11 @@ def fingerprint(compiler: str) -> str:
     """Changes with the source, the flags, the compiler and the CPU: a library is not carried to a CPU it was not made for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+        cpu = sorted(
+            {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+        )
     except OSError:
         cpu = [platform.machine(), platform.processor()]
-    return hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, *cpu]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        "\n".join([SOURCE.read_text(), *FLAGS, compiler, *cpu]).encode()
+    ).hexdigest()[:16]

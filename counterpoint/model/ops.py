@@ -55,7 +55,9 @@ class Ops:
     add: Callable[[Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     rope_angles: Callable[[Tensor, Tensor, float], Any]
-    rope_and_append: Callable[[Tensor, Any, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor], Tensor]
+    rope_and_append: Callable[
+        [Tensor, Any, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor], Tensor
+    ]
     plan_attention: Callable[[Tensor, Tensor, Tensor, int], Any]
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     pack_head: Callable[[Tensor], Any] | None = None
@@ -112,7 +114,9 @@ def silu_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_angles(positions_T: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def rope_angles(
+    positions_T: Tensor, inverse_frequencies: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, A/2], times `scale`."""
     angles = (positions_T.to(torch.float32)[:, None] * inverse_frequencies)[:, None]
     return angles.cos() * scale, angles.sin() * scale
@@ -150,14 +154,20 @@ def plan_attention(
 ) -> list[tuple[slice, int, int, Tensor]]:
     """Per segment: its rows of the pass, its start, its context length, and the pages that hold it."""
     plan, first = [], 0
-    for start, tokens, pages in zip(start_S.tolist(), tokens_S.tolist(), block_table_SP, strict=True):
+    for start, tokens, pages in zip(
+        start_S.tolist(), tokens_S.tolist(), block_table_SP, strict=True
+    ):
         length = start + tokens
-        plan.append((slice(first, first + tokens), start, length, pages[: -(-length // page_tokens)]))
+        plan.append(
+            (slice(first, first + tokens), start, length, pages[: -(-length // page_tokens)])
+        )
         first += tokens
     return plan
 
 
-def attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: list[tuple[slice, int, int, Tensor]]) -> Tensor:
+def attention(
+    q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: list[tuple[slice, int, int, Tensor]]
+) -> Tensor:
     """Softmax(Q K^T / sqrt(A)) V written out, one segment after another."""
     out = torch.empty_like(q_THA)
     group = q_THA.shape[1] // k_pages.shape[2]

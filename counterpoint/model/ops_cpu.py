@@ -49,19 +49,39 @@ def cpu_ops(
     without them, as does a `head_dim` they don't take. Raises ConfigError for a dtype that this CPU or torch build lacks, and if
     rows must be `invariant` (not depend on their pass in any bit) but are not."""
     arithmetic = chosen_dtype(dtype, checkpoint_dtype)
-    kernels = load_kernels(Path(cache)) if cache is not None and head_dim % HEAD_DIM_STEP == 0 else "not asked for"
+    kernels = (
+        load_kernels(Path(cache))
+        if cache is not None and head_dim % HEAD_DIM_STEP == 0
+        else "not asked for"
+    )
     if invariant:
         refuse_varying(arithmetic, kernels if isinstance(kernels, str) else "")
-    between = with_torch(reference_ops()) if isinstance(kernels, str) else with_kernels(reference_ops(), kernels)
+    between = (
+        with_torch(reference_ops())
+        if isinstance(kernels, str)
+        else with_kernels(reference_ops(), kernels)
+    )
     if isinstance(kernels, str) and cache is not None:
         log.warning("slower attention by torch, because the C kernels are not in use: %s", kernels)
     name = f"cpu {arithmetic}{'' if isinstance(kernels, str) else ' with C kernels'}"
     if not isinstance(kernels, str) and arithmetic != "float32":
         between = dataclasses.replace(between, kv_dtype=kernels.kv_dtype)
     if arithmetic == "float16":
-        return dataclasses.replace(between, name=name, pack_linear=pack_fp16, linear=linear_fp16, pack_embedding=Tensor.half)
+        return dataclasses.replace(
+            between,
+            name=name,
+            pack_linear=pack_fp16,
+            linear=linear_fp16,
+            pack_embedding=Tensor.half,
+        )
     if arithmetic == "bfloat16":
-        return dataclasses.replace(between, name=name, pack_linear=pack_bf16, linear=linear_bf16, pack_embedding=Tensor.bfloat16)
+        return dataclasses.replace(
+            between,
+            name=name,
+            pack_linear=pack_bf16,
+            linear=linear_bf16,
+            pack_embedding=Tensor.bfloat16,
+        )
     return dataclasses.replace(between, name=name)
 
 
@@ -69,9 +89,13 @@ def refuse_varying(arithmetic: str, without_kernels: str) -> None:
     """Raise ConfigError if what a row comes to depends on its pass. MKL's float32 products and torch's attention choose the order
     of a sum by the number of rows."""
     if arithmetic == "float32":
-        raise ConfigError("batch_invariant needs dtype float16 or bfloat16 on a CPU, and this would be float32")
+        raise ConfigError(
+            "batch_invariant needs dtype float16 or bfloat16 on a CPU, and this would be float32"
+        )
     if without_kernels:
-        raise ConfigError(f"batch_invariant needs the C kernels on a CPU, which are not in use: {without_kernels}")
+        raise ConfigError(
+            f"batch_invariant needs the C kernels on a CPU, which are not in use: {without_kernels}"
+        )
 
 
 def chosen_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:
@@ -81,9 +105,13 @@ def chosen_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:
             return "bfloat16"
         return "float16" if has_fbgemm() else "float32"
     if dtype == "bfloat16" and not fast_bf16:
-        raise ConfigError("dtype is 'bfloat16': this CPU has neither avx512_bf16 nor amx and would be slow; set it to 'auto'")
+        raise ConfigError(
+            "dtype is 'bfloat16': this CPU has neither avx512_bf16 nor amx and would be slow; set it to 'auto'"
+        )
     if dtype == "float16" and not has_fbgemm():
-        raise ConfigError("dtype is 'float16': this torch build has no FBGEMM for it; set it to 'auto'")
+        raise ConfigError(
+            "dtype is 'float16': this torch build has no FBGEMM for it; set it to 'auto'"
+        )
     return dtype
 
 

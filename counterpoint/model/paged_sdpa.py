@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERY_BLOCK = 64  # queries per call in a prefill: small blocks skip most of what the causal mask hides
+QUERY_BLOCK = (
+    64  # queries per call in a prefill: small blocks skip most of what the causal mask hides
+)
 
 
 class DecodeGroup(NamedTuple):
@@ -37,12 +39,17 @@ class GatherPlan(NamedTuple):
     causal_NL: Tensor  # the mask of the last N of L positions; a shorter context uses its right end
 
 
-def plan_gather(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> GatherPlan:
+def plan_gather(
+    start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int
+) -> GatherPlan:
     length_S = start_S + tokens_S
     first_row_S = torch.cumsum(tokens_S, 0) - tokens_S
     prefill = [
         PrefillSegment(
-            int(first_row_S[s]), int(tokens_S[s]), int(length_S[s]), block_table_SP[s, : -(-int(length_S[s]) // page_tokens)]
+            int(first_row_S[s]),
+            int(tokens_S[s]),
+            int(length_S[s]),
+            block_table_SP[s, : -(-int(length_S[s]) // page_tokens)],
         )
         for s in torch.nonzero(tokens_S > 1).flatten().tolist()
     ]
@@ -69,11 +76,15 @@ def like_lengths(index_S: Tensor, length_S: Tensor) -> list[Tensor]:
     return [index_S[scale == value] for value in scale.unique()]
 
 
-def plan_group(rows_G: Tensor, length_G: Tensor, block_table_GP: Tensor, page_tokens: int) -> DecodeGroup:
+def plan_group(
+    rows_G: Tensor, length_G: Tensor, block_table_GP: Tensor, page_tokens: int
+) -> DecodeGroup:
     pages = -(-int(length_G.max()) // page_tokens)
     position_P = torch.arange(pages) * page_tokens
     # Beyond its own pages a request reads its first page again: masked, but never another request's values.
-    table = torch.where(position_P < length_G[:, None], block_table_GP[:, :pages], block_table_GP[:, :1])
+    table = torch.where(
+        position_P < length_G[:, None], block_table_GP[:, :pages], block_table_GP[:, :1]
+    )
     seen_GL = torch.arange(pages * page_tokens) < length_G[:, None]
     mask = torch.zeros(seen_GL.shape).masked_fill_(~seen_GL, -torch.inf)
     return DecodeGroup(rows_G, table.flatten(), mask[:, None, None])
@@ -88,7 +99,9 @@ def gathered_attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Ga
     return out_THA.flatten(1)
 
 
-def attend_group(out_THA: Tensor, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, group: DecodeGroup) -> None:
+def attend_group(
+    out_THA: Tensor, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, group: DecodeGroup
+) -> None:
     """All requests in one call: each has one query, so that the heads of a group stand where queries would."""
     count, kv_heads, dim = len(group.rows_G), *k_pages.shape[2:]
     k = k_pages.index_select(0, group.pages).view(count, -1, kv_heads, dim).transpose(1, 2)
@@ -99,7 +112,12 @@ def attend_group(out_THA: Tensor, q_THA: Tensor, k_pages: Tensor, v_pages: Tenso
 
 
 def attend_segment(
-    out_THA: Tensor, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, segment: PrefillSegment, causal_NL: Tensor
+    out_THA: Tensor,
+    q_THA: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    segment: PrefillSegment,
+    causal_NL: Tensor,
 ) -> None:
     """Blocks of queries, each against the context up to its own last position."""
     first_row, tokens, length, pages = segment

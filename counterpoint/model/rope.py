@@ -20,7 +20,9 @@ from counterpoint.spec import ModelSpec, RopeSpec
 def rope_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     """Angle per position of each pair of dimensions, float32 [head_dim / 2], and the factor on cos and sin."""
     rope = spec.rope
-    plain = 1.0 / rope.theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    plain = 1.0 / rope.theta ** (
+        torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    )
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -47,7 +49,11 @@ def yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     divided by `factor`, with a linear ramp over the dimensions between."""
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log((rope.original_max_tokens or 0) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log((rope.original_max_tokens or 0) / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

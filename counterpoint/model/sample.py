@@ -40,7 +40,7 @@ class Penalties:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Added:
+class LogitBias:
     """`values_RN` are added to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry adds 0 to id 0."""
 
     rows_R: Tensor | None
@@ -49,7 +49,7 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Masks:
+class GrammarMasks:
     """The rows `rows_R` may only have the ids whose bits are set in `bits_RK`, uint8, the lowest bit first."""
 
     rows_R: Tensor
@@ -70,7 +70,7 @@ class Filters:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class DrawParams:
     """The rows `rows_R` (None: all) that are drawn at random; the others are greedy.
 
     `n_R` is the index of the token in its request's output. `temperature_R` is above 0. `min_p_R` 0 is off (None: in all rows).
@@ -85,16 +85,16 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class SamplerInputs:
     """How the rows of one batch are sampled. A stage that no row asks for is None or absent, and costs nothing."""
 
     penalties: Penalties | None = None
-    added: tuple[Added, ...] = ()
-    masks: Masks | None = None
-    draw: Draw | None = None
+    added: tuple[LogitBias, ...] = ()
+    masks: GrammarMasks | None = None
+    draw: DrawParams | None = None
 
 
-def sample(logits_BV: Tensor, choice: Choice, limit: int | None = None) -> Tensor:
+def sample(logits_BV: Tensor, choice: SamplerInputs, limit: int | None = None) -> Tensor:
     """One id per row, int64 [B]; NOT_FINITE where a logit is not finite, NO_GRAMMAR where a mask allows nothing. Ids are below
     `limit` (None: V)."""
     logits_BV = logits_BV[:, :limit]
@@ -121,7 +121,9 @@ def sample(logits_BV: Tensor, choice: Choice, limit: int | None = None) -> Tenso
     return torch.where(finite_B, ids_B, NOT_FINITE)
 
 
-def logprobs(logits_BV: Tensor, ids_B: Tensor, top: int, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs(
+    logits_BV: Tensor, ids_B: Tensor, top: int, limit: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the raw logits: of `ids_B` [B], and the `top` best ids and their values [B, top], best first.
     An id of -1 is read as 0."""
     logprobs_BV = logits_BV[:, :limit].log_softmax(1)
@@ -152,18 +154,22 @@ def penalise_(logits_BV: Tensor, penalties: Penalties) -> None:
     repetition_R1 = penalties.repetition_R[:, None]
     repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
     logits_RV = torch.where(seen_RV, repeated_RV, logits_RV)
-    logits_RV -= penalties.presence_R[:, None] * (counts_RV > 0) + penalties.frequency_R[:, None] * counts_RV
+    logits_RV -= (
+        penalties.presence_R[:, None] * (counts_RV > 0) + penalties.frequency_R[:, None] * counts_RV
+    )
     logits_BV[slice(None) if rows is None else rows] = logits_RV
 
 
-def add_(logits_BV: Tensor, added: Added) -> None:
+def add_(logits_BV: Tensor, added: LogitBias) -> None:
     if added.rows_R is None:
         logits_BV.scatter_add_(1, added.ids_RN, added.values_RN)
     else:
-        logits_BV.index_put_((added.rows_R[:, None], added.ids_RN), added.values_RN, accumulate=True)
+        logits_BV.index_put_(
+            (added.rows_R[:, None], added.ids_RN), added.values_RN, accumulate=True
+        )
 
 
-def mask_(logits_BV: Tensor, masks: Masks) -> Tensor:
+def mask_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
     """Whether anything is allowed, of each masked row."""
     bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
     allowed_RV = (masks.bits_RK[:, :, None] >> bit_8 & 1).flatten(1)[:, : logits_BV.shape[1]].bool()
@@ -171,10 +177,12 @@ def mask_(logits_BV: Tensor, masks: Masks) -> Tensor:
     return allowed_RV.any(1)
 
 
-def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:
+def drawn(logits_RV: Tensor, draw: DrawParams) -> Tensor:
     """One id per row by inverse CDF, in the order of ids: the first whose cumulated probability exceeds the row's number."""
     x_RV = logits_RV - logits_RV.amax(1, keepdim=True)
-    x_RV /= draw.temperature_R[:, None]  # the best is exactly 0: no temperature, however small, makes infinities meet
+    x_RV /= draw.temperature_R[
+        :, None
+    ]  # the best is exactly 0: no temperature, however small, makes infinities meet
     if draw.min_p_R is not None:
         x_RV.masked_fill_(x_RV < draw.min_p_R.log()[:, None], -torch.inf)
     if draw.filters is not None:
@@ -187,10 +195,14 @@ def drawn(logits_RV: Tensor, draw: Draw) -> Tensor:
     target_R = (uniform(draw.seed_R, draw.n_R) * total_R).to(cdf_RV.dtype)
     # Below the total, so that some id exceeds it; an id that a filter removed adds nothing and is passed over.
     target_R = torch.minimum(target_R, total_R.nextafter(torch.zeros_like(total_R)))
-    ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(max=cdf_RV.shape[1] - 1)
+    ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(
+        max=cdf_RV.shape[1] - 1
+    )
     if draw.min_p_R is not None or draw.filters is not None:
         # A parallel scan may round two equal sums apart: an id that a filter removed gives way to the best.
-        ids_R1 = torch.where(x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True))
+        ids_R1 = torch.where(
+            x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True)
+        )
     return ids_R1[:, 0]
 
 
@@ -201,7 +213,9 @@ def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: i
     whole = not 0 < width < size
     best_FK = x_FV.sort(1, descending=True).values if whole else x_FV.topk(width, 1).values
     last_k_F = (top_k_F.clamp(max=best_FK.shape[1]) - 1).clamp(min=0)
-    top_k_floor_F1 = best_FK.gather(1, last_k_F[:, None]).masked_fill(top_k_F[:, None] <= 0, -torch.inf)
+    top_k_floor_F1 = best_FK.gather(1, last_k_F[:, None]).masked_fill(
+        top_k_F[:, None] <= 0, -torch.inf
+    )
     if top_p_F is None:
         return top_k_floor_F1[:, 0]
     mass_F1 = x_FV.exp().masked_fill_(x_FV < top_k_floor_F1, 0.0).sum(1, keepdim=True)
@@ -212,7 +226,11 @@ def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: i
     top_p_floor_F1 = best_FK.gather(1, kept_F1 - 1).masked_fill(top_p_F[:, None] >= 1, -torch.inf)
     floor_F = torch.maximum(top_k_floor_F1, top_p_floor_F1)[:, 0]
     if not whole:
-        reached_F = (before_FK[:, -1:] >= wanted_F1)[:, 0] | (top_p_F >= 1) | (best_FK[:, -1] <= top_k_floor_F1[:, 0])
+        reached_F = (
+            (before_FK[:, -1:] >= wanted_F1)[:, 0]
+            | (top_p_F >= 1)
+            | (best_FK[:, -1] <= top_k_floor_F1[:, 0])
+        )
         if not bool(reached_F.all()):
             short = (~reached_F).nonzero()[:, 0]
             floor_F[short] = filter_floor(x_FV[short], top_k_F[short], top_p_F[short], 16 * width)

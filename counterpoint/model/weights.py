@@ -20,11 +20,11 @@ from counterpoint.model.ops_cpu import cpu_ops
 from counterpoint.model.rope import rope_frequencies
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.model import FAMILIES, SHAPES_ONLY, ModelError
-from counterpoint.spec.source import DEFAULT_CACHE, Source, load_spec
+from counterpoint.spec.source import DEFAULT_CACHE, ModelSource, load_spec
 
 
 def load_decoder(
-    source: Source,
+    source: ModelSource,
     config: ModelConfig,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
@@ -42,21 +42,27 @@ def load_decoder(
     return decoder
 
 
-def open_checkpoint(source: Source, config: ModelConfig, spec: ModelSpec) -> Checkpoint:
+def open_checkpoint(source: ModelSource, config: ModelConfig, spec: ModelSpec) -> Checkpoint:
     if config.load_format == "dummy":
         return Dummy(config.weights_seed)
     if source.kind == "hf":
         return SafetensorsFolder(source.path, spec)
     if source.kind == "gguf":
         return GgufFile(source.path, spec)
-    raise ConfigError(f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a folder or file")
+    raise ConfigError(
+        f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a folder or file"
+    )
 
 
-def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: torch.device | str = "cpu") -> Decoder:
+def build_decoder(
+    spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: torch.device | str = "cpu"
+) -> Decoder:
     """Take every tensor of `spec` from `checkpoint`, layer by layer, and prepare it for `ops`. Raises ModelError for a shape that
     is not run."""
     if spec.family in SHAPES_ONLY:
-        raise ModelError(f"{spec.name} is known as a shape only, to be simulated: this engine runs {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"{spec.name} is known as a shape only, to be simulated: this engine runs {', '.join(FAMILIES)}"
+        )
 
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.take(name, shape).to(device, ops.weight_dtype)
@@ -74,7 +80,9 @@ def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: tor
         ops,
         Weights(
             embedding_VD=embedding,
-            layers=tuple(build_layer(spec, checkpoint, ops, index, device) for index in range(spec.layers)),
+            layers=tuple(
+                build_layer(spec, checkpoint, ops, index, device) for index in range(spec.layers)
+            ),
             final_norm_D=take("model.norm.weight", spec.hidden),
             head=packed_head,
             inverse_frequencies=frequencies.to(device),
@@ -83,18 +91,28 @@ def build_decoder(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: tor
     )
 
 
-def build_layer(spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, index: int, device: torch.device | str) -> Layer:
+def build_layer(
+    spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, index: int, device: torch.device | str
+) -> Layer:
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.take(f"model.layers.{index}.{name}", shape).to(device, ops.weight_dtype)
 
     def matrix(outputs: dict[str, int], inputs: int, bias: bool = False) -> object:
         """One packed matrix of several projections of the same input, one below the other."""
         weight = torch.cat([take(f"{name}.weight", size, inputs) for name, size in outputs.items()])
-        biases = torch.cat([take(f"{name}.bias", size) for name, size in outputs.items()]) if bias else None
+        biases = (
+            torch.cat([take(f"{name}.bias", size) for name, size in outputs.items()])
+            if bias
+            else None
+        )
         return ops.pack_linear(weight, biases)
 
     q_features, kv_features = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    qkv = {"self_attn.q_proj": q_features, "self_attn.k_proj": kv_features, "self_attn.v_proj": kv_features}
+    qkv = {
+        "self_attn.q_proj": q_features,
+        "self_attn.k_proj": kv_features,
+        "self_attn.v_proj": kv_features,
+    }
     return Layer(
         attention_norm_D=take("input_layernorm.weight", spec.hidden),
         qkv=matrix(qkv, spec.hidden, spec.qkv_bias),

@@ -19,20 +19,20 @@ from collections.abc import Iterator
 import uvicorn
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.app import Service, create_app
-from counterpoint.serve.client import EngineClient, EngineFailed
-from counterpoint.serve.intake import Intake
-from counterpoint.serve.logs import anything_ran, load_between, start_logging
-from counterpoint.serve.metrics import Metrics
-from counterpoint.serve.pool.pool import Pool
-from counterpoint.serve.pulse import Pulse
-from counterpoint.serve.structure.check import Checker
-from counterpoint.serve.text import Text, TextError
-from counterpoint.serve.tokenizer import load_text
-from counterpoint.serve.trace import Tracing
-from counterpoint.serve.wire import Hello
-from counterpoint.spec.source import Source
-from counterpoint.types import Record
+from counterpoint.serve.api.app import Service, create_app
+from counterpoint.serve.observability.logs import anything_ran, load_between, start_logging
+from counterpoint.serve.observability.metrics import Metrics
+from counterpoint.serve.observability.otel import Tracing
+from counterpoint.serve.observability.rolling_stats import RollingStats
+from counterpoint.serve.structured_output.checker import GrammarChecker
+from counterpoint.serve.text.preprocess import Preprocessor
+from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
+from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.worker.engine_client import EngineClient, EngineFailed
+from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.wire import EngineInfo
+from counterpoint.spec.source import ModelSource
+from counterpoint.types import RequestTiming
 
 LOG_EVERY_S = 10.0
 LAST_WORDS_S = 2.0  # after the drain, for error events to reach their clients
@@ -40,7 +40,7 @@ BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
 
-def run(config: Config, source: Source, system: str = "counterpoint.build:system") -> int:
+def run(config: Config, source: ModelSource, system: str = "counterpoint.build:system") -> int:
     """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
     Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
@@ -50,7 +50,7 @@ def run(config: Config, source: Source, system: str = "counterpoint.build:system
             return runner.run(serve(config, source, system, listener))
 
 
-async def serve(config: Config, source: Source, system: str, listener: socket.socket) -> int:
+async def serve(config: Config, source: ModelSource, system: str, listener: socket.socket) -> int:
     return await Server(config, source, system, listener).run()
 
 
@@ -61,7 +61,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         other = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(f"port {port} of {host} cannot be used: {error.strerror}; choose another with {other}") from None
+        raise ConfigError(
+            f"port {port} of {host} cannot be used: {error.strerror}; choose another with {other}"
+        ) from None
     with listener:
         yield listener
 
@@ -75,16 +77,24 @@ class HttpServer(uvicorn.Server):
 
 
 class Server:
-    def __init__(self, config: Config, source: Source, system: str, listener: socket.socket) -> None:
+    def __init__(
+        self, config: Config, source: ModelSource, system: str, listener: socket.socket
+    ) -> None:
         self.config = config
         self.source = source
         self.listener = listener
         self.name = config.model.served_name or source.name
         self.metrics = Metrics(self.name)
-        self.pulse = Pulse()
-        self.tracing = Tracing(config.server.otlp_endpoint) if config.server.otlp_endpoint is not None else None
+        self.pulse = RollingStats()
+        self.tracing = (
+            Tracing(config.server.otlp_endpoint)
+            if config.server.otlp_endpoint is not None
+            else None
+        )
         self.engine = self.make_engine(system)
-        self.service = Service(self.engine, self.metrics, self.pulse, self.name, config.server, self.tracing)
+        self.service = Service(
+            self.engine, self.metrics, self.pulse, self.name, config.server, self.tracing
+        )
         self.http = HttpServer(
             uvicorn.Config(
                 create_app(self.service),
@@ -94,7 +104,7 @@ class Server:
                 timeout_graceful_shutdown=round(config.server.drain_s + LAST_WORDS_S),
             )
         )
-        self.checker: Checker | None = None
+        self.checker: GrammarChecker | None = None
         self.signals = 0
 
     def make_engine(self, system: str) -> EngineClient | Pool:
@@ -102,7 +112,12 @@ class Server:
             pool = Pool(self.config, self.source, self.on_record, system, self.pulse)
             self.metrics.pool = pool.metrics
             return pool
-        return EngineClient(self.config.replace(api_key=None, cluster_token=None), self.on_record, system, self.pulse)
+        return EngineClient(
+            self.config.replace(api_key=None, cluster_token=None),
+            self.on_record,
+            system,
+            self.pulse,
+        )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -118,7 +133,9 @@ class Server:
                 await starting  # raises what kept it from starting
             return 1 if self.http.force_exit else 0
         except EngineFailed as failed:
-            if self.signals:  # to the whole group, before the engine's process knew that it is not meant
+            if (
+                self.signals
+            ):  # to the whole group, before the engine's process knew that it is not meant
                 return 0
             if failed.blame == "user":
                 raise ConfigError(str(failed)) from None
@@ -134,7 +151,7 @@ class Server:
             if self.tracing is not None:
                 self.tracing.close()
 
-    def on_record(self, record: Record) -> None:
+    def on_record(self, record: RequestTiming) -> None:
         self.metrics.observe(record)
         if self.tracing is not None:
             self.tracing.observe(record)
@@ -145,19 +162,23 @@ class Server:
         log.info("starting an engine for %s", self.name)
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
-        self.checker = Checker(self.source, hello.vocab, hello.eos_token_ids)
-        self.service.intake = Intake(text, hello, self.name, self.checker, self.config.scheduler)
+        self.checker = GrammarChecker(self.source, hello.vocab, hello.eos_token_ids)
+        self.service.intake = Preprocessor(
+            text, hello, self.name, self.checker, self.config.scheduler
+        )
         for note in hello.notes:
             log.warning("%s", note)
         print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
 
-    def load_text(self) -> Text:
+    def load_text(self) -> ModelTokenizer:
         text = load_text(self.source)
-        with contextlib.suppress(TextError):  # so that the first request does not wait for the template's libraries
+        with contextlib.suppress(
+            TokenizerError
+        ):  # so that the first request does not wait for the template's libraries
             text.render([{"role": "user", "content": ""}])
         return text
 
-    def ready_line(self, hello: Hello, seconds: float) -> str:
+    def ready_line(self, hello: EngineInfo, seconds: float) -> str:
         host, port = self.listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return (
@@ -176,7 +197,10 @@ class Server:
         self.service.live.close()
         self.http.should_exit = True
         if self.signals == 1:
-            log.info("stopping: what runs may finish for %g s; a second signal stops at once", self.config.server.drain_s)
+            log.info(
+                "stopping: what runs may finish for %g s; a second signal stops at once",
+                self.config.server.drain_s,
+            )
             asyncio.get_running_loop().call_later(self.config.server.drain_s, self.cut_off)
         else:
             self.cut_off()

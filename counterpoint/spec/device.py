@@ -105,12 +105,16 @@ class DeviceSpec:
         """Dense FLOP/s of all units in `dtype`. Raises ValueError naming the dtypes that the device has."""
         peaks = dict(self.peak_flops)
         if dtype not in peaks:
-            raise ValueError(f"{self.name} has no {dtype} arithmetic in this model; choose one of {', '.join(peaks)}")
+            raise ValueError(
+                f"{self.name} has no {dtype} arithmetic in this model; choose one of {', '.join(peaks)}"
+            )
         return peaks[dtype]
 
     def partitions(self) -> tuple[int, ...]:
         """Unit counts that one side of a split may have, ascending."""
-        return tuple(range(self.smallest_units, self.units - self.smallest_units + 1, self.unit_step))
+        return tuple(
+            range(self.smallest_units, self.units - self.smallest_units + 1, self.unit_step)
+        )
 
 
 GB, TB, GIGA, TERA = 10**9, 10**12, 10**9, 10**12
@@ -123,7 +127,12 @@ H200 = DeviceSpec(
     units=132,
     unit_step=8,
     smallest_units=8,
-    peak_flops=(("bfloat16", 989.4 * TERA), ("float16", 989.4 * TERA), ("fp8", 1978.9 * TERA), ("float32", 66.9 * TERA)),
+    peak_flops=(
+        ("bfloat16", 989.4 * TERA),
+        ("float16", 989.4 * TERA),
+        ("fp8", 1978.9 * TERA),
+        ("float32", 66.9 * TERA),
+    ),
     memory_bytes=141 * GB,
     read_bandwidth=Curve(
         (
@@ -137,8 +146,16 @@ H200 = DeviceSpec(
             (132, 4447 * GB),
         )
     ),
-    gemm=GemmSpec(TENSOR_TILES, Curve(((36, 0.86), (64, 0.82), (84, 0.77), (116, 0.67), (132, 0.67))), read_fraction=0.9),
-    attention=AttentionSpec(0.63, 128, Curve(((0, 0), (16, 1025 * GB), (32, 2000 * GB), (64, 3627 * GB), (132, 4304 * GB)))),
+    gemm=GemmSpec(
+        TENSOR_TILES,
+        Curve(((36, 0.86), (64, 0.82), (84, 0.77), (116, 0.67), (132, 0.67))),
+        read_fraction=0.9,
+    ),
+    attention=AttentionSpec(
+        0.63,
+        128,
+        Curve(((0, 0), (16, 1025 * GB), (32, 2000 * GB), (64, 3627 * GB), (132, 4304 * GB))),
+    ),
     contention=ContentionSpec(bandwidth=0.5, compute=0.3),
     kernel_s=2.5e-6,
     layer_launch_s=300e-6,
@@ -172,7 +189,9 @@ def datasheet(
         memory_bytes=memory_gb * GB,
         read_bandwidth=H200.read_bandwidth.scaled(stretch, share),
         gemm=replace(H200.gemm, efficiency=H200.gemm.efficiency.scaled(stretch, 1.0)),
-        attention=replace(H200.attention, read_bandwidth=H200.attention.read_bandwidth.scaled(stretch, share)),
+        attention=replace(
+            H200.attention, read_bandwidth=H200.attention.read_bandwidth.scaled(stretch, share)
+        ),
         measured=False,
         source="peaks, memory and bandwidth by the vendor's datasheet; curves in the shape of the measured H200's",
     )
@@ -187,7 +206,9 @@ CPU_2 = DeviceSpec(
     peak_flops=(("float16", 182 * GIGA), ("float32", 182 * GIGA), ("bfloat16", 27 * GIGA)),
     memory_bytes=16 * GB,
     read_bandwidth=Curve(((0, 0), (1, 17.4 * GB), (2, 35.5 * GB))),
-    gemm=GemmSpec(((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.92), (2, 0.76))), read_fraction=1.0, splits=(1,)),
+    gemm=GemmSpec(
+        ((2, 64, 0.8), (8, 64, 1.0)), Curve(((1, 0.92), (2, 0.76))), read_fraction=1.0, splits=(1,)
+    ),
     attention=AttentionSpec(0.5, 16, Curve(((0, 0), (1, 5.0 * GB), (2, 6.5 * GB)))),
     contention=ContentionSpec(bandwidth=0.3, compute=0.1),
     kernel_s=55e-6,
@@ -209,7 +230,10 @@ def cpu_device(cores: int) -> DeviceSpec:
         units=cores,
         peak_flops=tuple((dtype, flops * times) for dtype, flops in CPU_2.peak_flops),
         read_bandwidth=CPU_2.read_bandwidth.scaled(max(1.0, times), max(1.0, times)),
-        attention=replace(CPU_2.attention, read_bandwidth=CPU_2.attention.read_bandwidth.scaled(max(1.0, times), max(1.0, times))),
+        attention=replace(
+            CPU_2.attention,
+            read_bandwidth=CPU_2.attention.read_bandwidth.scaled(max(1.0, times), max(1.0, times)),
+        ),
         measured=cores == CPU_2.units,
         source=CPU_2.source if cores == CPU_2.units else f"scaled from {CPU_2.source}",
     )
@@ -223,7 +247,9 @@ PRESETS: dict[str, DeviceSpec] = {
         H200,
         datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
         replace(datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3),
-        replace(datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3 * 2 / 3),
+        replace(
+            datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3 * 2 / 3
+        ),
         datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
         datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
         CPU_2,
@@ -253,7 +279,9 @@ def device_spec(name: str) -> DeviceSpec:
             degree=count,
             memory_bytes=count * spec.memory_bytes,
             measured=False,
-            source=(f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} GB/s bus bandwidth, not measured"),
+            source=(
+                f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} GB/s bus bandwidth, not measured"
+            ),
         )
     cores = key.removeprefix("cpu-")
     if cores != key and cores.isdigit() and int(cores) > 0:

@@ -19,7 +19,19 @@ from typing import Any
 from counterpoint.spec.model import ModelError, ModelSpec, RopeSpec
 
 MAGIC = b"GGUF"
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 STRING, ARRAY = 8, 9
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # each is the family of that name
 
@@ -95,7 +107,9 @@ def parse_header(cursor: Cursor, path: str) -> GgufHeader:
     cursor.at = 4
     version = cursor.scalar("<I")
     if version not in (2, 3):
-        raise ModelError(f"{path}: GGUF version {version} is not supported: 2 and 3 are (little endian)")
+        raise ModelError(
+            f"{path}: GGUF version {version} is not supported: 2 and 3 are (little endian)"
+        )
     tensor_count, value_count = cursor.scalar("<Q"), cursor.scalar("<Q")
     metadata: dict[str, Any] = {}
     for _ in range(value_count):
@@ -109,35 +123,51 @@ def parse_header(cursor: Cursor, path: str) -> GgufHeader:
         entries[name] = TensorEntry(tuple(reversed(shape)), kind, cursor.scalar("<Q"))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ModelError(f"{path}: general.alignment is {alignment!r}: it must be a number of bytes")
+        raise ModelError(
+            f"{path}: general.alignment is {alignment!r}: it must be a number of bytes"
+        )
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: dataclasses.replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
+    tensors = {
+        name: dataclasses.replace(entry, offset=start + entry.offset)
+        for name, entry in entries.items()
+    }
     return GgufHeader(metadata, tensors)
 
 
 def from_gguf(
-    metadata: Mapping[str, Any], tensor_names: Container[str] = (), name: str = "", max_context_tokens: int | None = None
+    metadata: Mapping[str, Any],
+    tensor_names: Container[str] = (),
+    name: str = "",
+    max_context_tokens: int | None = None,
 ) -> ModelSpec:
     """The spec of a GGUF header. `tensor_names` tells tied embeddings (no `output.weight`); `max_context_tokens`, if smaller
     than the model's own, takes its place. Raises ModelError naming the key."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"general.architecture is {architecture!r}: this engine runs GGUF files of {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"general.architecture is {architecture!r}: this engine runs GGUF files of {', '.join(ARCHITECTURES)}"
+        )
 
     def number(key: str, default: int | None = None, least: int = 1) -> int:
         value = metadata.get(f"{architecture}.{key}", default)
         if not isinstance(value, int) or value < least:
-            raise ModelError(f"{architecture}.{key} is {value!r}: this engine needs it as one whole number, {least} or more")
+            raise ModelError(
+                f"{architecture}.{key} is {value!r}: this engine needs it as one whole number, {least} or more"
+            )
         return value
 
     experts = number("expert_count", 0, least=0)
     if experts:
-        raise ModelError(f"{architecture}.expert_count is {experts}: this engine does not support experts")
+        raise ModelError(
+            f"{architecture}.expert_count is {experts}: this engine does not support experts"
+        )
     heads, hidden = number("attention.head_count"), number("embedding_length")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            raise ModelError(f"{architecture}.{key} is {number(key)}, not the head size {head_dim}: not supported")
+            raise ModelError(
+                f"{architecture}.{key} is {number(key)}, not the head size {head_dim}: not supported"
+            )
     own_max_tokens = number("context_length")
     context_tokens = min(own_max_tokens, max_context_tokens or own_max_tokens)
     window = number("attention.sliding_window", 0, least=0)
@@ -180,15 +210,26 @@ def rope_from_gguf(metadata: Mapping[str, Any], architecture: str, max_tokens: i
     if kind == "none":
         return RopeSpec(theta=theta)
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"{architecture}.rope.scaling.type is {kind!r}: this engine supports none, linear and yarn")
+        raise ModelError(
+            f"{architecture}.rope.scaling.type is {kind!r}: this engine supports none, linear and yarn"
+        )
     factor = value("scaling.factor")
     if not isinstance(factor, int | float):
-        raise ModelError(f"{architecture}.rope.scaling.factor is {factor!r}: scaling type {kind!r} needs it as a number")
+        raise ModelError(
+            f"{architecture}.rope.scaling.factor is {factor!r}: scaling type {kind!r} needs it as a number"
+        )
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=factor)
-    for key in ("scaling.yarn_log_multiplier", "scaling.yarn_ext_factor", "scaling.attn_factor", "scaling.yarn_attn_factor"):
+    for key in (
+        "scaling.yarn_log_multiplier",
+        "scaling.yarn_ext_factor",
+        "scaling.attn_factor",
+        "scaling.yarn_attn_factor",
+    ):
         if value(key, 1.0) != 1.0:
-            raise ModelError(f"{architecture}.rope.{key} is {value(key)}: this engine does not support it")
+            raise ModelError(
+                f"{architecture}.rope.{key} is {value(key)}: this engine does not support it"
+            )
     return RopeSpec(
         theta=theta,
         kind=kind,

@@ -36,7 +36,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1, 1.0),
     "use_qk_norm": (None, False),
 }
-NUMBERS = ("head_dim", "max_window_layers", "num_key_value_heads", "rms_norm_eps", "rope_theta", "sliding_window")  # if given
+NUMBERS = (
+    "head_dim",
+    "max_window_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_theta",
+    "sliding_window",
+)  # if given
 ROPE_NUMBERS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"),
     *("original_max_position_embeddings", "rope_theta"),
@@ -44,7 +51,9 @@ ROPE_NUMBERS = (
 WINDOW_OF_MISTRAL_TOKENS = 4096  # what a Mistral config that does not name its window means
 
 
-def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: int | None = None) -> ModelSpec:
+def from_hf(
+    config: Mapping[str, Any], name: str = "model", max_context_tokens: int | None = None
+) -> ModelSpec:
     """The spec of a parsed config.json. `max_context_tokens`, if smaller than the model's own, takes its place; a sliding
     window at least as long as the context is never in force and is accepted. Raises ModelError naming the field."""
     family = config.get("model_type")
@@ -91,7 +100,9 @@ def from_hf(config: Mapping[str, Any], name: str = "model", max_context_tokens: 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if type(value) is not int or value < 1:
-        raise ModelError(f"{key} is {value!r}: config.json must give it as a whole number, 1 or more")
+        raise ModelError(
+            f"{key} is {value!r}: config.json must give it as a whole number, 1 or more"
+        )
     return value
 
 
@@ -109,17 +120,27 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
     if not isinstance(rope, Mapping):
         raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all")
+        raise ModelError(
+            f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all"
+        )
     check_numbers(rope, ROPE_NUMBERS, f"{field}.")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn")
+        raise ModelError(
+            f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does not support it")
+        raise ModelError(
+            f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does not support it"
+        )
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind == "default":
         return RopeSpec(theta=theta)
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or max_tokens
+    original = (
+        rope.get("original_max_position_embeddings")
+        or config.get("original_max_position_embeddings")
+        or max_tokens
+    )
     factor = rope.get("factor")
     if factor is None and kind == "yarn":
         factor = max_tokens / original
@@ -130,7 +151,9 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
     if kind == "llama3":
         for key in ("low_freq_factor", "high_freq_factor"):
             if not isinstance(rope.get(key), int | float):
-                raise ModelError(f"{field}.{key} is {rope.get(key)!r}: rope type 'llama3' needs it as a number")
+                raise ModelError(
+                    f"{field}.{key} is {rope.get(key)!r}: rope type 'llama3' needs it as a number"
+                )
         return RopeSpec(
             theta=theta,
             kind=kind,
@@ -157,7 +180,9 @@ def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | Non
         return rope["attention_factor"]
     if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:
         return None
-    return (0.1 * rope["mscale"] * math.log(factor) + 1.0) / (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0)
+    return (0.1 * rope["mscale"] * math.log(factor) + 1.0) / (
+        0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0
+    )
 
 
 def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -> None:
@@ -172,7 +197,9 @@ def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -
             raise ModelError(f"layer_types is {types!r}: config.json must give it as a list")
         unknown = {str(each) for each in types} - {"full_attention", "sliding_attention"}
         if unknown:
-            raise ModelError(f"layer_types has {', '.join(sorted(unknown))}: this engine supports full_attention")
+            raise ModelError(
+                f"layer_types has {', '.join(sorted(unknown))}: this engine supports full_attention"
+            )
         windowed = "sliding_attention" in types
     elif family in ("qwen2", "qwen3"):
         full = config.get("max_window_layers")

@@ -36,11 +36,15 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise ModelError(f"rope kind {self.kind!r} is not supported: one of {', '.join(ROPE_KINDS)}")
+            raise ModelError(
+                f"rope kind {self.kind!r} is not supported: one of {', '.join(ROPE_KINDS)}"
+            )
         if self.kind in ("llama3", "yarn") and not self.original_max_tokens:
             raise ModelError(f"rope kind {self.kind!r} needs original_max_position_embeddings")
         if self.theta <= 1 or self.factor <= 0:
-            raise ModelError(f"rope theta is {self.theta} and factor {self.factor}: theta must be more than 1, factor more than 0")
+            raise ModelError(
+                f"rope theta is {self.theta} and factor {self.factor}: theta must be more than 1, factor more than 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,13 +92,26 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES + SHAPES_ONLY:
-            raise ModelError(f"model family {self.family!r} is not supported: one of {', '.join(FAMILIES)}")
-        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_context_tokens")
+            raise ModelError(
+                f"model family {self.family!r} is not supported: one of {', '.join(FAMILIES)}"
+            )
+        sizes = (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "vocab",
+            "max_context_tokens",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}: it must be 1 or more")
         if self.heads % self.kv_heads:
-            raise ModelError(f"heads is {self.heads}, which is not a multiple of kv_heads, {self.kv_heads}")
+            raise ModelError(
+                f"heads is {self.heads}, which is not a multiple of kv_heads, {self.kv_heads}"
+            )
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}: rotary embedding needs an even one")
 
@@ -121,21 +138,33 @@ class ModelSpec:
     @property
     def cached_features(self) -> int:
         """Numbers that one token leaves in the cache of one layer."""
-        return self.latent.kv_rank + self.latent.rope_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
+        return (
+            self.latent.kv_rank + self.latent.rope_dim
+            if self.latent is not None
+            else 2 * self.kv_heads * self.head_dim
+        )
 
     @property
     def layer_matrix_parameters(self) -> int:
         """Parameters of the matrices of one layer that one token is multiplied with."""
         attention = sum(outputs * inputs for outputs, inputs in self.attention_matrices)
-        return attention + 3 * self.hidden * self.ffn * (self.experts_per_token if self.experts else 1)
+        return attention + 3 * self.hidden * self.ffn * (
+            self.experts_per_token if self.experts else 1
+        )
 
     @property
     def parameters(self) -> int:
         """Trained numbers in the checkpoint; tied embeddings count once."""
-        vectors = 2 * self.hidden + self.qkv_bias * self.qkv_features + self.qk_norm * 2 * self.head_dim
+        vectors = (
+            2 * self.hidden + self.qkv_bias * self.qkv_features + self.qk_norm * 2 * self.head_dim
+        )
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        idle = self.hidden * self.experts + 3 * self.hidden * self.ffn * (self.experts - self.experts_per_token)
-        each = self.layer_matrix_parameters + vectors + (idle if self.experts else 0)  # with the router
+        idle = self.hidden * self.experts + 3 * self.hidden * self.ffn * (
+            self.experts - self.experts_per_token
+        )
+        each = (
+            self.layer_matrix_parameters + vectors + (idle if self.experts else 0)
+        )  # with the router
         return self.layers * each + self.hidden + embeddings
 
     def weight_bytes(self, element_bytes: float = 2) -> int:
@@ -157,8 +186,14 @@ class ModelSpec:
         KV heads fewer than devices are on several. Raises ModelError if the heads or the FFN can't be shared out."""
         if degree == 1:
             return self
-        if self.heads % degree or self.ffn % degree or (self.kv_heads % degree and degree % self.kv_heads):
-            raise ModelError(f"{self.name} can't be shared by {degree} devices: {self.heads} heads, {self.kv_heads} KV heads")
+        if (
+            self.heads % degree
+            or self.ffn % degree
+            or (self.kv_heads % degree and degree % self.kv_heads)
+        ):
+            raise ModelError(
+                f"{self.name} can't be shared by {degree} devices: {self.heads} heads, {self.kv_heads} KV heads"
+            )
         return dataclasses.replace(
             self,
             heads=self.heads // degree,

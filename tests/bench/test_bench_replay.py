@@ -9,17 +9,24 @@ import pytest
 from bench_server import Fake, running
 
 from counterpoint.bench import replay
-from counterpoint.bench.client import SAMPLES, Target
+from counterpoint.bench.client import SAMPLES, HttpTarget
 from counterpoint.bench.replay import replay_engine, replay_http
 from counterpoint.bench.report import summarise
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, TokenRange, prompt_ids, synthetic
+from counterpoint.bench.workload import (
+    Lengths,
+    PrefixGroups,
+    Query,
+    TokenRange,
+    prompt_ids,
+    synthetic,
+)
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import Limits
+from counterpoint.core.limits import EngineLimits
 from counterpoint.core.policy import make_policy
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
-from counterpoint.device.wall import WallInbox
-from counterpoint.types import Command, Finish, Slo, Step, StepDone
+from counterpoint.types import Command, FinishReason, Slo, Step, StepDone
 
 FINE, REFUSED, ERROR_EVENT, BROKEN, SHORT, GATED = range(6)
 
@@ -36,28 +43,37 @@ def fake():
 @pytest.fixture
 def target(fake):
     with running(fake) as url:
-        yield Target(url, "fake")
+        yield HttpTarget(url, "fake")
 
 
 def test_answers_become_records(fake, target):
     load = [query(0, tokens=5), query(1, tokens=1, arrival_s=0.02)]
     outcome = replay_http(target, load)
     first, second = outcome.records
-    assert (first.id, first.prompt_tokens, len(first.token_s), first.finish) == ("q0", 3, 5, Finish.LENGTH)
+    assert (first.id, first.prompt_tokens, len(first.token_s), first.finish) == (
+        "q0",
+        3,
+        5,
+        FinishReason.LENGTH,
+    )
     assert len(second.token_s) == 1
     assert 0 <= first.arrival_s <= first.token_s[0] <= first.token_s[-1] <= first.finished_s
     assert second.arrival_s >= 0.02
     assert outcome.errors == {}
     assert [body["prompt"] for body in fake.seen] == [[FINE, 0, 7], [FINE, 1, 7]]
     result = summarise(outcome.records, lag_s=outcome.lag_s, slo=Slo(ttft_s=30.0))
-    assert (result["completed"], result["total_output_tokens"], result["slo_attainment"]) == (2, 6, 1.0)
+    assert (result["completed"], result["total_output_tokens"], result["slo_attainment"]) == (
+        2,
+        6,
+        1.0,
+    )
 
 
 def test_every_kind_of_failure_is_a_record_with_its_reason(target):
     load = [query(i, kind) for i, kind in enumerate((FINE, REFUSED, ERROR_EVENT, BROKEN, SHORT))]
     events: list[str] = []
     outcome = replay_http(target, load, watch=events.append)
-    assert [r.finish for r in outcome.records] == [Finish.LENGTH] + [Finish.ERROR] * 4
+    assert [r.finish for r in outcome.records] == [FinishReason.LENGTH] + [FinishReason.ERROR] * 4
     assert "HTTP 400" in outcome.errors["q1"]
     assert "prompt too long" in outcome.errors["q1"]
     assert "engine lost" in outcome.errors["q2"]
@@ -69,7 +85,7 @@ def test_every_kind_of_failure_is_a_record_with_its_reason(target):
 
 
 def test_a_shorter_answer_is_fine_where_its_length_was_not_asked_for(fake, target):
-    plain = Target(target.url, "fake", extensions=False)
+    plain = HttpTarget(target.url, "fake", extensions=False)
     outcome = replay_http(plain, [query(0, SHORT)])
     assert outcome.errors == {}
     assert len(outcome.records[0].token_s) == 3
@@ -80,13 +96,17 @@ def test_arrivals_do_not_wait_for_answers(fake, target):
     """All ten requests reach the server while it answers none; only then is it let go."""
     fake.expected = 10
     outcome = []
-    player = threading.Thread(target=lambda: outcome.append(replay_http(target, [query(i, GATED, i * 0.01) for i in range(10)])))
+    player = threading.Thread(
+        target=lambda: outcome.append(
+            replay_http(target, [query(i, GATED, i * 0.01) for i in range(10)])
+        )
+    )
     player.start()
     assert fake.all_here.wait(20)
     assert not outcome
     fake.gate.set()
     player.join(20)
-    assert [r.finish for r in outcome[0].records] == [Finish.LENGTH] * 10
+    assert [r.finish for r in outcome[0].records] == [FinishReason.LENGTH] * 10
     result = summarise(outcome[0].records)
     assert result["max_concurrent_requests"] == 10
 
@@ -113,14 +133,20 @@ def test_warm_up_is_sent_first_and_not_counted(fake, target):
 
 def test_nobody_there_is_said_at_once():
     with pytest.raises(ConnectionError, match="warm-up"):
-        replay_http(Target("http://127.0.0.1:9", "m"), [query(0)], warmup=[query(1)])
-    outcome = replay_http(Target("http://127.0.0.1:9", "m"), [query(0)])
-    assert outcome.records[0].finish == Finish.ERROR
+        replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)], warmup=[query(1)])
+    outcome = replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)])
+    assert outcome.records[0].finish == FinishReason.ERROR
     assert "Connect" in outcome.errors["q0"]
 
 
 def page(free: int, cached: int, both_s: float, running: int = 0) -> str:
-    values = {"pages_total": 100, "pages_free": free, "pages_cached": cached, "running": running, "waiting": 0}
+    values = {
+        "pages_total": 100,
+        "pages_free": free,
+        "pages_cached": cached,
+        "running": running,
+        "waiting": 0,
+    }
     lines = [f"{sample} {values[field]}" for sample, field in SAMPLES.items() if field in values]
     lines.append(f'counterpoint_split_seconds_total{{prefill_units="1",decode_units="1"}} {both_s}')
     return "\n".join(lines) + "\n"
@@ -128,7 +154,11 @@ def page(free: int, cached: int, both_s: float, running: int = 0) -> str:
 
 @pytest.mark.parametrize(("after", "leaked"), [(page(60, 40, 5.0), 0), (page(60, 37, 5.0), 3)])
 def test_our_servers_figures_are_compared(fake, target, after, leaked):
-    fake.metrics = [page(90, 10, 2.0), page(10, 0, 4.0, running=1), after]  # still busy at the first look after the load
+    fake.metrics = [
+        page(90, 10, 2.0),
+        page(10, 0, 4.0, running=1),
+        after,
+    ]  # still busy at the first look after the load
     outcome = replay_http(target, [query(0)])
     assert outcome.pages_leaked == leaked
     result = summarise(outcome.records, stats=outcome.after, stats_before=outcome.before)
@@ -146,7 +176,7 @@ def test_other_servers_have_no_figures(target):
 class Echo:
     """An executor whose steps are done at once: every sampled token is 7. It remembers the prompts it was given."""
 
-    def __init__(self, inbox: WallInbox, layers: int) -> None:
+    def __init__(self, inbox: WallClockEventQueue, layers: int) -> None:
         self.inbox, self.layers = inbox, layers
         self.prompts: list[tuple[int, ...]] = []
         self.gate = threading.Event()
@@ -159,10 +189,19 @@ class Echo:
         if not isinstance(command, Step):
             self.prompts += [command.tokens] if hasattr(command, "prompt_tokens") else []
             return
-        sampled = sum(s.sample for s in command.segments) if command.last_layer == self.layers else 0
+        sampled = (
+            sum(s.sample for s in command.segments) if command.last_layer == self.layers else 0
+        )
         now = self.inbox.clock()
         self.inbox.put(
-            StepDone(step=command.id, lane=command.lane, tokens=(7,) * sampled, started_s=now, ended_s=now, units=command.units)
+            StepDone(
+                step=command.id,
+                lane=command.lane,
+                tokens=(7,) * sampled,
+                started_s=now,
+                ended_s=now,
+                units=command.units,
+            )
         )
 
     def close(self) -> None:
@@ -170,8 +209,8 @@ class Echo:
 
 
 def system(pages: int = 200):
-    inbox = WallInbox()
-    limits = Limits(
+    inbox = WallClockEventQueue()
+    limits = EngineLimits(
         pages=pages,
         page_tokens=16,
         max_running=8,
@@ -181,14 +220,22 @@ def system(pages: int = 200):
         units=2,
         layers=2,
     )
-    return Engine(limits, make_policy(SchedulerConfig(policy="chunked", chunk_tokens=64), 2, 2)), inbox, Echo(inbox, 2)
+    return (
+        Engine(limits, make_policy(SchedulerConfig(policy="chunked", chunk_tokens=64), 2, 2)),
+        inbox,
+        Echo(inbox, 2),
+    )
 
 
 def test_an_engine_in_this_process_gives_the_same_outcome():
     engine, inbox, executor = system()
-    load = synthetic(20, Lengths(60, "uniform"), Lengths(5, "uniform"), rate=400.0, groups=PrefixGroups(2, 0.8))
+    load = synthetic(
+        20, Lengths(60, "uniform"), Lengths(5, "uniform"), rate=400.0, groups=PrefixGroups(2, 0.8)
+    )
     events: list[str] = []
-    outcome = replay_engine(engine, inbox, executor, load, tokens=TokenRange(100, 200), watch=events.append)
+    outcome = replay_engine(
+        engine, inbox, executor, load, tokens=TokenRange(100, 200), watch=events.append
+    )
     assert [r.id for r in outcome.records] == [q.id for q in load]
     assert [len(r.token_s) for r in outcome.records] == [q.output_tokens for q in load]
     assert [r.prompt_tokens for r in outcome.records] == [q.prompt_tokens for q in load]
@@ -197,7 +244,9 @@ def test_an_engine_in_this_process_gives_the_same_outcome():
     assert all(r.arrival_s <= r.token_s[0] for r in outcome.records)
     assert outcome.pages_leaked == 0
     assert (events.count("sent"), events.count("done")) == (20, 20)
-    result = summarise(outcome.records, stats=outcome.after, stats_before=outcome.before, lag_s=outcome.lag_s)
+    result = summarise(
+        outcome.records, stats=outcome.after, stats_before=outcome.before, lag_s=outcome.lag_s
+    )
     assert result["completed"] == 20
     assert result["prefix_hit_share"] > 0.3
     assert "degraded" in result
@@ -206,13 +255,15 @@ def test_an_engine_in_this_process_gives_the_same_outcome():
 def test_what_does_not_fit_is_a_failure_with_its_reason():
     engine, inbox, executor = system()
     outcome = replay_engine(engine, inbox, executor, [Query(0, 0.0, 600, 5), Query(1, 0.0, 20, 5)])
-    assert [r.finish for r in outcome.records] == [Finish.ERROR, Finish.LENGTH]
+    assert [r.finish for r in outcome.records] == [FinishReason.ERROR, FinishReason.LENGTH]
     assert "600" in outcome.errors["q0"]
 
 
 def test_warm_up_in_this_process_is_not_counted():
     engine, inbox, executor = system()
-    outcome = replay_engine(engine, inbox, executor, [query(0, tokens=3)], warmup=[query(50), query(51)])
+    outcome = replay_engine(
+        engine, inbox, executor, [query(0, tokens=3)], warmup=[query(50), query(51)]
+    )
     assert [r.id for r in outcome.records] == ["q0"]
     assert outcome.before is not None and outcome.before.generated_tokens == 8
     assert outcome.after is not None and outcome.after.generated_tokens == 11

@@ -8,16 +8,24 @@ import math
 import pytest
 
 from counterpoint.bench.report import bubbles, summarise, wilson
-from counterpoint.types import Finish, PolicyReport, Slo, Stats
+from counterpoint.types import FinishReason, PolicyReport, Slo, Stats
 
 
 @pytest.fixture
 def three(record):
     """Two answers (four tokens, with one delivery of two; one token) and a failure."""
     return [
-        record("a", 0.0, (0.5, 0.6, 0.6, 1.1), finished_s=1.25, prompt_tokens=100, cached_tokens=25, preemptions=1),
-        record("b", 1.0, (1.2,), finished_s=1.2, prompt_tokens=60, finish=Finish.STOP),
-        record("c", 1.5, (1.6, 1.7), finished_s=2.0, finish=Finish.ERROR, prompt_tokens=40),
+        record(
+            "a",
+            0.0,
+            (0.5, 0.6, 0.6, 1.1),
+            finished_s=1.25,
+            prompt_tokens=100,
+            cached_tokens=25,
+            preemptions=1,
+        ),
+        record("b", 1.0, (1.2,), finished_s=1.2, prompt_tokens=60, finish=FinishReason.STOP),
+        record("c", 1.5, (1.6, 1.7), finished_s=2.0, finish=FinishReason.ERROR, prompt_tokens=40),
     ]
 
 
@@ -36,7 +44,9 @@ def test_counts_and_rates_are_of_what_completed(three):
 def test_latencies(three):
     result = summarise(three)
     assert result["mean_ttft_ms"] == pytest.approx((500 + 200) / 2)
-    assert result["mean_tpot_ms"] == pytest.approx(200)  # (1.1 - 0.5) / 3; the one-token reply has none
+    assert result["mean_tpot_ms"] == pytest.approx(
+        200
+    )  # (1.1 - 0.5) / 3; the one-token reply has none
     # gaps between deliveries: 0.1 and 0.5; the two tokens of one instant are one delivery
     assert result["mean_itl_ms"] == pytest.approx(300)
     assert result["max_itl_ms"] == pytest.approx(500)
@@ -53,7 +63,7 @@ def test_percentiles_are_linear_between_ranks(record):
 
 
 def test_what_is_undefined_is_none_and_the_result_is_plain_json(record):
-    result = summarise([record("a", 0.0, (), finish=Finish.ERROR)], slo=Slo(ttft_s=1.0))
+    result = summarise([record("a", 0.0, (), finish=FinishReason.ERROR)], slo=Slo(ttft_s=1.0))
     assert result["mean_ttft_ms"] is None
     assert result["p99_itl_ms"] is None
     assert result["request_throughput"] is None
@@ -65,7 +75,9 @@ def test_what_is_undefined_is_none_and_the_result_is_plain_json(record):
 
 def test_result_is_plain_json(three):
     stats = Stats(split_s=((1, 1, 2.0),))
-    result = summarise(three, slo=Slo(ttft_s=1.0), stats=stats, lag_s=(0.1, 0.2, 0.3), detailed=True)
+    result = summarise(
+        three, slo=Slo(ttft_s=1.0), stats=stats, lag_s=(0.1, 0.2, 0.3), detailed=True
+    )
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
@@ -90,7 +102,9 @@ def test_the_busiest_second_of_a_load_of_many_years(record):
 
 def test_goodput_and_attainment_are_over_everything_sent(three):
     result = summarise(three, slo=Slo(ttft_s=0.3))
-    assert result["slo_attainment"] == 1 / 3  # b; a is late, c failed though its first token was early
+    assert (
+        result["slo_attainment"] == 1 / 3
+    )  # b; a is late, c failed though its first token was early
     assert result["request_goodput"] == 0.5
     assert result["slo_attainment_ttft"] == 1 / 3
     assert result["slo_attainment_tpot"] == 2 / 3
@@ -117,7 +131,10 @@ def test_one_token_replies_meet_targets_between_tokens(record):
 
 
 def test_aborted_requests_are_misses(record):
-    records = [record("a", 0.0, (0.1, 0.2), finish=Finish.ABORT), record("b", 0.0, (0.1, 0.2))]
+    records = [
+        record("a", 0.0, (0.1, 0.2), finish=FinishReason.ABORT),
+        record("b", 0.0, (0.1, 0.2)),
+    ]
     result = summarise(records, slo=Slo(ttft_s=1.0))
     assert (result["failed"], result["slo_attainment"]) == (1, 0.5)
 
@@ -153,9 +170,14 @@ def test_wilson_interval():
 
 def test_split_shares_are_of_this_run_only(record):
     before = Stats(split_s=((2, 0, 5.0), (1, 1, 1.0)), preemptions=3, resplits=10)
-    after = Stats(split_s=((2, 0, 5.0), (1, 1, 3.0), (0, 1, 1.0), (0, 2, 1.0)), preemptions=5, resplits=14)
+    after = Stats(
+        split_s=((2, 0, 5.0), (1, 1, 3.0), (0, 1, 1.0), (0, 2, 1.0)), preemptions=5, resplits=14
+    )
     result = summarise([record("a", 0.0, (0.5,))], stats=after, stats_before=before)
-    shares = {(s["prefill_units"], s["decode_units"]): (s["share"], s["share_while_both"]) for s in result["split_share"]}
+    shares = {
+        (s["prefill_units"], s["decode_units"]): (s["share"], s["share_while_both"])
+        for s in result["split_share"]
+    }
     assert shares == {(1, 1): (0.5, 1.0), (0, 1): (0.25, None), (0, 2): (0.25, None)}
     assert (result["preemptions"], result["resplits"]) == (2, 4)
 
@@ -205,7 +227,9 @@ def test_the_engines_inside_is_of_this_run_only(record):
         ("busy", 3.0, 0.75),
         ("memory", 1.0, 0.25),
     ]
-    assert result["unit_seconds"] == [{"kind": "decode", "units": 2, "realised_units": 1, "seconds": 3.0}]
+    assert result["unit_seconds"] == [
+        {"kind": "decode", "units": 2, "realised_units": 1, "seconds": 3.0}
+    ]
     assert (result["active_share"], result["resplits_per_s"]) == (0.75, 0.5)
     assert result["prediction_error"] == {"decode": {"p50": 0.1, "p95": 0.2, "steps": 9}}
     assert result["prediction_cells"] == [{"cell": "decode on 2", "ratio": 1.1, "guard": 1.3}]
@@ -222,5 +246,7 @@ def test_bubbles_are_units_that_nobody_has_while_somebody_waits(record):
     ]
     one = Stats(units_total=10, split_s=((0, 10, 2.0), (4, 2, 1.0)))
     two = Stats(units_total=10, split_s=((10, 10, 5.0),))
-    assert bubbles([("one", one), ("two", two)], there) == pytest.approx({"one": 1 - 26 / 50, "two": 0.0, "all": 0.24})
+    assert bubbles([("one", one), ("two", two)], there) == pytest.approx(
+        {"one": 1 - 26 / 50, "two": 0.0, "all": 0.24}
+    )
     assert bubbles([("one", one)], []) == {"one": None, "all": None}

@@ -10,18 +10,27 @@ import msgspec
 import pytest
 
 from counterpoint.bench import calibrate as c
-from counterpoint.bench.judge import errors, report
-from counterpoint.build import Pricing
-from counterpoint.device.probe import PROMPTS, Probe, Prompt, StepError
-from counterpoint.device.sim import Host, Latency, SimExecutor, VirtualInbox
-from counterpoint.perf import shelf
-from counterpoint.perf.fitted import Fitted
-from counterpoint.perf.roofline import Roofline
-from counterpoint.perf.table import Key, Table, decode, decode_work, encode, filled, prefill_work, shape_of
-from counterpoint.ports import Estimator
+from counterpoint.bench.calibration_report import errors, report
+from counterpoint.build import CalibrationTarget
+from counterpoint.cost_model import calibration_store
+from counterpoint.cost_model.calibration import (
+    Calibration,
+    CalibrationKey,
+    decode,
+    decode_work,
+    encode,
+    filled,
+    prefill_work,
+    shape_of,
+)
+from counterpoint.cost_model.fitted import Fitted
+from counterpoint.cost_model.roofline import Roofline
+from counterpoint.device.sim import FixedLatency, HostModel, SimExecutor, VirtualEventQueue
+from counterpoint.device.step_probe import PROMPTS, ProbePrompt, StepError, StepProbe
+from counterpoint.interfaces import Estimator
 from counterpoint.spec.device import H200, Curve
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Command, Lane, Open, Role, Step, StepDone, Work
+from counterpoint.types import BatchShape, Command, InitSlot, Lane, Role, Step, StepDone
 
 LLAMA = PRESETS["llama-3.1-8b"]
 PRIOR = Roofline(LLAMA, H200)
@@ -35,18 +44,25 @@ REAL = Roofline(
         kernel_s=6e-6,
     ),
 )
-KEY = Key(device="NVIDIA H200", units=132, model=shape_of(LLAMA), dtype="bfloat16", kv_dtype="bfloat16", kernels="k")
+KEY = CalibrationKey(
+    device="NVIDIA H200",
+    units=132,
+    model=shape_of(LLAMA),
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    kernels="k",
+)
 LEVELS = (16, 32, 64)
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-ROOM = c.Room(context=32768, tokens=900_000, batch=248, rows=8192)
+ROOM = c.DeviceCapacity(context=32768, tokens=900_000, batch=248, rows=8192)
 
 
 @dataclass
 class Bench:
-    inbox: VirtualInbox
-    probe: Probe
-    table: Table
-    calibration: c.Calibration
+    inbox: VirtualEventQueue
+    probe: StepProbe
+    table: Calibration
+    calibration: c.CalibrationRun
     kept: list[int]
 
 
@@ -54,14 +70,14 @@ class Bench:
 class Slow:
     """A host that launches decodes as one graph, passes of up to 512 rows in pieces, and larger ones operation by operation."""
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: BatchShape) -> float:
         if not work.prefill_tokens:
             return 3e-4 + 1e-6 * work.decode_batch
         layers_s = 2e-3 if work.prefill_tokens + work.decode_batch <= 512 else 12e-3
         layers_s *= (work.last_layer - work.first_layer) / work.layers
         return 6e-4 + layers_s + (0 if work.first_layer else 1e-4 * work.prefill_requests)
 
-    def start_s(self, work: Work) -> float:
+    def start_s(self, work: BatchShape) -> float:
         return self.seconds(work) / 2
 
 
@@ -71,26 +87,36 @@ class Filled:
 
     inner: Estimator
     buckets: tuple[int, ...] = ()
-    host: Host = field(default_factory=Latency)
+    host: HostModel = field(default_factory=FixedLatency)
 
-    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+    def seconds(
+        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+    ) -> float:
         beside = beside and (self.padded(beside[0]), beside[1])
         return max(self.host.seconds(work), self.inner.seconds(self.padded(work), units, beside))
 
-    def padded(self, work: Work) -> Work:
+    def padded(self, work: BatchShape) -> BatchShape:
         if not work.prefill_tokens:
             return msgspec.structs.replace(work, decode_batch=filled(work.decode_batch, BATCHES))
         rows = filled(work.prefill_tokens + work.decode_batch, self.buckets)
         return msgspec.structs.replace(work, prefill_tokens=rows - work.decode_batch)
 
 
-def bench(physics: Estimator = REAL, table: Table | None = None, host: Host = Latency()) -> Bench:
-    inbox = VirtualInbox()
+def bench(
+    physics: Estimator = REAL, table: Calibration | None = None, host: HostModel = FixedLatency()
+) -> Bench:
+    inbox = VirtualEventQueue()
     executor = SimExecutor(physics, inbox, LLAMA.layers, host)
-    probe = Probe(executor, inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
+    probe = StepProbe(executor, inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
     probe.clock = lambda: max(inbox.now, inbox.free_s)
-    table, kept = table or Table(key=KEY), []
-    return Bench(inbox, probe, table, c.Calibration(probe, table, PRIOR, lambda table: kept.append(len(table.points))), kept)
+    table, kept = table or Calibration(key=KEY), []
+    return Bench(
+        inbox,
+        probe,
+        table,
+        c.CalibrationRun(probe, table, PRIOR, lambda table: kept.append(len(table.points))),
+        kept,
+    )
 
 
 def run(b: Bench, levels: tuple[int, ...] = LEVELS, budget_s: float = 1e9) -> int:
@@ -100,7 +126,7 @@ def run(b: Bench, levels: tuple[int, ...] = LEVELS, budget_s: float = 1e9) -> in
 
 
 def test_a_calibrated_device_is_predicted():
-    b = bench(Filled(REAL), Table(key=KEY, buckets=BATCHES))
+    b = bench(Filled(REAL), Calibration(key=KEY, buckets=BATCHES))
     assert run(b) == 0
     judges = [p for p in b.table.points if p.held_out]
     found = errors(Fitted(b.table, PRIOR), judges)
@@ -115,7 +141,11 @@ def test_a_calibrated_device_is_predicted():
 
 def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     buckets, host = (64, 128, 256, 512), Slow()
-    b = bench(Filled(REAL, buckets, host), Table(key=KEY, buckets=BATCHES, pass_buckets=buckets), host)
+    b = bench(
+        Filled(REAL, buckets, host),
+        Calibration(key=KEY, buckets=BATCHES, pass_buckets=buckets),
+        host,
+    )
     run(b)
     fitted, judges = Fitted(b.table, PRIOR), [p for p in b.table.points if p.held_out]
     found = errors(fitted, judges)
@@ -123,7 +153,9 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     assert found["all, alone"]["p95"] < 0.10
     assert found["all, beside the other"]["p95"] < 0.15
     for tokens, edges in itertools.product((100, 500, 4000), ((0, 32), (0, 8), (8, 16))):
-        step = msgspec.structs.replace(prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1])
+        step = msgspec.structs.replace(
+            prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1]
+        )
         assert fitted.launching.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
     assert fitted.launching.seconds(decode_work([100] * 200, 32)) == pytest.approx(5e-4, rel=0.1)
     unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
@@ -134,10 +166,12 @@ class Tiring:
     """REAL, but passes with prompt tokens take 1.2 times as long after half a second, and steps beside others again after two."""
 
     def __init__(self) -> None:
-        self.inbox: VirtualInbox | None = None
+        self.inbox: VirtualEventQueue | None = None
         self.pairs_from_s = math.inf
 
-    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+    def seconds(
+        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+    ) -> float:
         since_s = 0.0 if self.inbox is None else self.inbox.now
         tired = since_s > (self.pairs_from_s if beside else 0.5) and (beside or work.prefill_tokens)
         return REAL.seconds(work, units, beside) * (1.2 if tired else 1.0)
@@ -147,7 +181,7 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
     physics = Tiring()
     b = bench(physics)
     physics.inbox = b.inbox
-    b.calibration.measure(c.Job((Prompt(2048),), (), 132, held_out=True))
+    b.calibration.measure(c.CalibrationJob((ProbePrompt(2048),), (), 132, held_out=True))
     judged = report(b.table, PRIOR)["held_out"]["fitted"]
     b.calibration.go_on_and_on(ROOM, LEVELS, 240.0)
     assert b.table.on_and_on["mixed"] == pytest.approx(1.2, rel=0.02)
@@ -159,10 +193,14 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
     decode_step = decode_work([1024] * 64, 32)
     beside = (decode_step, 32, (prefill_work(2048, 0, 1, 32), 100))
     rested = msgspec.structs.replace(b.table, on_and_on={})
-    assert Fitted(b.table, PRIOR).seconds(*beside) == pytest.approx(1.2 * Fitted(rested, PRIOR).seconds(*beside), rel=0.03)
+    assert Fitted(b.table, PRIOR).seconds(*beside) == pytest.approx(
+        1.2 * Fitted(rested, PRIOR).seconds(*beside), rel=0.03
+    )
     prefill, fresh = prefill_work(2048, 0, 1, 32), msgspec.structs.replace(b.table, on_and_on={})
     b.table.on_and_on["prefill"] = 1.1
-    assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132))
+    assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(
+        1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132)
+    )
     assert report(b.table, PRIOR)["held_out"]["fitted"] == judged
     assert decode(encode(b.table)) == b.table
 
@@ -170,13 +208,13 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
 def test_a_step_that_waits_for_the_host_takes_as_long_as_its_launch():
     host = Slow()
     b = bench(Filled(REAL, (), host), host=host)
-    b.calibration.measure(c.Job((Prompt(600),), (), 132))
+    b.calibration.measure(c.CalibrationJob((ProbePrompt(600),), (), 132))
     (point,) = b.table.points
     assert REAL.seconds(point.work, 132) > host.seconds(point.work) > 0.012
     assert point.host_s == pytest.approx(host.seconds(point.work))
     assert point.seconds == pytest.approx(REAL.seconds(point.work, 132))
     small = bench(Filled(Latent(0.001), (), host), host=host)
-    small.calibration.measure(c.Job((Prompt(600),), (), 132))
+    small.calibration.measure(c.CalibrationJob((ProbePrompt(600),), (), 132))
     assert small.table.points[0].seconds == pytest.approx(host.seconds(point.work), rel=0.01)
 
 
@@ -186,7 +224,9 @@ class Latent:
 
     alone_s: float
 
-    def seconds(self, work: Work, units: int, beside: tuple[Work, int] | None = None) -> float:
+    def seconds(
+        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+    ) -> float:
         return self.alone_s
 
 
@@ -213,21 +253,29 @@ def test_the_report_tells_every_held_out_step():
     fitted = Fitted(b.table, PRIOR)
     for row, point in zip(told["rows"], held, strict=True):
         assert row["ms"] == 1e3 * point.seconds and row["host_ms"] == 1e3 * point.host_s > 0
-        assert row["fitted_ms"] == pytest.approx(1e3 * fitted.seconds(point.work, point.units, point.beside))
+        assert row["fitted_ms"] == pytest.approx(
+            1e3 * fitted.seconds(point.work, point.units, point.beside)
+        )
         assert {"kind", "units", "work", "beside", "roofline_ms", "steps", "start_ms"} <= row.keys()
-    assert told["held_out"]["fitted"].keys() == told["held_out"]["roofline"].keys() >= {"all, alone", "all, beside the other"}
+    assert (
+        told["held_out"]["fitted"].keys()
+        == told["held_out"]["roofline"].keys()
+        >= {"all, alone", "all, beside the other"}
+    )
 
 
 def test_steps_are_timed_as_they_are():
     b = bench()
-    b.calibration.measure(c.Job((), (700, 900, 1100), 32))
-    b.calibration.measure(c.Job((Prompt(512, 256), Prompt(100)), (), 132))
+    b.calibration.measure(c.CalibrationJob((), (700, 900, 1100), 32))
+    b.calibration.measure(c.CalibrationJob((ProbePrompt(512, 256), ProbePrompt(100)), (), 132))
     for point in b.table.points:
         assert point.seconds == pytest.approx(REAL.seconds(point.work, point.units))
-    b.calibration.measure(c.Job((Prompt(4096),), (2048,) * 64, 32))
+    b.calibration.measure(c.CalibrationJob((ProbePrompt(4096),), (2048,) * 64, 32))
     decode, prefill = b.table.points[-2:]
     assert decode.seconds == pytest.approx(REAL.seconds(decode.work, 32, decode.beside), rel=0.02)
-    assert prefill.seconds == pytest.approx(REAL.seconds(prefill.work, 100, prefill.beside), rel=0.05)
+    assert prefill.seconds == pytest.approx(
+        REAL.seconds(prefill.work, 100, prefill.beside), rel=0.05
+    )
 
 
 def test_it_goes_on_where_it_was():
@@ -235,7 +283,7 @@ def test_it_goes_on_where_it_was():
     jobs = c.plan(H200.units, LEVELS, ROOM)[:10]
     c.calibrate(first.calibration, jobs[:6], [], 1e9, lambda done, of: None)
     points = list(first.table.points)
-    second = bench(table=Table(key=KEY, points=points))
+    second = bench(table=Calibration(key=KEY, points=points))
     c.calibrate(second.calibration, jobs, [], 1e9, lambda done, of: None)
     assert second.table.points[: len(points)] == points
     assert len(second.kept) == 4
@@ -254,7 +302,7 @@ def test_what_the_time_does_not_allow_is_left_out(monkeypatch):
 
 
 def test_the_plan_keeps_within_the_room():
-    small = c.Room(context=1000, tokens=20_000, batch=24, rows=600)
+    small = c.DeviceCapacity(context=1000, tokens=20_000, batch=24, rows=600)
     for job in [*c.plan(2, (1,), small), *c.held_out(2, (1,), small, 512)]:
         assert small.holds(job)
         assert len(job.contexts) <= 24
@@ -281,7 +329,9 @@ def test_the_judges_are_others_than_the_plan():
 class Failing(SimExecutor):
     def submit(self, command: Command) -> None:
         if isinstance(command, Step):
-            self.inbox.post(self.inbox.now, StepDone(command.id, command.lane, error="out of memory"))
+            self.inbox.post(
+                self.inbox.now, StepDone(command.id, command.lane, error="out of memory")
+            )
         else:
             super().submit(command)
 
@@ -289,34 +339,45 @@ class Failing(SimExecutor):
 def test_a_guess_that_is_far_off_does_no_harm():
     """Decode is thought to take no time beside prefill, or a hundred times as long: the same is measured."""
     b = bench()
-    prefill, decode = c.Job((Prompt(512),), (1000,) * 32, 32).works(LLAMA.layers)
+    prefill, decode = c.CalibrationJob((ProbePrompt(512),), (1000,) * 32, 32).works(LLAMA.layers)
     assert prefill is not None and decode is not None
     b.probe.decoding((1000,) * 32)
     right = (REAL.seconds(decode, 32), REAL.seconds(prefill, 100))
-    wanted = [took.seconds for took in b.probe.together_s(decode, 32, prefill, [Prompt(512)], right)]
+    wanted = [
+        took.seconds for took in b.probe.together_s(decode, 32, prefill, [ProbePrompt(512)], right)
+    ]
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
-        found = [took.seconds for took in b.probe.together_s(decode, 32, prefill, [Prompt(512)], guess)]
+        found = [
+            took.seconds
+            for took in b.probe.together_s(decode, 32, prefill, [ProbePrompt(512)], guess)
+        ]
         assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_a_failed_step_ends_it():
-    inbox = VirtualInbox()
-    probe = Probe(Failing(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
+    inbox = VirtualEventQueue()
+    probe = StepProbe(
+        Failing(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, LLAMA.vocab
+    )
     probe.decoding((10, 10))
     with pytest.raises(StepError, match="out of memory"):
         probe.decode_s(decode_work([10, 10], LLAMA.layers), 132)
 
 
 def test_more_than_the_pool_holds_is_refused():
-    inbox = VirtualInbox()
-    probe = Probe(SimExecutor(REAL, inbox, LLAMA.layers), inbox, 8, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
+    inbox = VirtualEventQueue()
+    probe = StepProbe(
+        SimExecutor(REAL, inbox, LLAMA.layers), inbox, 8, 16, 132, LLAMA.layers, 2, LLAMA.vocab
+    )
     with pytest.raises(ValueError, match="do not fit 8 pages"):
         probe.decoding((100, 100))
 
 
 def test_tokens_are_of_the_vocabulary():
-    inbox = VirtualInbox()
-    probe = Probe(SimExecutor(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, vocab=7)
+    inbox = VirtualEventQueue()
+    probe = StepProbe(
+        SimExecutor(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, vocab=7
+    )
     assert set(probe.tokens) <= set(range(7))
 
 
@@ -328,11 +389,13 @@ def test_slots_of_prompts_and_decodes_differ():
             seen.append(command)
             super().submit(command)
 
-    inbox = VirtualInbox()
-    probe = Probe(Spy(REAL, inbox, LLAMA.layers), inbox, 1000, 16, 132, LLAMA.layers, 2, LLAMA.vocab)
-    calibration = c.Calibration(probe, Table(key=KEY), PRIOR, lambda table: None)
-    calibration.measure(c.Job((Prompt(64),) * 4, (50,) * 3, 32))
-    slots = {command.slot for command in seen if isinstance(command, Open)}
+    inbox = VirtualEventQueue()
+    probe = StepProbe(
+        Spy(REAL, inbox, LLAMA.layers), inbox, 1000, 16, 132, LLAMA.layers, 2, LLAMA.vocab
+    )
+    calibration = c.CalibrationRun(probe, Calibration(key=KEY), PRIOR, lambda table: None)
+    calibration.measure(c.CalibrationJob((ProbePrompt(64),) * 4, (50,) * 3, 32))
+    slots = {command.slot for command in seen if isinstance(command, InitSlot)}
     assert slots == {0, 1, 2, 3, PROMPTS, PROMPTS + 1, PROMPTS + 2}
     lanes = {Lane(0, Role.DECODE, 2).id, Lane(1, Role.PREFILL, 2).id}
     assert {command.lane for command in seen if isinstance(command, Step)} == lanes
@@ -341,14 +404,16 @@ def test_slots_of_prompts_and_decodes_differ():
 def test_a_table_goes_on_only_where_the_same_is_measured(tmp_path):
     """Another seed draws other judges; other sizes of graphs are other passes."""
     path = tmp_path / "t.json"
-    pricing = Pricing(KEY, PRIOR, LEVELS, BATCHES, (64, 128))
+    pricing = CalibrationTarget(KEY, PRIOR, LEVELS, BATCHES, (64, 128))
     table = c.open_table(path, pricing, 1, fresh=False)
     assert (table.buckets, table.pass_buckets, table.points) == (BATCHES, (64, 128), [])
     b = bench(table=table)
-    b.calibration.measure(c.Job((Prompt(64),), (), 132))
-    shelf.save(table, path)
+    b.calibration.measure(c.CalibrationJob((ProbePrompt(64),), (), 132))
+    calibration_store.save(table, path)
     assert c.open_table(path, pricing, 1, fresh=False).points == table.points
     assert not c.open_table(path, pricing, 1, fresh=True).points
     assert not c.open_table(path, pricing, 2, fresh=False).points
     assert not c.open_table(path, replace(pricing, pass_buckets=(64,)), 1, fresh=False).points
-    assert not c.open_table(path, replace(pricing, key=msgspec.structs.replace(KEY, kernels="k2")), 1, fresh=False).points
+    assert not c.open_table(
+        path, replace(pricing, key=msgspec.structs.replace(KEY, kernels="k2")), 1, fresh=False
+    ).points

@@ -7,21 +7,28 @@ import math
 
 import pytest
 
-from counterpoint.bench.load import Load, parse_slo
+from counterpoint.bench.load import LoadOptions, parse_slo
 from counterpoint.bench.workload import describe, offered_rate, reusable_share
 from counterpoint.types import Slo
 
 
 def test_without_flags_there_is_a_small_made_load():
-    trace = Load().make()
+    trace = LoadOptions().make()
     assert len(trace.queries) == 64
     assert offered_rate(trace.queries) == pytest.approx(1.0)
-    assert trace == Load().make()
-    assert trace != Load(seed=1).make()
+    assert trace == LoadOptions().make()
+    assert trace != LoadOptions(seed=1).make()
 
 
 def test_made_load_as_asked():
-    load = Load(requests=200, rate=8.0, prompt_tokens=320, prompt_lengths="constant", prefix_groups=2, prefix_share=0.5)
+    load = LoadOptions(
+        requests=200,
+        rate=8.0,
+        prompt_tokens=320,
+        prompt_lengths="constant",
+        prefix_groups=2,
+        prefix_share=0.5,
+    )
     about = describe(load.make().queries)
     assert about["requests"] == 200
     assert about["rate"] == pytest.approx(8.0)
@@ -31,55 +38,73 @@ def test_made_load_as_asked():
 
 @pytest.mark.parametrize("flags", [{"rate": float("inf")}, {"arrivals": "once"}])
 def test_all_at_once(flags):
-    assert {q.arrival_s for q in Load(requests=5, **flags).make().queries} == {0.0}
+    assert {q.arrival_s for q in LoadOptions(requests=5, **flags).make().queries} == {0.0}
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
 def test_a_rate_is_more_than_nothing(rate, data):
     for flags in ({"requests": 5}, {"trace": str(data / "azure.csv")}):
         with pytest.raises(ValueError, match="rate is"):
-            Load(rate=rate, **flags).make()
+            LoadOptions(rate=rate, **flags).make()
 
 
 def test_a_trace_keeps_its_own_arrivals(data):
     path = str(data / "azure.csv")
-    assert Load(trace=path).make().queries[1].arrival_s == pytest.approx(0.052)
-    assert Load(trace=path, time_scale=0.5).make().queries[1].arrival_s == pytest.approx(0.026)
-    fast = Load(trace=path, rate=3.0).make().queries
+    assert LoadOptions(trace=path).make().queries[1].arrival_s == pytest.approx(0.052)
+    assert LoadOptions(trace=path, time_scale=0.5).make().queries[1].arrival_s == pytest.approx(
+        0.026
+    )
+    fast = LoadOptions(trace=path, rate=3.0).make().queries
     assert offered_rate(fast) == pytest.approx(3.0)
     assert fast[1].arrival_s / fast[-1].arrival_s == pytest.approx(0.052 / 20576.02004)
 
 
 def test_a_trace_at_made_arrivals(data):
-    own = Load(trace=str(data / "mooncake_fine_clock.jsonl")).make().queries
-    made = Load(trace=str(data / "mooncake_fine_clock.jsonl"), arrivals="constant").make().queries
-    assert offered_rate(made) == pytest.approx(offered_rate(own))  # its own rate, unless another is given
+    own = LoadOptions(trace=str(data / "mooncake_fine_clock.jsonl")).make().queries
+    made = (
+        LoadOptions(trace=str(data / "mooncake_fine_clock.jsonl"), arrivals="constant")
+        .make()
+        .queries
+    )
+    assert offered_rate(made) == pytest.approx(
+        offered_rate(own)
+    )  # its own rate, unless another is given
     assert len({round(b.arrival_s - a.arrival_s, 9) for a, b in itertools.pairwise(made)}) == 1
 
 
 def test_a_trace_without_times_gets_poisson_arrivals(data):
-    queries = Load(trace=str(data / "lengths.csv"), rate=4.0).make().queries
+    queries = LoadOptions(trace=str(data / "lengths.csv"), rate=4.0).make().queries
     assert [q.arrival_s for q in queries] == pytest.approx([0.0, 0.25])
 
 
 def test_a_trace_is_cut_to_fit(data):
-    load = Load(trace=str(data / "azure.csv"), length_scale=0.1, max_prompt_tokens=400, max_output_tokens=2, requests=3)
-    assert [(q.prompt_tokens, q.output_tokens) for q in load.make().queries] == [(400, 1), (318, 1), (11, 2)]
+    load = LoadOptions(
+        trace=str(data / "azure.csv"),
+        length_scale=0.1,
+        max_prompt_tokens=400,
+        max_output_tokens=2,
+        requests=3,
+    )
+    assert [(q.prompt_tokens, q.output_tokens) for q in load.make().queries] == [
+        (400, 1),
+        (318, 1),
+        (11, 2),
+    ]
 
 
 def test_thinning_a_trace(data):
     path = str(data / "mooncake.jsonl")
-    assert len(Load(trace=path, thin=1.0).make().queries) == 5
-    few = Load(trace=path, thin=0.4, seed=3).make().queries
+    assert len(LoadOptions(trace=path, thin=1.0).make().queries) == 5
+    few = LoadOptions(trace=path, thin=0.4, seed=3).make().queries
     assert 1 <= len(few) <= 4
     assert few[0].arrival_s == 0
 
 
 def test_scaling_keeps_the_reusable_share(data):
     path = str(data / "mooncake.jsonl")
-    assert reusable_share(Load(trace=path, length_scale=0.125).make().queries) == pytest.approx(
-        reusable_share(Load(trace=path).make().queries), abs=0.01
-    )
+    assert reusable_share(
+        LoadOptions(trace=path, length_scale=0.125).make().queries
+    ) == pytest.approx(reusable_share(LoadOptions(trace=path).make().queries), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +148,19 @@ def test_contradictions_name_the_flag(data, flags, said):
     if "trace" in flags:
         flags = flags | {"trace": str(data / flags["trace"])}
     with pytest.raises(ValueError, match=said):
-        Load(**flags).make()
+        LoadOptions(**flags).make()
 
 
 def test_a_tokenizer_makes_texts_exact(data, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[?]": 0, "Name": 1, "a": 2, "fruit": 3}, unk_token="[?]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"[?]": 0, "Name": 1, "a": 2, "fruit": 3}, unk_token="[?]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
-    queries = Load(trace=str(data / "sharegpt.json"), tokenizer=path).make().queries
+    queries = LoadOptions(trace=str(data / "sharegpt.json"), tokenizer=path).make().queries
     assert queries[1].prompt == (1, 2, 3, 0)
     assert queries[1].output_tokens == 3
 

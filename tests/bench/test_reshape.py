@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from counterpoint.bench.reshape import (
+from counterpoint.bench.trace import read_trace
+from counterpoint.bench.transform import (
     at_rate,
     clipped,
     first,
@@ -20,7 +21,6 @@ from counterpoint.bench.reshape import (
     without_first,
     without_texts,
 )
-from counterpoint.bench.trace import read_trace
 from counterpoint.bench.workload import Query, offered_rate, prompt_ids, reusable_share
 from counterpoint.types import Slo
 
@@ -40,8 +40,12 @@ def test_rate_and_stretch_change_the_clock_alone():
     load = chats(3, 3)
     fast = at_rate(load, 4.0)
     assert offered_rate(fast) == pytest.approx(4.0)
-    assert [dataclasses.replace(q, arrival_s=0.0) for q in fast] == [dataclasses.replace(q, arrival_s=0.0) for q in load]
-    assert [q.arrival_s for q in stretched(load, 0.1)] == pytest.approx([q.arrival_s / 10 for q in load])
+    assert [dataclasses.replace(q, arrival_s=0.0) for q in fast] == [
+        dataclasses.replace(q, arrival_s=0.0) for q in load
+    ]
+    assert [q.arrival_s for q in stretched(load, 0.1)] == pytest.approx(
+        [q.arrival_s / 10 for q in load]
+    )
     with pytest.raises(ValueError, match="at once"):
         at_rate(stretched(load, 1e-9)[:1], 2.0)
 
@@ -70,11 +74,16 @@ def test_scaled_prompts_keep_what_they_have_in_common(data, factor):
     assert ids[0][: 2 * block] == ids[1][: 2 * block]
     assert ids[0][2 * block :] != ids[1][2 * block : len(ids[0])]
     assert ids[0] == ids[3][: len(ids[0])]
-    assert [q.output_tokens for q in small] == [max(1, round(q.output_tokens * factor)) for q in load]
+    assert [q.output_tokens for q in small] == [
+        max(1, round(q.output_tokens * factor)) for q in load
+    ]
 
 
 def test_scaling_plain_lengths():
-    assert [(q.prompt_tokens, q.output_tokens) for q in scaled([Query(0, 0.0, 10, 3), Query(1, 0.0, 1, 1)], 0.5)] == [
+    assert [
+        (q.prompt_tokens, q.output_tokens)
+        for q in scaled([Query(0, 0.0, 10, 3), Query(1, 0.0, 1, 1)], 0.5)
+    ] == [
         (5, 2),
         (1, 1),
     ]
@@ -91,14 +100,23 @@ def test_clipping():
         Query(4, 4.0, 2, 5, prompt="short"),
     ]
     cut = clipped(load, max_prompt_tokens=40, max_output_tokens=20)
-    assert [(q.number, q.prompt_tokens, q.output_tokens) for q in cut] == [(0, 40, 20), (1, 40, 5), (2, 4, 5), (4, 2, 5)]
+    assert [(q.number, q.prompt_tokens, q.output_tokens) for q in cut] == [
+        (0, 40, 20),
+        (1, 40, 5),
+        (2, 4, 5),
+        (4, 2, 5),
+    ]
     assert cut[1].prefix_ids == (1, 2)
     assert prompt_ids(cut[1]) == prompt_ids(load[1])[:40]
     assert clipped(load, max_prompt_tokens=2, max_output_tokens=None)[2].prompt == (1, 2)
 
 
 def test_texts_become_made_tokens_of_their_length():
-    text, ids, made = Query(0, 0.0, 9, 3, prompt="some text"), Query(1, 0.0, 2, 3, prompt=(4, 5)), Query(2, 0.0, 5, 3)
+    text, ids, made = (
+        Query(0, 0.0, 9, 3, prompt="some text"),
+        Query(1, 0.0, 2, 3, prompt=(4, 5)),
+        Query(2, 0.0, 5, 3),
+    )
     plain = without_texts([text, ids, made])
     assert plain[1:] == [ids, made]
     assert len(prompt_ids(plain[0])) == 9
@@ -115,7 +133,10 @@ def test_a_querys_own_targets_come_first():
 def test_a_rehearsal_leaves_no_prefix_behind():
     load = chats(3, 3)
     warm = rehearsal(load, 2)
-    assert [(q.prompt_tokens, q.arrival_s) for q in warm] == [(load[0].prompt_tokens, 0.0), (load[1].prompt_tokens, 0.0)]
+    assert [(q.prompt_tokens, q.arrival_s) for q in warm] == [
+        (load[0].prompt_tokens, 0.0),
+        (load[1].prompt_tokens, 0.0),
+    ]
     assert not {q.id for q in warm} & {q.id for q in load}
     assert all(prompt_ids(w)[:8] != prompt_ids(q)[:8] for w in warm for q in load)
     assert rehearsal(load, 0) == []
@@ -134,13 +155,21 @@ def test_groups_are_conversations_not_the_common_system_prompt():
 
 def test_two_system_prompts_tie_no_group_together():
     load = chats(50, 3, system=(0,)) + [
-        dataclasses.replace(q, number=q.number + 150, prefix_ids=(1, *[b + 10_000 for b in q.prefix_ids[1:]])) for q in chats(50, 3)
+        dataclasses.replace(
+            q, number=q.number + 150, prefix_ids=(1, *[b + 10_000 for b in q.prefix_ids[1:]])
+        )
+        for q in chats(50, 3)
     ]
     assert len(set(prefix_groups(load, most=0.05))) == 100
 
 
 def test_requests_without_blocks_or_ending_in_the_system_prompt_stand_alone():
-    load = [*chats(40, 2), Query(80, 80.0, 64, 1, (0,), 64), Query(81, 81.0, 64, 1, (0,), 64), Query(82, 82.0, 64, 1)]
+    load = [
+        *chats(40, 2),
+        Query(80, 80.0, 64, 1, (0,), 64),
+        Query(81, 81.0, 64, 1, (0,), 64),
+        Query(82, 82.0, 64, 1),
+    ]
     label = prefix_groups(load, most=0.05)
     assert len(set(label)) == 43
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.bench.stopwatch import Stopwatch
-from counterpoint.device.wall import WallInbox
-from counterpoint.types import Abort, Close, Command, Segment, Step, Work
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.types import Abort, BatchShape, Command, FreeSlot, Segment, Step
 
 
-class Hands(WallInbox):
+class Hands(WallClockEventQueue):
     """A clock that is moved by hand."""
 
     now = 0.0
@@ -38,19 +38,30 @@ def test_turns_are_split_into_launches_and_the_rest():
     inbox = Hands()
     slow = Slow(inbox)
     watch = Stopwatch(slow, inbox)
-    step = Step(1, 0, 1, 0, 1, 2, (Segment(0, 0, 4, False),), Work(4, 16, 0, 1, last_layer=1, layers=1))
+    step = Step(
+        1,
+        0,
+        1,
+        0,
+        1,
+        2,
+        (Segment(0, 0, 4, False),),
+        BatchShape(4, 16, 0, 1, last_layer=1, layers=1),
+    )
     for _ in range(2):
         inbox.put(Abort("a"))
         inbox.get()
         inbox.now += 0.05  # deciding
         watch.submit(step)
-        watch.submit(Close(0))
+        watch.submit(FreeSlot(0))
     inbox.nudge()
     inbox.get()
     inbox.now += 7.0  # nobody has asked for more yet
     told = watch.told()
-    assert slow.seen == [step, Close(0)] * 2
+    assert slow.seen == [step, FreeSlot(0)] * 2
     assert told["turns"] == 3
     assert told["busy_s"] == pytest.approx(0.9)
-    assert told["launch"] == {"prefill": {"steps": 2, "seconds": pytest.approx(0.6), "longest_s": pytest.approx(0.4)}}
+    assert told["launch"] == {
+        "prefill": {"steps": 2, "seconds": pytest.approx(0.6), "longest_s": pytest.approx(0.4)}
+    }
     assert told["turn_ms"] == pytest.approx(1e3 * 0.1 / 3)

@@ -20,7 +20,9 @@ def test_azure(data):
     trace = read_trace(str(data / "azure.csv"))
     assert trace.timed
     assert rows(trace) == [(4808, 10), (3180, 8), (110, 27), (7433, 14)]
-    assert [q.arrival_s for q in trace.queries] == pytest.approx([0.0, 0.052, 1.0, 5 * 3600 + 42 * 60 + 56.02004])
+    assert [q.arrival_s for q in trace.queries] == pytest.approx(
+        [0.0, 0.052, 1.0, 5 * 3600 + 42 * 60 + 56.02004]
+    )
     assert trace.notes == ()
 
 
@@ -84,7 +86,9 @@ def test_sharegpt_takes_the_first_question_and_answer(data):
 
 
 def test_sharegpt_with_a_tokenizer_is_exact(data):
-    trace = read_trace(str(data / "sharegpt.json"), tokenize=lambda text: [len(word) for word in text.split()])
+    trace = read_trace(
+        str(data / "sharegpt.json"), tokenize=lambda text: [len(word) for word in text.split()]
+    )
     assert trace.queries[0].prompt == (5, 5, 4, 7, 6)
     assert rows(trace)[0] == (5, 13)
     assert not any("estimated" in note for note in trace.notes)
@@ -92,7 +96,12 @@ def test_sharegpt_with_a_tokenizer_is_exact(data):
 
 def test_our_own_format(data):
     blocks, ids, text, chat = read_trace(str(data / "queries.jsonl")).queries
-    assert (blocks.prefix_ids, blocks.block_tokens, blocks.session, blocks.slo) == ((1, 2), 16, "s1", Slo(ttft_s=0.5))
+    assert (blocks.prefix_ids, blocks.block_tokens, blocks.session, blocks.slo) == (
+        (1, 2),
+        16,
+        "s1",
+        Slo(ttft_s=0.5),
+    )
     assert (ids.prompt, ids.prompt_tokens) == ((5, 6, 7), 3)
     assert (text.prompt, text.prompt_tokens) == ("The capital of France is", 6)
     assert chat.messages == (("system", "Be brief."), ("user", "Hello."))
@@ -114,11 +123,31 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,3\nyesterday,1,2\n", ":3: field TIMESTAMP"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,x\n", ":2: field GeneratedTokens is 'x'"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12\n", ":2: field GeneratedTokens is missing"),
-        ("a.csv", "num_prefill_tokens,num_decode_tokens\n-4,3\n", ":2: field num_prefill_tokens is -4"),
-        ("a.csv", "Timestamp,Request tokens,Response tokens\nnan,12,3\n", ":2: field Timestamp is 'nan'"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,3\nyesterday,1,2\n",
+            ":3: field TIMESTAMP",
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12,x\n",
+            ":2: field GeneratedTokens is 'x'",
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,12\n",
+            ":2: field GeneratedTokens is missing",
+        ),
+        (
+            "a.csv",
+            "num_prefill_tokens,num_decode_tokens\n-4,3\n",
+            ":2: field num_prefill_tokens is -4",
+        ),
+        (
+            "a.csv",
+            "Timestamp,Request tokens,Response tokens\nnan,12,3\n",
+            ":2: field Timestamp is 'nan'",
+        ),
         ("a.csv", "when,who\n1,2\n", ":1: neither JSON nor a CSV header known"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n", "no requests"),
         (
@@ -127,9 +156,21 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
             ":2: field input_length",
         ),
         ("a.jsonl", '{"timestamp": 0, "input_length": 5}\n', "output_length"),
-        ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [3, -1]}\n', ":1: field hash_ids"),
-        ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [99999999999999999999]}\n', "hash_ids"),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [-1], "block_tokens": 16}\n', ":1: field prefix_ids"),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [3, -1]}\n',
+            ":1: field hash_ids",
+        ),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [99999999999999999999]}\n',
+            "hash_ids",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [-1], "block_tokens": 16}\n',
+            ":1: field prefix_ids",
+        ),
         (
             "a.jsonl",
             '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [1], "block_tokens": 99999999999}\n',
@@ -137,12 +178,32 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
         ),
         ("a.jsonl", '{"ids": [-1], "output_tokens": 1}\n', ":1: field ids"),
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1, "ttft_s": -1}\n', ":1: field ttft_s"),
-        ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1}\nnonsense\n', ":2: not JSON"),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 1}\n{"prompt_tokens": 5, "output_token": 1}\n', ":2: "),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 0}\n', ":1: query 0: output_tokens is 0"),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 5, "output_length": 1}\nnonsense\n',
+            ":2: not JSON",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 5, "output_tokens": 1}\n{"prompt_tokens": 5, "output_token": 1}\n',
+            ":2: ",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 5, "output_tokens": 0}\n',
+            ":1: query 0: output_tokens is 0",
+        ),
         ("a.jsonl", '{"output_tokens": 2}\n', ":1: give one of the fields"),
-        ("a.jsonl", '{"ids": [1], "text": "a", "output_tokens": 2}\n', ":1: give one of the fields"),
-        ("a.jsonl", '{"ids": [1], "output_tokens": 2}\n{"ids": [1], "arrival_s": 1, "output_tokens": 2}\n', "arrival_s"),
+        (
+            "a.jsonl",
+            '{"ids": [1], "text": "a", "output_tokens": 2}\n',
+            ":1: give one of the fields",
+        ),
+        (
+            "a.jsonl",
+            '{"ids": [1], "output_tokens": 2}\n{"ids": [1], "arrival_s": 1, "output_tokens": 2}\n',
+            "arrival_s",
+        ),
         ("a.json", '[{"conversations": [{"from": "human", "value": 3}]}]', "value"),
         ("a.json", "[{]", "not JSON"),
     ],
@@ -178,17 +239,48 @@ def test_a_given_format_must_fit(data):
     [
         ("azure_2023_code.csv", 8_819, (2048, 1469, 7437), (28, 13, 1899), 2.57, 13.2, 0.0),
         ("azure_2023_conv.csv", 19_366, (1155, 1020, 14050), (211, 129, 1000), 5.53, 1.09, 0.0),
-        ("mooncake_conversation_trace.jsonl", 12_031, (12035, 6909, 126195), (343, 350, 2000), 3.40, 3.03, 0.374),
-        ("mooncake_synthetic_trace.jsonl", 3_993, (15325, 11587, 191378), (149, 69, 893), 3.91, 1.01, 0.651),
-        ("arxiv_summarization_lengths.csv", 28_257, (2588, 2730, 4054), (291, 167, 4056), "inf", None, 0.0),
+        (
+            "mooncake_conversation_trace.jsonl",
+            12_031,
+            (12035, 6909, 126195),
+            (343, 350, 2000),
+            3.40,
+            3.03,
+            0.374,
+        ),
+        (
+            "mooncake_synthetic_trace.jsonl",
+            3_993,
+            (15325, 11587, 191378),
+            (149, 69, 893),
+            3.91,
+            1.01,
+            0.651,
+        ),
+        (
+            "arxiv_summarization_lengths.csv",
+            28_257,
+            (2588, 2730, 4054),
+            (291, 167, 4056),
+            "inf",
+            None,
+            0.0,
+        ),
     ],
 )
-def test_public_traces_have_their_known_statistics(public_trace, name, count, prompt, output, rate, cv, reusable):
+def test_public_traces_have_their_known_statistics(
+    public_trace, name, count, prompt, output, rate, cv, reusable
+):
     about = describe(read_trace(public_trace(name), jitter_s=0).queries)
     assert about["requests"] == count
-    for lengths, (mean, p50, most) in ((about["prompt_tokens"], prompt), (about["output_tokens"], output)):
+    for lengths, (mean, p50, most) in (
+        (about["prompt_tokens"], prompt),
+        (about["output_tokens"], output),
+    ):
         assert (round(lengths["mean"]), round(lengths["p50"]), lengths["max"]) == (mean, p50, most)
-    assert about["rate"] == rate if rate == "inf" else about["rate"] == pytest.approx(rate, abs=0.01)
+    assert (
+        about["rate"] == rate if rate == "inf" else about["rate"] == pytest.approx(rate, abs=0.01)
+    )
     assert about["gap_cv"] == (cv and pytest.approx(cv, rel=0.01))
     assert about["reusable_share"] == pytest.approx(reusable, abs=0.001)
 

@@ -26,7 +26,8 @@ def gaps(kind, burstiness=1.0, count=20_000):
 
 
 @pytest.mark.parametrize(
-    ("kind", "burstiness", "cv"), [("poisson", 0.1, 1.0), ("gamma", 0.25, 2.0), ("gamma", 4.0, 0.5), ("constant", 1.0, 0.0)]
+    ("kind", "burstiness", "cv"),
+    [("poisson", 0.1, 1.0), ("gamma", 0.25, 2.0), ("gamma", 4.0, 0.5), ("constant", 1.0, 0.0)],
 )
 def test_arrivals_have_the_rate_and_the_burstiness(kind, burstiness, cv):
     between = gaps(kind, burstiness)
@@ -39,7 +40,9 @@ def test_once_is_all_at_the_start():
     assert arrival_times(1, "poisson", 8.0, np.random.default_rng(0)).tolist() == [0]
 
 
-@pytest.mark.parametrize(("rate", "burstiness", "named"), [(0.0, 1.0, "rate"), (1.0, 0.0, "burstiness")])
+@pytest.mark.parametrize(
+    ("rate", "burstiness", "named"), [(0.0, 1.0, "rate"), (1.0, 0.0, "burstiness")]
+)
 def test_impossible_arrivals_are_refused(rate, burstiness, named):
     with pytest.raises(ValueError, match=named):
         arrival_times(5, "gamma", rate, np.random.default_rng(0), burstiness)
@@ -58,7 +61,14 @@ def test_lengths_have_their_mean_and_bounds(kind):
 
 def test_a_load_follows_from_its_seed():
     def load(seed):
-        return synthetic(50, Lengths(80, "lognormal"), Lengths(20, "uniform"), rate=5.0, groups=PrefixGroups(3, 0.5), seed=seed)
+        return synthetic(
+            50,
+            Lengths(80, "lognormal"),
+            Lengths(20, "uniform"),
+            rate=5.0,
+            groups=PrefixGroups(3, 0.5),
+            seed=seed,
+        )
 
     assert load(3) == load(3)
     assert load(3) != load(4)
@@ -67,11 +77,15 @@ def test_a_load_follows_from_its_seed():
 
 
 def common(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def test_groups_share_their_part_of_the_prompt():
-    load = synthetic(40, Lengths(320, "uniform", 0.5), Lengths(4), groups=PrefixGroups(2, 0.5), seed=0)
+    load = synthetic(
+        40, Lengths(320, "uniform", 0.5), Lengths(4), groups=PrefixGroups(2, 0.5), seed=0
+    )
     for a in load:
         for b in load:
             if a is b:
@@ -126,7 +140,10 @@ def test_tokens_are_the_hash_that_is_written_down():
 
     in_blocks = [token(2 * block, offset) for block in (3, 8) for offset in (0, 1)]
     beyond = [token(2 * 5 + 1, position) for position in (4, 5, 6)]
-    assert list(prompt_ids(Query(5, 0.0, 7, 1, prefix_ids=(3, 8), block_tokens=2), seed=11)) == in_blocks + beyond
+    assert (
+        list(prompt_ids(Query(5, 0.0, 7, 1, prefix_ids=(3, 8), block_tokens=2), seed=11))
+        == in_blocks + beyond
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -138,8 +155,14 @@ def test_tokens_are_the_hash_that_is_written_down():
     st.integers(0, 50),
     st.integers(1, 50),
 )
-def test_ids_are_of_the_range_and_as_many_as_asked(number, blocks, block_tokens, length, first, size):
-    ids = prompt_ids(Query(number, 0.0, length, 1, tuple(blocks), block_tokens), TokenRange(first, first + size), seed=7)
+def test_ids_are_of_the_range_and_as_many_as_asked(
+    number, blocks, block_tokens, length, first, size
+):
+    ids = prompt_ids(
+        Query(number, 0.0, length, 1, tuple(blocks), block_tokens),
+        TokenRange(first, first + size),
+        seed=7,
+    )
     assert len(ids) == length
     assert all(type(i) is int and first <= i < first + size for i in ids)
 
@@ -160,7 +183,11 @@ def test_token_range_within_a_vocabulary():
 
 @pytest.mark.parametrize(
     ("fields", "named"),
-    [({"prompt_tokens": 0}, "prompt_tokens"), ({"output_tokens": 0}, "output_tokens"), ({"prefix_ids": (1,)}, "block_tokens")],
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"output_tokens": 0}, "output_tokens"),
+        ({"prefix_ids": (1,)}, "block_tokens"),
+    ],
 )
 def test_a_query_that_cannot_be_is_refused(fields, named):
     with pytest.raises(ValueError, match=named):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from driver import Harness, answer
+from engine_harness import Harness, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.policy import make_policy
-from counterpoint.core.recent import RECENT_STEPS
-from counterpoint.types import Abort, Finish, Open, Slo, Step
+from counterpoint.core.step_history import RECENT_STEPS
+from counterpoint.types import Abort, FinishReason, InitSlot, Slo, Step
 
 POLICIES = ["serial", "serial in groups", "chunked", "multiplex", "auto"]
 
@@ -22,19 +22,32 @@ class Linear:
 
     def seconds(self, work, units, beside=None) -> float:
         layers = (work.last_layer - work.first_layer) / work.layers
-        tokens = work.prefill_tokens + 0.01 * work.prefill_reused + 2 * work.decode_batch + 0.01 * work.decode_context
+        tokens = (
+            work.prefill_tokens
+            + 0.01 * work.prefill_reused
+            + 2 * work.decode_batch
+            + 0.01 * work.decode_context
+        )
         return layers * (1.0 + tokens / units) * (1.2 if beside else 1.0)
 
 
 def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **scheduler):
     name, _, groups = name.partition(" in ")
-    scheduler = {"chunk_tokens": 16, "max_pass_tokens": 48, "layer_group": 2 if groups else None} | scheduler
+    scheduler = {
+        "chunk_tokens": 16,
+        "max_pass_tokens": 48,
+        "layer_group": 2 if groups else None,
+    } | scheduler
     settings = SchedulerConfig(policy=name, **scheduler)
-    return make_policy(settings, units, layers, depth, levels=tuple(range(1, units)), belief=Linear())
+    return make_policy(
+        settings, units, layers, depth, levels=tuple(range(1, units)), belief=Linear()
+    )
 
 
 def harness(name: str, depth: int = 1, layer_group: int | None = None, **limits) -> Harness:
-    return Harness(policy(name, limits.get("units", 4), depth=depth, layer_group=layer_group), **limits)
+    return Harness(
+        policy(name, limits.get("units", 4), depth=depth, layer_group=layer_group), **limits
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -43,7 +56,7 @@ def test_one_request_gets_its_tokens(name):
     h.arrive("a", range(10), max_tokens=5)
     h.drain()
     assert h.got["a"] == answer(tuple(range(10)), 5)
-    assert h.ends["a"].finish is Finish.LENGTH
+    assert h.ends["a"].finish is FinishReason.LENGTH
     assert h.records["a"].prompt_tokens == 10
 
 
@@ -55,7 +68,7 @@ def test_stop_token_ends_and_is_named(name):
     h.arrive("a", prompt, max_tokens=6, stop_token_ids=(stop,))
     h.drain()
     assert h.got["a"] == answer(prompt, 6, (stop,))
-    assert (h.ends["a"].finish, h.ends["a"].stopped_by) == (Finish.STOP, stop)
+    assert (h.ends["a"].finish, h.ends["a"].stopped_by) == (FinishReason.STOP, stop)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -83,12 +96,17 @@ def test_eos_ends_unless_ignored():
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "word"),
-    [((), 4, "empty"), ((1,), 0, "max_tokens"), ((1,) * 190, 20, "context"), ((1,) * 100, 30, "KV cache")],
+    [
+        ((), 4, "empty"),
+        ((1,), 0, "max_tokens"),
+        ((1,) * 190, 20, "context"),
+        ((1,) * 100, 30, "KV cache"),
+    ],
 )
 def test_what_can_never_run_is_refused_at_once(prompt, max_tokens, word):
     h = harness("chunked", pages=30)
     h.arrive("bad", prompt, max_tokens=max_tokens)
-    assert h.ends["bad"].finish is Finish.ERROR and word in h.ends["bad"].error
+    assert h.ends["bad"].finish is FinishReason.ERROR and word in h.ends["bad"].error
     assert "bad" in h.records and h.engine.idle
 
 
@@ -100,7 +118,9 @@ def test_no_pass_has_more_prompt_tokens_than_allowed(name, lengths):
         h.arrive(f"r{number}", range(1000 * number, 1000 * number + length), max_tokens=3)
     h.drain()
     h.check_answers()
-    steps = [command for commands in h.commands for command in commands if isinstance(command, Step)]
+    steps = [
+        command for commands in h.commands for command in commands if isinstance(command, Step)
+    ]
     assert max(step.work.prefill_tokens for step in steps) <= 48
 
 
@@ -188,7 +208,7 @@ def test_aborting_the_first_frees_the_second_that_waits_for_its_prefix():
     h.arrive("b", (*range(36), 45, 46))
     h.event(Abort("a"))
     h.drain()
-    assert h.ends["b"].finish is Finish.LENGTH
+    assert h.ends["b"].finish is FinishReason.LENGTH
     h.check_answers()
 
 
@@ -199,7 +219,7 @@ def test_more_requests_than_pages(name):
         h.arrive(f"r{i}", [i] * (5 + 3 * i % 17), max_tokens=20)
     h.drain()
     h.check_answers()
-    assert all(end.finish is Finish.LENGTH for end in h.ends.values())
+    assert all(end.finish is FinishReason.LENGTH for end in h.ends.values())
 
 
 def test_preemptions_are_bounded():
@@ -257,7 +277,7 @@ def test_abort_at_every_moment(name):
         h.event(Abort("nobody"))
         h.drain()
         h.check_answers()
-        assert h.ends["b"].finish is Finish.LENGTH
+        assert h.ends["b"].finish is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -267,7 +287,7 @@ def test_a_failed_step_fails_only_its_requests(name):
     h.step(error="boom")
     h.arrive("b", range(20), max_tokens=6)
     h.drain()
-    assert h.ends["a"].finish is Finish.ERROR and h.ends["a"].error == "boom"
+    assert h.ends["a"].finish is FinishReason.ERROR and h.ends["a"].error == "boom"
     assert h.got["b"] == answer(tuple(range(20)), 6)
 
 
@@ -283,7 +303,7 @@ def test_a_row_without_finite_logits_fails_alone(monkeypatch):
     h.event(msgspec.structs.replace(done, tokens=(-1, *done.tokens[1:])))
     h.drain()
     ends = sorted((h.ends["a"].finish, h.ends["b"].finish))
-    assert ends == [Finish.ERROR, Finish.LENGTH]
+    assert ends == [FinishReason.ERROR, FinishReason.LENGTH]
 
 
 def test_repeated_ids_do_no_harm():
@@ -347,7 +367,10 @@ def test_whoever_watches_sees_what_the_lanes_run_and_have_run():
     h.arrive("b", range(60, 100), max_tokens=2)
     h.step()
     stats = h.engine.stats()
-    assert [(s.lane, s.units, s.prefill_tokens, s.decode_batch) for s in stats.playing] == [(0, 2, 0, 1), (1, 2, 40, 0)]
+    assert [(s.lane, s.units, s.prefill_tokens, s.decode_batch) for s in stats.playing] == [
+        (0, 2, 0, 1),
+        (1, 2, 40, 0),
+    ]
     assert all(s.started_s == h.now and s.ended_s == 0 for s in stats.playing)
     before, launched = stats, [h.device.queue[lane][0] for lane in (0, 1)]
     h.step(1)
@@ -436,7 +459,9 @@ requests = st.lists(
     choices=st.lists(st.integers(0, 7), min_size=1, max_size=60),
     max_preemptions=st.integers(0, 3),
 )
-def test_any_sequence_of_events(name, depth, layer_group, pages, prefix_cache, load, choices, max_preemptions):
+def test_any_sequence_of_events(
+    name, depth, layer_group, pages, prefix_cache, load, choices, max_preemptions
+):
     h = harness(
         name,
         depth=depth,
@@ -451,9 +476,18 @@ def test_any_sequence_of_events(name, depth, layer_group, pages, prefix_cache, l
     aborts: list[tuple[int, str]] = []
     events = 0
     for number, (length, max_tokens, family, pause, abort, priority, bound) in enumerate(load):
-        prompt = [family] * (length // 2) + [(number * 7 + i) % 50 for i in range(length - length // 2)]
+        prompt = [family] * (length // 2) + [
+            (number * 7 + i) % 50 for i in range(length - length // 2)
+        ]
         grammar = "g" * bound
-        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, priority=priority, slo=Slo(ttft_s=1.0), grammar=grammar)
+        h.arrive(
+            f"r{number}",
+            prompt,
+            max_tokens=max_tokens,
+            priority=priority,
+            slo=Slo(ttft_s=1.0),
+            grammar=grammar,
+        )
         if abort is not None:
             aborts.append((events + abort, f"r{number}"))
         for _ in range(pause):
@@ -468,6 +502,11 @@ def test_any_sequence_of_events(name, depth, layer_group, pages, prefix_cache, l
     h.drain()
     h.check_answers()
     assert all(r.preemptions <= max_preemptions for r in h.records.values())
-    opened = sum(isinstance(c, Open) for commands in h.commands for c in commands)
+    opened = sum(isinstance(c, InitSlot) for commands in h.commands for c in commands)
     assert opened >= sum(r.admitted_s is not None for r in h.records.values())
-    assert all(isinstance(c.work.layers, int) for commands in h.commands for c in commands if isinstance(c, Step))
+    assert all(
+        isinstance(c.work.layers, int)
+        for commands in h.commands
+        for c in commands
+        if isinstance(c, Step)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.core.pages import Pages, page_names, root_name
+from counterpoint.core.page_pool import PagePool, page_names, root_name
 
 
 def test_names_are_chained_and_continue():
@@ -12,13 +12,15 @@ def test_names_are_chained_and_continue():
     names = page_names(tokens, 8, root_name(""))
     assert len(names) == 5 and len(set(names)) == 5
     assert page_names(tokens[16:], 8, names[1]) == names[2:]
-    assert page_names([9, *tokens[1:]], 8, root_name(""))[4] != names[4], "a change in the first page renames all after it"
+    assert page_names([9, *tokens[1:]], 8, root_name(""))[4] != names[4], (
+        "a change in the first page renames all after it"
+    )
     assert page_names(tokens, 8, root_name("other"))[0] != names[0]
     assert page_names(tokens[:7], 8, root_name("")) == []
 
 
 def test_take_release_evict():
-    pages = Pages(4)
+    pages = PagePool(4)
     names = page_names(range(64), 16, root_name(""))
     table = pages.take(4)
     assert table is not None and pages.available == 0 and pages.take(1) is None
@@ -34,7 +36,7 @@ def test_take_release_evict():
 
 
 def test_held_pages_are_not_evicted():
-    pages = Pages(3)
+    pages = PagePool(3)
     names = page_names(range(32), 16, root_name(""))
     table = pages.take(2)
     assert table is not None
@@ -49,7 +51,7 @@ def test_held_pages_are_not_evicted():
 
 
 def test_a_second_page_of_one_name_stays_private():
-    pages = Pages(2)
+    pages = PagePool(2)
     [name] = page_names(range(16), 16, root_name(""))
     (first,), (second,) = pages.take(1) or (), pages.take(1) or ()
     pages.publish(first, name)
@@ -60,7 +62,7 @@ def test_a_second_page_of_one_name_stays_private():
 
 
 def test_releasing_twice_is_an_error():
-    pages = Pages(1)
+    pages = PagePool(1)
     table = pages.take(1)
     assert table is not None
     pages.release(table)

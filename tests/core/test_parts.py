@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from driver import Harness, answer
+from engine_harness import Harness, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import POLICIES, harness
 
 from counterpoint.core.request import Phase
-from counterpoint.types import Abort, Admitted, Adopt, Computed, Finish, Open, Part, Release
+from counterpoint.types import (
+    Abort,
+    Admitted,
+    Computed,
+    DisaggRole,
+    FinishReason,
+    InitSlot,
+    Release,
+    ResumeDecode,
+)
 
 PROMPT = tuple(range(18))  # four pages of 4 tokens and a half
 
@@ -20,7 +29,7 @@ def fill_in(h: Harness, id: str) -> None:
     """What a mover does: the KV of all tokens so far lies in the pages."""
     admitted = next(p for p in h.progress if isinstance(p, Admitted) and p.id == id)
     arrive = h.sent[id]
-    for position, token in enumerate((*arrive.prompt, *arrive.resumed)):
+    for position, token in enumerate((*arrive.prompt, *arrive.generated_prefix)):
         page, offset = admitted.pages[position // 4], position % 4
         if position // 4 >= admitted.cached:
             h.device.content[page, offset] = token
@@ -35,7 +44,7 @@ def work(h: Harness) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_keeps_its_pages_until_they_are_released(name):
     h = harness(name)
-    h.arrive("a", PROMPT, part=Part.PREFILL, max_tokens=5)
+    h.arrive("a", PROMPT, part=DisaggRole.PREFILL, max_tokens=5)
     work(h)
     assert h.got["a"] == answer(PROMPT, 1) and "a" not in h.ends
     assert h.engine.pages.available == 64 - 5 and h.engine.living["a"].phase is Phase.HELD
@@ -51,7 +60,7 @@ def test_a_prompt_keeps_its_pages_until_they_are_released(name):
 @pytest.mark.parametrize("layer_group", [None, 2])
 def test_progress_grows_to_the_whole_prompt(name, layer_group):
     h = harness(name, layer_group=layer_group)
-    h.arrive("a", PROMPT, part=Part.PREFILL)
+    h.arrive("a", PROMPT, part=DisaggRole.PREFILL)
     work(h)
     admitted, *computed = h.progress
     assert isinstance(admitted, Admitted) and len(admitted.pages) == 5 and admitted.cached == 0
@@ -69,11 +78,11 @@ def test_pages_that_are_cached_are_said_to_be():
     h = harness("chunked")
     h.arrive("a", PROMPT)
     h.drain()
-    h.arrive("b", PROMPT, part=Part.PREFILL)
-    h.arrive("c", PROMPT, part=Part.DECODE)
+    h.arrive("b", PROMPT, part=DisaggRole.PREFILL)
+    h.arrive("c", PROMPT, part=DisaggRole.DECODE)
     admitted = [p for p in h.progress if isinstance(p, Admitted)]
     assert [(p.id, p.cached) for p in admitted] == [("b", 4), ("c", 4)]
-    h.arrive("d", PROMPT[:16], part=Part.DECODE)
+    h.arrive("d", PROMPT[:16], part=DisaggRole.DECODE)
     assert h.progress[-1].id == "d" and h.progress[-1].cached == 4, "nothing need be computed here"
     work(h)
     for id in "bcd":
@@ -85,15 +94,19 @@ def test_pages_that_are_cached_are_said_to_be():
 def test_an_answer_goes_on_behind_an_adopted_token(name):
     h = harness(name)
     want = answer(PROMPT, 6)
-    h.arrive("a", PROMPT, part=Part.DECODE, max_tokens=6)
+    h.arrive("a", PROMPT, part=DisaggRole.DECODE, max_tokens=6)
     assert not h.device.busy() and not h.device.rows, "the executor has nothing to do with it yet"
     fill_in(h, "a")
-    h.event(Adopt("a", want[0]))
+    h.event(ResumeDecode("a", want[0]))
     h.drain()
-    assert h.got["a"] == want[1:] and h.ends["a"].finish is Finish.LENGTH
+    assert h.got["a"] == want[1:] and h.ends["a"].finish is FinishReason.LENGTH
     assert len(h.records["a"].token_s) == 6
-    opened = next(c for commands in h.commands for c in commands if isinstance(c, Open))
-    assert opened.tokens == (*PROMPT, want[0]) and opened.prompt_tokens == 18 and len(opened.pages) == 5
+    opened = next(c for commands in h.commands for c in commands if isinstance(c, InitSlot))
+    assert (
+        opened.tokens == (*PROMPT, want[0])
+        and opened.prompt_tokens == 18
+        and len(opened.pages) == 5
+    )
     h.arrive("b", PROMPT)
     h.drain()
     assert h.records["b"].cached_tokens == 16, "adopted pages are shared like any others"
@@ -102,9 +115,9 @@ def test_an_answer_goes_on_behind_an_adopted_token(name):
 def test_a_stop_token_behind_an_adopted_token():
     want = answer(PROMPT, 6)
     h = harness("chunked")
-    h.arrive("a", PROMPT, part=Part.DECODE, max_tokens=6, stop_token_ids=(want[2],))
+    h.arrive("a", PROMPT, part=DisaggRole.DECODE, max_tokens=6, stop_token_ids=(want[2],))
     fill_in(h, "a")
-    h.event(Adopt("a", want[0]))
+    h.event(ResumeDecode("a", want[0]))
     h.drain()
     assert h.got["a"] == want[1 : want.index(want[2]) + 1]
 
@@ -112,9 +125,9 @@ def test_a_stop_token_behind_an_adopted_token():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_may_stay(name):
     h = harness(name)
-    h.arrive("a", PROMPT, part=Part.PREFILL, max_tokens=6)
+    h.arrive("a", PROMPT, part=DisaggRole.PREFILL, max_tokens=6)
     work(h)
-    h.event(Adopt("a", h.got["a"][0]))
+    h.event(ResumeDecode("a", h.got["a"][0]))
     h.drain()
     assert h.got["a"] == answer(PROMPT, 6)
 
@@ -123,11 +136,17 @@ def test_a_prompt_may_stay(name):
 def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
     h = harness("chunked")
     first = answer(PROMPT, 1)[0]
-    h.arrive("a", PROMPT, part=Part.PREFILL, max_tokens=9 if stop else 1, stop_token_ids=(first,) if stop else ())
+    h.arrive(
+        "a",
+        PROMPT,
+        part=DisaggRole.PREFILL,
+        max_tokens=9 if stop else 1,
+        stop_token_ids=(first,) if stop else (),
+    )
     work(h)
-    assert h.ends["a"].finish is (Finish.STOP if stop else Finish.LENGTH)
+    assert h.ends["a"].finish is (FinishReason.STOP if stop else FinishReason.LENGTH)
     assert h.engine.pages.available < 64
-    h.event(Adopt("a", first))  # too late: no harm
+    h.event(ResumeDecode("a", first))  # too late: no harm
     h.event(Release("a"))
     h.drain()
 
@@ -138,20 +157,25 @@ def test_answers_go_on_behind_tokens_that_the_client_has():
     h.arrive("a", PROMPT, resumed=tuple(want[:3]), max_tokens=8)
     h.drain()
     assert h.got["a"] == want[3:] and len(h.records["a"].token_s) == 5
-    h.arrive("b", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=Part.PREFILL)
-    h.arrive("c", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=Part.DECODE, salt="other")
+    h.arrive("b", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=DisaggRole.PREFILL)
+    h.arrive(
+        "c", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=DisaggRole.DECODE, salt="other"
+    )
     work(h)
     assert h.got["b"] == want[3:4]
     fill_in(h, "c")
-    h.event(Adopt("c", want[3]))
+    h.event(ResumeDecode("c", want[3]))
     h.event(Release("b"))
     h.drain()
     assert h.got["c"] == want[4:]
     h.arrive("d", PROMPT, resumed=tuple(want), max_tokens=8)
-    assert h.ends["d"].finish is Finish.ERROR and "8 tokens of the answer are there already" in h.ends["d"].error
+    assert (
+        h.ends["d"].finish is FinishReason.ERROR
+        and "8 tokens of the answer are there already" in h.ends["d"].error
+    )
 
 
-@pytest.mark.parametrize("part", [Part.PREFILL, Part.DECODE])
+@pytest.mark.parametrize("part", [DisaggRole.PREFILL, DisaggRole.DECODE])
 def test_an_abort_keeps_the_pages_and_tells_the_client_once(part):
     for moment in range(6):
         h = harness("multiplex", layer_group=2)
@@ -161,14 +185,14 @@ def test_an_abort_keeps_the_pages_and_tells_the_client_once(part):
         h.event(Abort("a"))
         h.event(Abort("a"))
         work(h)
-        assert h.ends["a"].finish is Finish.ABORT and h.engine.pages.available == 64 - 5
-        h.event(Adopt("a", 1))
+        assert h.ends["a"].finish is FinishReason.ABORT and h.engine.pages.available == 64 - 5
+        h.event(ResumeDecode("a", 1))
         h.event(Release("a"))
         h.event(Release("a"))
         h.drain()
 
 
-@pytest.mark.parametrize("part", [Part.PREFILL, Part.DECODE])
+@pytest.mark.parametrize("part", [DisaggRole.PREFILL, DisaggRole.DECODE])
 def test_a_release_at_any_moment_is_silent(part):
     for moment in range(6):
         h = harness("multiplex", layer_group=2)
@@ -178,13 +202,17 @@ def test_a_release_at_any_moment_is_silent(part):
             h.step(moment)
         h.event(Release("a"))
         h.drain()
-        assert "a" not in h.ends and "a" not in h.records and h.ends["busy"].finish is Finish.LENGTH
+        assert (
+            "a" not in h.ends
+            and "a" not in h.records
+            and h.ends["busy"].finish is FinishReason.LENGTH
+        )
 
 
 def test_a_release_of_one_that_waits():
     h = harness("chunked", pages=12)
-    h.arrive("a", range(40), part=Part.DECODE, max_tokens=2)
-    h.arrive("b", PROMPT, part=Part.DECODE)
+    h.arrive("a", range(40), part=DisaggRole.DECODE, max_tokens=2)
+    h.arrive("b", PROMPT, part=DisaggRole.DECODE)
     assert [p.id for p in h.progress] == ["a"]
     h.event(Release("b"))
     h.event(Release("a"))
@@ -196,7 +224,7 @@ def test_kept_pages_are_not_taken_from_their_request():
     h = harness("chunked", pages=16)
     h.arrive("a", [1] * 8, max_tokens=50)
     h.step()
-    h.arrive("b", range(30, 60), part=Part.DECODE, priority=-1)
+    h.arrive("b", range(30, 60), part=DisaggRole.DECODE, priority=-1)
     while h.step():
         pass
     assert "a" not in h.ends and h.engine.living["b"].pages, "the pool is full"
@@ -207,9 +235,9 @@ def test_kept_pages_are_not_taken_from_their_request():
 
 def test_prompt_work_is_counted_where_it_is_done():
     h = harness("chunked")
-    h.arrive("a", PROMPT, part=Part.DECODE)
+    h.arrive("a", PROMPT, part=DisaggRole.DECODE)
     assert h.engine.stats().prompt_tokens == 0
-    h.arrive("b", PROMPT, part=Part.PREFILL)
+    h.arrive("b", PROMPT, part=DisaggRole.PREFILL)
     assert h.engine.stats().prompt_tokens == 18
     work(h)
     h.event(Release("a"))
@@ -226,7 +254,7 @@ def test_prompt_work_is_counted_where_it_is_done():
             st.integers(1, 50),
             st.integers(2, 8),
             st.integers(0, 3),
-            st.sampled_from(list(Part)),
+            st.sampled_from(list(DisaggRole)),
             st.integers(0, 4),
             st.sampled_from(["adopt", "adopt", "adopt", "release", "abort"]),
         ),
@@ -241,9 +269,11 @@ def test_any_mixture_of_parts(name, pages, load, choices):
     choice = itertools.cycle(choices)
     fates: dict[str, str] = {}
     for number, (length, max_tokens, family, part, pause, fate) in enumerate(load):
-        prompt = [family] * (length // 2) + [(number * 7 + i) % 50 for i in range(length - length // 2)]
+        prompt = [family] * (length // 2) + [
+            (number * 7 + i) % 50 for i in range(length - length // 2)
+        ]
         h.arrive(f"r{number}", prompt, max_tokens=max_tokens, part=part)
-        if part is not Part.WHOLE:
+        if part is not DisaggRole.WHOLE:
             fates[f"r{number}"] = fate
         for _ in range(pause):
             h.step(next(choice))
@@ -256,9 +286,9 @@ def test_any_mixture_of_parts(name, pages, load, choices):
     for id, got in h.got.items():
         arrive = h.sent[id]
         want = answer(arrive.prompt, arrive.sampling.max_tokens)
-        start = 1 if arrive.part is Part.DECODE else 0
+        start = 1 if arrive.part is DisaggRole.DECODE else 0
         assert got == want[start : start + len(got)]
-        if arrive.part is Part.WHOLE:
+        if arrive.part is DisaggRole.WHOLE:
             assert len(got) == arrive.sampling.max_tokens
 
 
@@ -270,9 +300,9 @@ def settle(h: Harness, fates: dict[str, str], wait: int) -> None:
             h.event(Release(id))
         elif request.phase is Phase.HELD and not wait:
             if fate == "adopt":
-                if request.arrive.part is Part.DECODE:
+                if request.arrive.part is DisaggRole.DECODE:
                     fill_in(h, id)
-                h.event(Adopt(id, answer(request.arrive.prompt, 1)[0]))
+                h.event(ResumeDecode(id, answer(request.arrive.prompt, 1)[0]))
             else:
                 if fate == "abort":
                     h.event(Abort(id))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from driver import Harness
+from engine_harness import Harness
 
 from counterpoint.core.policy import Chunked, Multiplex
-from counterpoint.types import Stats, Work
+from counterpoint.types import BatchShape, Stats
 
 
 def lanes(stats: Stats) -> dict[tuple[str, str], float]:
@@ -23,10 +23,19 @@ def test_a_lanes_time_is_busy_launching_or_idle_for_a_reason():
     spent = lanes(h.engine.stats())
     whole_s = h.now - 1.0  # since the first event
     for role in ("prefill", "decode"):
-        assert sum(seconds for (lane, _), seconds in spent.items() if lane == role) == pytest.approx(whole_s)
-    assert spent["prefill", "busy"] == pytest.approx(4.0), "two prompts in two layer groups each, a second every time"
+        assert sum(
+            seconds for (lane, _), seconds in spent.items() if lane == role
+        ) == pytest.approx(whole_s)
+    assert spent["prefill", "busy"] == pytest.approx(4.0), (
+        "two prompts in two layer groups each, a second every time"
+    )
     assert spent["decode", "busy"] == pytest.approx(3.0)
-    assert set(spent) == {("prefill", "busy"), ("prefill", "nothing"), ("decode", "busy"), ("decode", "nothing")}
+    assert set(spent) == {
+        ("prefill", "busy"),
+        ("prefill", "nothing"),
+        ("decode", "busy"),
+        ("decode", "nothing"),
+    }
 
 
 def test_what_a_step_waits_on_the_device_is_launch():
@@ -69,7 +78,7 @@ def test_units_at_work_are_modelled_where_the_device_does_not_tell():
     h = Harness(Chunked(48, 4))
     asked: list[tuple[str, int]] = []
 
-    def active(work: Work, units: int) -> float:
+    def active(work: BatchShape, units: int) -> float:
         asked.append((work.kind, units))
         return units / 2
 
@@ -79,6 +88,9 @@ def test_units_at_work_are_modelled_where_the_device_does_not_tell():
     assert asked == [("prefill", 4), ("decode", 4), ("decode", 4)]
     assert h.engine.stats().active_unit_s == pytest.approx(3 * 2.0)
     h.arrive("b", range(8), max_tokens=1)
-    h.event(msgspec.structs.replace(h.device.finish(0, h.now + 1.0, took_s=1.0), active_units=3.0), after_s=1.0)
+    h.event(
+        msgspec.structs.replace(h.device.finish(0, h.now + 1.0, took_s=1.0), active_units=3.0),
+        after_s=1.0,
+    )
     assert h.engine.stats().active_unit_s == pytest.approx(9.0), "what the device tells goes first"
     assert len(asked) == 3

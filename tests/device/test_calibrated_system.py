@@ -13,10 +13,10 @@ from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.cli import status_of
 from counterpoint.config import Config
 from counterpoint.core.policy import Auto
+from counterpoint.cost_model import calibration_store
+from counterpoint.cost_model.calibration import file_name
 from counterpoint.device.cores import usable_cores
-from counterpoint.device.wall import WallInbox
-from counterpoint.perf import shelf
-from counterpoint.perf.table import file_name
+from counterpoint.device.event_queue import WallClockEventQueue
 
 pytestmark = pytest.mark.skipif(len(usable_cores()) < 2, reason="a split needs two cores")
 
@@ -44,12 +44,25 @@ def shape(cache, tmp_path, monkeypatch):
 
 
 def opened(shape: str, policy: str = "auto") -> build.System:
-    config = Config().replace(model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2)
-    return build.system(config, WallInbox(), lambda _: None)
+    config = Config().replace(
+        model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
+    )
+    return build.system(config, WallClockEventQueue(), lambda _: None)
 
 
 def calibrate(shape: str, tmp_path, *more: str) -> int:
-    line = ["calibrate", shape, "--device", "cpu", "--cores", "2", "--kv-pages", "400", "--json", str(tmp_path / "report.json")]
+    line = [
+        "calibrate",
+        shape,
+        "--device",
+        "cpu",
+        "--cores",
+        "2",
+        "--kv-pages",
+        "400",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     return status_of([*line, *more])
 
 
@@ -60,7 +73,7 @@ def test_auto_takes_what_was_measured_and_says_so(shape, tmp_path, capsys):
     assert any("roofline" in note and "calibrate" in note for note in system.notes)
     assert calibrate(shape, tmp_path, "--budget", "6") == 0
     assert "held-out" in capsys.readouterr().out
-    table = shelf.load(build.calibrations() / file_name(system.pricing.key))
+    table = calibration_store.load(build.calibrations() / file_name(system.pricing.key))
     assert table.key == system.pricing.key
     assert {p.held_out for p in table.points} == {True, False}
     assert any(p.beside for p in table.points)
@@ -81,11 +94,11 @@ def opened_notes(shape: str, policy: str) -> tuple[str, ...]:
 def test_a_second_run_goes_on_and_a_fresh_one_does_not(shape, tmp_path):
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
     (path,) = build.calibrations().glob("*.json")
-    first = shelf.load(path).points
+    first = calibration_store.load(path).points
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
-    assert shelf.load(path).points[: len(first)] == first
+    assert calibration_store.load(path).points[: len(first)] == first
     assert calibrate(shape, tmp_path, "--budget", "2", "--fresh") == 0
-    assert shelf.load(path).points[0] != first[0]
+    assert calibration_store.load(path).points[0] != first[0]
 
 
 def test_what_can_not_be_is_told(shape, tmp_path, capsys):
@@ -100,8 +113,10 @@ def test_another_engine_over_the_same_device(shape):
     system = opened(shape, "serial")
     for policy in ("serial", "multiplex", "chunked"):
         system.executor.close()
-        inbox = WallInbox()
-        config = Config().replace(model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2)
+        inbox = WallClockEventQueue()
+        config = Config().replace(
+            model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
+        )
         assert system.again is not None
         system = system.again(config, inbox, Auto)
         queries = [Query(i, 0.0, 20, 4) for i in range(4)]
@@ -112,8 +127,10 @@ def test_another_engine_over_the_same_device(shape):
 
 
 def test_what_is_unanswered_at_the_limit_is_aborted(shape):
-    inbox = WallInbox()
-    config = Config().replace(model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2)
+    inbox = WallClockEventQueue()
+    config = Config().replace(
+        model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2
+    )
     system = build.system(config, inbox, lambda _: None)
     queries = [Query(0, 0.0, 20, 4), Query(1, 0.0, 20, 480)]
     came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS, limit_s=0.0)

@@ -27,8 +27,15 @@ def test_cores_are_those_of_the_affinity_mask(tmp_path):
 def test_second_hardware_threads_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 4, 5, 6})
     for cpu in range(8):
-        write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert usable_cores(root=tmp_path) == (1, 2, 4)  # core 1 is {1, 5}, core 2 {2, 6}, core 0 {0, 4}
+        write(
+            tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
+            f"{cpu % 4},{cpu % 4 + 4}\n",
+        )
+    assert usable_cores(root=tmp_path) == (
+        1,
+        2,
+        4,
+    )  # core 1 is {1, 5}, core 2 {2, 6}, core 0 {0, 4}
 
 
 @linux
@@ -38,8 +45,20 @@ def test_second_hardware_threads_are_left_out(tmp_path, monkeypatch):
         ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
         ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
         ({"sys/fs/cgroup/cpu.max": "max 100000"}, 6),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 6),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            3,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            6,
+        ),
     ],
 )
 def test_a_quota_limits_the_cores(tmp_path, monkeypatch, files, expected):
@@ -52,7 +71,10 @@ def test_a_quota_limits_the_cores(tmp_path, monkeypatch, files, expected):
 def test_lanes_count_from_opposite_ends_and_nest():
     cores = (2, 3, 5, 7)
     for units in range(1, 4):
-        prefill, decode = lane_cores(Role.PREFILL, units, cores), lane_cores(Role.DECODE, 4 - units, cores)
+        prefill, decode = (
+            lane_cores(Role.PREFILL, units, cores),
+            lane_cores(Role.DECODE, 4 - units, cores),
+        )
         assert sorted(prefill + decode) == list(cores)
         assert set(prefill) < set(lane_cores(Role.PREFILL, units + 1, cores))
         assert set(decode) < set(lane_cores(Role.DECODE, 5 - units, cores))
@@ -83,6 +105,8 @@ def test_pin_reads_back_what_is_in_force():
     try:
         core = min(before)
         assert pin([core]) == (core,)
-        assert pin([core, 1_000_000 // 1000]) == (core,), "a core that does not exist is not in force"
+        assert pin([core, 1_000_000 // 1000]) == (core,), (
+            "a core that does not exist is not in force"
+        )
     finally:
         os.sched_setaffinity(0, before)

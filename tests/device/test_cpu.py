@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from rig import GREEDY, LANES, PAGE, VOCAB, Rig, make_rig, tiny_decoder
+from cpu_rig import GREEDY, LANES, PAGE, VOCAB, Rig, make_rig, tiny_decoder
 
 from counterpoint.device.cores import usable_cores
-from counterpoint.model.batch import Batch
+from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
-from counterpoint.types import Drop, Lane, Role, Sampling, Segment
+from counterpoint.types import DiscardPass, Lane, Role, Sampling, Segment
 
 CORES = usable_cores()
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two lanes side by side need two cores")
@@ -40,7 +40,14 @@ def pages(first: int, tokens: int) -> tuple[int, ...]:
     return tuple(range(first, first + -(-tokens // PAGE)))
 
 
-def generate(rig: Rig, slot: int, prompt: list[int], count: int, sampling: Sampling = GREEDY, first_page: int = 0) -> list[int]:
+def generate(
+    rig: Rig,
+    slot: int,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling = GREEDY,
+    first_page: int = 0,
+) -> list[int]:
     """Whole prompt, then one token at a time, in the decode lane."""
     rig.open(slot, prompt, sampling)
     done = rig.run([Segment(slot, 0, len(prompt), True, pages(first_page, len(prompt) + count))])
@@ -70,7 +77,13 @@ def test_layer_groups_on_changing_units_equal_a_whole_pass(rig: Rig):
     assert [done.tokens for done in early] == [(), ()]
     assert [done.units for done in (*early, last)] == [1, 2, 1]
     assert list(last.tokens) == expected[:1]
-    assert early[0].started_s <= early[0].ended_s <= early[1].started_s <= early[1].ended_s <= last.started_s
+    assert (
+        early[0].started_s
+        <= early[0].ended_s
+        <= early[1].started_s
+        <= early[1].ended_s
+        <= last.started_s
+    )
     for n in range(5):
         assert rig.run([Segment(1, len(PROMPT) + n, 1, True)]).tokens == (expected[n + 1],)
 
@@ -105,7 +118,11 @@ def test_a_seeded_request_gets_the_same_tokens_in_any_company(rig: Rig):
     sampling = Sampling(max_tokens=9, temperature=1.5, seed=99, top_p=0.95)
     alone = generate(rig, 0, PROMPT, 6, sampling)
     for slot in range(1, 7):
-        rig.open(slot, PROMPT[slot:], Sampling(max_tokens=9, temperature=slot / 3, seed=slot, presence_penalty=0.5))
+        rig.open(
+            slot,
+            PROMPT[slot:],
+            Sampling(max_tokens=9, temperature=slot / 3, seed=slot, presence_penalty=0.5),
+        )
     rig.open(7, PROMPT, sampling)
     together = [Segment(slot, 0, 23 - slot, True, pages(slot * 8, 30)) for slot in range(1, 7)]
     tokens = [rig.run([*together, Segment(7, 0, 23, True, pages(56, 30))]).tokens[-1]]
@@ -119,12 +136,17 @@ def test_a_seeded_request_gets_the_same_tokens_in_any_company(rig: Rig):
 def test_logprobs_of_tokens_and_prompt(rig: Rig, decoder: Decoder):
     rig.open(0, PROMPT, Sampling(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=1))
     rig.open(1, PROMPT, GREEDY)
-    first = rig.run([Segment(0, 0, 10, False, pages(0, 10)), Segment(1, 0, 23, True, pages(20, 23))])
+    first = rig.run(
+        [Segment(0, 0, 10, False, pages(0, 10)), Segment(1, 0, 23, True, pages(20, 23))]
+    )
     second = rig.run([Segment(0, 10, 13, True, pages(4, 20))])
     assert first.logprobs == () and first.tokens == second.tokens
     (chosen,) = second.logprobs
     assert chosen is not None
-    assert chosen.top_ids[0] == second.tokens[0] and chosen.top_logprobs[0] == chosen.logprob > chosen.top_logprobs[1]
+    assert (
+        chosen.top_ids[0] == second.tokens[0]
+        and chosen.top_logprobs[0] == chosen.logprob > chosen.top_logprobs[1]
+    )
     assert first.prompt_logprobs[1] is None
     prompt = [*(first.prompt_logprobs[0] or ()), *(second.prompt_logprobs[0] or ())]
     assert len(prompt) == len(PROMPT) - 1
@@ -132,7 +154,9 @@ def test_logprobs_of_tokens_and_prompt(rig: Rig, decoder: Decoder):
         rig.open(2, PROMPT[:n], Sampling(max_tokens=1, temperature=0.0, logprobs=VOCAB))
         (told,) = rig.run([Segment(2, 0, n, True, pages(40, n))]).logprobs
         assert told is not None
-        assert prompt[n - 1].logprob == pytest.approx(told.top_logprobs[told.top_ids.index(PROMPT[n])], abs=1e-4)
+        assert prompt[n - 1].logprob == pytest.approx(
+            told.top_logprobs[told.top_ids.index(PROMPT[n])], abs=1e-4
+        )
         assert prompt[n - 1].top_ids == told.top_ids[:1]
 
 
@@ -144,7 +168,11 @@ def test_realised_cores_are_those_asked_for(rig: Rig):
     threads = set(os.listdir("/proc/self/task")) if sys.platform == "linux" else set()
     rig.open(0, PROMPT)
     for lane, units in ((PREFILL, 1), (DECODE, 1), (PREFILL, 2), (DECODE, 2)):
-        rig.run([Segment(0, 0, 23, True, pages(0, 23) if lane is PREFILL and units == 1 else ())], lane=lane.id, units=units)
+        rig.run(
+            [Segment(0, 0, 23, True, pages(0, 23) if lane is PREFILL and units == 1 else ())],
+            lane=lane.id,
+            units=units,
+        )
     realised = {(r.lane, r.units): r.cores for r in rig.executor.realised()}
     low, high = CORES[:2]
     if sys.platform != "linux":
@@ -156,7 +184,9 @@ def test_realised_cores_are_those_asked_for(rig: Rig):
         (PREFILL.id, 2): (low, high),
         (DECODE.id, 2): (low, high),
     }
-    for task in set(os.listdir("/proc/self/task")) - threads:  # the lanes' threads, and those that OpenMP started for them
+    for task in (
+        set(os.listdir("/proc/self/task")) - threads
+    ):  # the lanes' threads, and those that OpenMP started for them
         assert os.sched_getaffinity(int(task)) in ({low}, {high}, {low, high})
     assert os.sched_getaffinity(0) > {low}, "the caller's own thread is left alone"
 
@@ -166,11 +196,13 @@ class Meeting(Decoder):
 
     __slots__ = ("on_layers",)
 
-    def __init__(self, like: Decoder, on_layers: Callable[[Batch], None]) -> None:
+    def __init__(self, like: Decoder, on_layers: Callable[[PassTensors], None]) -> None:
         super().__init__(like.spec, like.ops, like.weights)
         self.on_layers = on_layers
 
-    def run_layers(self, x_TD: torch.Tensor, batch: Batch, kv: KVPool, first_layer: int, last_layer: int) -> torch.Tensor:
+    def run_layers(
+        self, x_TD: torch.Tensor, batch: PassTensors, kv: KVPool, first_layer: int, last_layer: int
+    ) -> torch.Tensor:
         self.on_layers(batch)
         return super().run_layers(x_TD, batch, kv, first_layer, last_layer)
 
@@ -180,7 +212,7 @@ def test_two_lanes_run_at_the_same_time_with_their_own_thread_counts(decoder: De
     meeting = threading.Barrier(2)
     seen: dict[str, int] = {}
 
-    def meet(batch: Batch) -> None:
+    def meet(batch: PassTensors) -> None:
         meeting.wait(60)  # breaks, and fails the step, unless both lanes are inside
         seen[threading.current_thread().name] = torch.get_num_threads()
 
@@ -202,7 +234,7 @@ def test_two_lanes_run_at_the_same_time_with_their_own_thread_counts(decoder: De
 def test_steps_that_would_share_a_core_are_refused(decoder: Decoder):
     inside, leave = threading.Event(), threading.Event()
 
-    def hold(batch: Batch) -> None:
+    def hold(batch: PassTensors) -> None:
         inside.set()
         assert leave.wait(60)
 
@@ -231,7 +263,7 @@ def test_units_there_are_not_are_refused(rig: Rig):
 
 
 def test_an_error_fails_its_step_alone(decoder: Decoder):
-    def fail_on_7(batch: Batch) -> None:
+    def fail_on_7(batch: PassTensors) -> None:
         if 7 in batch.tokens_T:
             raise RuntimeError("seven")
 
@@ -251,9 +283,9 @@ def test_a_dropped_pass_is_forgotten(rig: Rig):
     rig.open(0, PROMPT)
     segments = [Segment(0, 0, 23, True, pages(0, 23))]
     rig.run(segments, layers=(0, 2), batch=9)
-    rig.submit(Drop(9))
+    rig.submit(DiscardPass(9))
     assert "no hidden states" in rig.wait(rig.step(segments, layers=(2, 4), batch=9)).error
-    rig.submit(Drop(9))
+    rig.submit(DiscardPass(9))
 
 
 class Poisoned(Decoder):
@@ -261,7 +293,7 @@ class Poisoned(Decoder):
 
     __slots__ = ()
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def embed(self, batch: PassTensors) -> torch.Tensor:
         return super().embed(batch).index_fill(0, (batch.tokens_T == 7).nonzero()[:, 0], torch.nan)
 
 
@@ -299,5 +331,7 @@ def test_one_lane_of_both_roles(decoder: Decoder, rig: Rig):
     expected = generate(rig, 0, PROMPT, 3)
     both = make_rig(decoder, CORES, (Lane(0, Role.BOTH),))
     both.open(0, PROMPT)
-    assert both.run([Segment(0, 0, 23, True, pages(0, 23))], units=len(CORES)).tokens == (expected[0],)
+    assert both.run([Segment(0, 0, 23, True, pages(0, 23))], units=len(CORES)).tokens == (
+        expected[0],
+    )
     both.executor.close()

@@ -11,17 +11,22 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from rig import TINY, VOCAB, Rig, make_rig, tiny_decoder
+from cpu_rig import TINY, VOCAB, Rig, make_rig, tiny_decoder
 from test_serving import Service, policies, requests
 
 from counterpoint.core.policy import Serial
 from counterpoint.device.cores import usable_cores
-from counterpoint.device.gate import Gate
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.grammar import KEPT_CHARACTERS, Grammars, Vocabulary
-from counterpoint.device.wall import WallInbox
-from counterpoint.ports import Policy
-from counterpoint.serve.structure.grammar import from_choice, from_json_schema, from_lark, from_regex
-from counterpoint.types import NO_GRAMMAR, Abort, Arrive, Sampling, Segment
+from counterpoint.device.grammar_gate import GrammarGate
+from counterpoint.interfaces import Policy
+from counterpoint.serve.structured_output.grammar import (
+    from_choice,
+    from_json_schema,
+    from_lark,
+    from_regex,
+)
+from counterpoint.types import NO_GRAMMAR, Abort, AddRequest, Sampling, Segment
 
 FIRST = 10  # the id of byte 0: the vocabulary is the bytes, the model's end, and one mark
 (EOS,) = TINY.eos_token_ids
@@ -83,7 +88,9 @@ def test_an_answer_that_has_begun_is_followed():
 def test_ends_are_kept_away_while_there_is_anything_else():
     stop = encode("5")[0]
     grammars = connected()
-    grammars.open(0, bound(from_regex("[0-9]{1,3}"), min_tokens=3, stop_token_ids=(stop,)), encode("1"))
+    grammars.open(
+        0, bound(from_regex("[0-9]{1,3}"), min_tokens=3, stop_token_ids=(stop,)), encode("1")
+    )
     assert allowed(grammars, 0, 1) == DIGITS - {stop}
     assert allowed(grammars, 0, 3) == DIGITS | {EOS}
     grammars.open(1, bound(from_regex("5{1,3}"), min_tokens=9, stop_token_ids=(stop,)), encode("5"))
@@ -104,7 +111,10 @@ def test_marks_are_no_text():
     assert allowed(grammars, 0, 1) == {MARK}
 
 
-@pytest.mark.parametrize("grammar", ["nonsense", from_regex("("), from_regex("[^\\s\\S]"), from_regex("a{100}{100}{100}{100}")])
+@pytest.mark.parametrize(
+    "grammar",
+    ["nonsense", from_regex("("), from_regex("[^\\s\\S]"), from_regex("a{100}{100}{100}{100}")],
+)
 def test_what_cannot_be_followed_allows_nothing(grammar: str):
     grammars = connected()
     grammars.open(0, bound(grammar))
@@ -133,18 +143,20 @@ def test_what_is_kept_compiled_is_bounded():
     assert not grammars.ready(large[0])
     grammars.close(0)
     grammars.open(0, bound(large[1]))
-    assert allowed(grammars, 0, 0) == set(encode("1x")) and grammars.ready(large[1]), "what is gone is made again"
+    assert allowed(grammars, 0, 0) == set(encode("1x")) and grammars.ready(large[1]), (
+        "what is gone is made again"
+    )
 
 
 # ---------------------------------------------------------------- the gate
 
 
-def arrive(id: str, grammar: str = "") -> Arrive:
-    return Arrive(id=id, prompt=(1,), sampling=bound(grammar))
+def arrive(id: str, grammar: str = "") -> AddRequest:
+    return AddRequest(id=id, prompt=(1,), sampling=bound(grammar))
 
 
 def test_the_gate_keeps_the_order_of_a_request_and_holds_up_no_other():
-    loaded, inbox = threading.Event(), WallInbox()
+    loaded, inbox = threading.Event(), WallClockEventQueue()
 
     def slow() -> Vocabulary:
         loaded.wait(30)
@@ -152,7 +164,7 @@ def test_the_gate_keeps_the_order_of_a_request_and_holds_up_no_other():
 
     grammars = Grammars(VOCAB, TINY.eos_token_ids)
     grammars.connect(slow)
-    gate = Gate(grammars, inbox)
+    gate = GrammarGate(grammars, inbox)
     first = [arrive("bound", from_regex("a")), arrive("free"), Abort("bound"), Abort("free")]
     for event in first:
         gate.put(event)
@@ -165,8 +177,8 @@ def test_the_gate_keeps_the_order_of_a_request_and_holds_up_no_other():
 
 
 def test_the_gate_lets_in_what_cannot_be_compiled():
-    inbox = WallInbox()
-    gate = Gate(Grammars(VOCAB, TINY.eos_token_ids), inbox)
+    inbox = WallClockEventQueue()
+    gate = GrammarGate(Grammars(VOCAB, TINY.eos_token_ids), inbox)
     gate.put(arrive("a", from_regex("a")))
     gate.close()
     assert inbox.get()[1] == [arrive("a", from_regex("a"))]
@@ -183,7 +195,9 @@ def rig():
     rig.executor.close()
 
 
-def generate(rig: Rig, slot: int, sampling: Sampling, prompt: list[int], most: int = 40) -> list[int]:
+def generate(
+    rig: Rig, slot: int, sampling: Sampling, prompt: list[int], most: int = 40
+) -> list[int]:
     rig.open(slot, prompt, sampling)
     pages = range(slot * 16, slot * 16 + 16)
     done = rig.run([Segment(slot, 0, len(prompt), True, tuple(pages))], lane=1)
@@ -193,17 +207,32 @@ def generate(rig: Rig, slot: int, sampling: Sampling, prompt: list[int], most: i
     return tokens
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "min_p": 0.01}],
+)
 def test_answers_obey(rig: Rig, how):
-    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}, "b": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"enum": ["yes", "no"]},
+            "b": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+    }
     schema |= {"required": ["a", "b"], "additionalProperties": False}
     for seed in range(5):
         tokens = generate(
-            rig, 0, Sampling(max_tokens=64, grammar=from_json_schema(schema), seed=seed, **how), encode(f"q{seed}"), 60
+            rig,
+            0,
+            Sampling(max_tokens=64, grammar=from_json_schema(schema), seed=seed, **how),
+            encode(f"q{seed}"),
+            60,
         )
         if tokens[-1] == EOS:
             found = json.loads(decode(tokens))
-            assert found.keys() == {"a", "b"} and found["a"] in ("yes", "no") and 0 <= found["b"] <= 99
+            assert (
+                found.keys() == {"a", "b"} and found["a"] in ("yes", "no") and 0 <= found["b"] <= 99
+            )
         else:
             assert decode(tokens).strip().startswith("{")
 
@@ -211,7 +240,9 @@ def test_answers_obey(rig: Rig, how):
 def test_biases_and_penalties_give_way(rig: Rig):
     (x,) = encode("x")
     bias = ((x, 100.0), *((token, -100.0) for token in DIGITS))
-    sampling = bound(from_regex("[0-9]{5}"), logit_bias=bias, repetition_penalty=5.0, frequency_penalty=2.0)
+    sampling = bound(
+        from_regex("[0-9]{5}"), logit_bias=bias, repetition_penalty=5.0, frequency_penalty=2.0
+    )
     tokens = generate(rig, 0, sampling, encode("xx"))
     assert len(decode(tokens)) == 5 and decode(tokens).isdigit() and tokens[-1] == EOS
 
@@ -221,27 +252,40 @@ def test_one_that_cannot_be_followed_fails_alone(rig: Rig):
     alone = generate(rig, 1, free, encode("hello"), 1)
     rig.open(0, encode("hello"), lost)
     rig.open(1, encode("hello"), free)
-    segments = [Segment(slot, 0, 5, True, tuple(range(slot * 16, slot * 16 + 2))) for slot in (0, 1)]
+    segments = [
+        Segment(slot, 0, 5, True, tuple(range(slot * 16, slot * 16 + 2))) for slot in (0, 1)
+    ]
     assert rig.run(segments, lane=1).tokens == (NO_GRAMMAR, alone[0])
 
 
 def test_random_choices(rig: Rig):
     chance = random.Random(1)
     for _ in range(20):
-        choices = list({"".join(chance.choices('ab"\\\n é漢{}', k=chance.randrange(1, 6))) for _ in range(5)})
-        tokens = generate(rig, 0, Sampling(max_tokens=64, grammar=from_choice(choices), seed=chance.randrange(99)), encode("?"))
+        choices = list(
+            {"".join(chance.choices('ab"\\\n é漢{}', k=chance.randrange(1, 6))) for _ in range(5)}
+        )
+        tokens = generate(
+            rig,
+            0,
+            Sampling(max_tokens=64, grammar=from_choice(choices), seed=chance.randrange(99)),
+            encode("?"),
+        )
         assert tokens[-1] == EOS and decode(tokens) in choices
 
 
 # ---------------------------------------------------------------- the engine
 
 
-def asks() -> list[Arrive]:
+def asks() -> list[AddRequest]:
     """Every other one of these is bound, one in six asks for what nothing satisfies."""
     arrivals = []
     for n, arrive in enumerate(requests()):
         grammar = ["", PATTERN, "", PATTERN, "", NEVER][n % 6]
-        arrivals.append(msgspec.structs.replace(arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=grammar)))
+        arrivals.append(
+            msgspec.structs.replace(
+                arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=grammar)
+            )
+        )
     return arrivals
 
 

@@ -9,7 +9,9 @@ PAGE_BYTES = 1 << 20
 GIB = 1 << 30
 
 
-def pages(device: DeviceConfig, available: int = 8 * GIB, max_running: int = 256, context: int = 8192) -> int:
+def pages(
+    device: DeviceConfig, available: int = 8 * GIB, max_running: int = 256, context: int = 8192
+) -> int:
     return choose_pages(device, PAGE_BYTES, max_running, context, available)
 
 

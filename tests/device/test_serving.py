@@ -6,24 +6,31 @@ import random
 import threading
 
 import pytest
+from cpu_rig import PAGE, TINY, VOCAB, tiny_decoder
 from msgspec import structs
-from rig import PAGE, TINY, VOCAB, tiny_decoder
 
 from counterpoint.config import ConfigError
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import Limits
+from counterpoint.core.limits import EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Chunked, Multiplex, Serial
+from counterpoint.device.contract_checker import ContractChecker
 from counterpoint.device.cores import usable_cores
 from counterpoint.device.cpu import CpuExecutor
-from counterpoint.device.tables import Tables
-from counterpoint.device.wall import WallInbox
-from counterpoint.device.watch import Watch
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.device.slot_tables import SlotTables
+from counterpoint.interfaces import Policy
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops_cpu import cpu_ops
-from counterpoint.ports import Policy
-from counterpoint.types import Arrive, Delta, Finish, Output, Sampling, TokenLogprobs
+from counterpoint.types import (
+    AddRequest,
+    FinishReason,
+    Output,
+    OutputDelta,
+    Sampling,
+    TokenLogprobs,
+)
 
 CORES = usable_cores()[:2]
 MOST_TOKENS = 12
@@ -35,15 +42,19 @@ def decoder() -> Decoder:
     return tiny_decoder()
 
 
-def requests() -> list[Arrive]:
+def requests() -> list[AddRequest]:
     """32 greedy and seeded requests of 3 to 100 tokens; half begin alike."""
     chance = random.Random(4)
     beginning = [chance.randrange(VOCAB) for _ in range(40)]
     arrivals = []
     for n in range(32):
         prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(3, 60))]
-        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.8 * (n % 4 == 3), seed=n, ignore_eos=n % 2 == 0)
-        arrivals.append(Arrive(id=f"r{n}", prompt=tuple(beginning * (n % 2) + prompt), sampling=sampling))
+        sampling = Sampling(
+            max_tokens=MOST_TOKENS, temperature=0.8 * (n % 4 == 3), seed=n, ignore_eos=n % 2 == 0
+        )
+        arrivals.append(
+            AddRequest(id=f"r{n}", prompt=tuple(beginning * (n % 2) + prompt), sampling=sampling)
+        )
     return arrivals
 
 
@@ -51,15 +62,23 @@ class Service:
     """An engine's thread with its device, as a server has it. Collects the answers until every request has its finish."""
 
     def __init__(self, decoder: Decoder, policy: Policy, pages: int) -> None:
-        self.inbox = WallInbox()
+        self.inbox = WallClockEventQueue()
         kv = KVPool(TINY, pages, PAGE, decoder.kv_dtype)
-        tables = Tables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
+        tables = SlotTables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
         executor = CpuExecutor(decoder, kv, tables, policy.lanes, CORES, self.inbox)
         self.grammars = tables.settings.grammars
         units, layers = len(CORES), TINY.layers
-        self.watch = Watch(executor, self.inbox, units=units, layers=layers, pages=pages, page_tokens=PAGE, lanes=policy.lanes)
+        self.watch = ContractChecker(
+            executor,
+            self.inbox,
+            units=units,
+            layers=layers,
+            pages=pages,
+            page_tokens=PAGE,
+            lanes=policy.lanes,
+        )
         self.engine = Engine(
-            Limits(
+            EngineLimits(
                 pages=pages,
                 page_tokens=PAGE,
                 max_running=MAX_RUNNING,
@@ -73,7 +92,7 @@ class Service:
         )
         self.answers: dict[str, list[int]] = {}
         self.chances: dict[str, list[TokenLogprobs | None]] = {}
-        self.finishes: dict[str, Finish] = {}
+        self.finishes: dict[str, FinishReason] = {}
         self.expected = 0
         self.errors: list[str] = []
         self.all_there = threading.Event()
@@ -90,7 +109,7 @@ class Service:
 
     def _deliver(self, outputs: list[Output], engine: Engine) -> None:
         for output in outputs:
-            if isinstance(output, Delta):
+            if isinstance(output, OutputDelta):
                 self.answers.setdefault(output.id, []).extend(output.tokens)
                 self.chances.setdefault(output.id, []).extend(output.logprobs)
                 if output.error:
@@ -100,7 +119,7 @@ class Service:
         if self.expected and len(self.finishes) == self.expected and engine.idle:
             self.all_there.set()
 
-    def ask(self, arrivals: list[Arrive], errors: int = 0) -> dict[str, list[int]]:
+    def ask(self, arrivals: list[AddRequest], errors: int = 0) -> dict[str, list[int]]:
         """`errors`: how many of them must fail."""
         self.answers, self.chances, self.finishes = {}, {}, {}
         self.expected = len(arrivals)
@@ -129,7 +148,9 @@ def policies() -> dict[str, Policy]:
     }
     if units > 1:
         found["multiplex"] = Multiplex(160, units, 1, TINY.layers)
-        found["multiplex, layer by layer, two in flight"] = Multiplex(160, units, 1, TINY.layers, layer_group=1, depth=2)
+        found["multiplex, layer by layer, two in flight"] = Multiplex(
+            160, units, 1, TINY.layers, layer_group=1, depth=2
+        )
     return found
 
 
@@ -146,7 +167,9 @@ def truth(decoder: Decoder) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", policies())
 @pytest.mark.parametrize("pages", [1024, 90], ids=["much memory", "little memory"])
-def test_answers_do_not_depend_on_the_policy(decoder: Decoder, truth: dict[str, list[int]], name: str, pages: int):
+def test_answers_do_not_depend_on_the_policy(
+    decoder: Decoder, truth: dict[str, list[int]], name: str, pages: int
+):
     service = Service(decoder, policies()[name], pages)
     for round in ("cold", "with prefix hits"):
         assert service.ask(requests()) == truth, round
@@ -165,7 +188,10 @@ def test_answers_are_the_same_to_the_bit(dtype: str):
         exact = tiny_decoder(cpu_ops(dtype, TINY.head_dim, invariant=True))
     except ConfigError as error:
         pytest.skip(str(error))
-    asked = [structs.replace(arrive, sampling=structs.replace(arrive.sampling, logprobs=4)) for arrive in requests()]
+    asked = [
+        structs.replace(arrive, sampling=structs.replace(arrive.sampling, logprobs=4))
+        for arrive in requests()
+    ]
     service = Service(exact, Serial(160, len(CORES)), 256)
     truth = {}
     for arrive in asked:
@@ -176,7 +202,10 @@ def test_answers_are_the_same_to_the_bit(dtype: str):
         service = Service(exact, policies()[name], 90)
         for round in ("cold", "with prefix hits"):
             service.ask(asked)
-            assert {id: (service.answers[id], service.chances[id]) for id in truth} == truth, (name, round)
+            assert {id: (service.answers[id], service.chances[id]) for id in truth} == truth, (
+                name,
+                round,
+            )
         assert service.engine.stats().prefix_hits_tokens and service.engine.stats().preemptions
         service.close()
 

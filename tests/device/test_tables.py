@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import torch
 
-from counterpoint.device.tables import Tables, pass_rows
+from counterpoint.device.slot_tables import SlotTables, pass_rows
 from counterpoint.model.ops import reference_ops
-from counterpoint.types import Open, Sampling, Segment
+from counterpoint.types import InitSlot, Sampling, Segment
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
 
 
-def filled() -> Tables:
-    tables = Tables(slots=4, max_context_tokens=32, page_tokens=4, vocab=100)
-    tables.open(Open(2, (11, 12, 13, 14, 15, 16), 6, (7,), GREEDY))
-    tables.open(Open(0, (21, 22, 23), 3, (), GREEDY))
+def filled() -> SlotTables:
+    tables = SlotTables(slots=4, max_context_tokens=32, page_tokens=4, vocab=100)
+    tables.open(InitSlot(2, (11, 12, 13, 14, 15, 16), 6, (7,), GREEDY))
+    tables.open(InitSlot(0, (21, 22, 23), 3, (), GREEDY))
     return tables
 
 
@@ -40,7 +40,7 @@ def test_sampled_tokens_are_the_next_pass_input():
 
 def test_a_slot_starts_anew():
     tables = filled()
-    tables.open(Open(2, (31, 32), 2, (), GREEDY))
+    tables.open(InitSlot(2, (31, 32), 2, (), GREEDY))
     segments = [Segment(2, 0, 2, True, (3,))]
     tables.extend(segments)
     batch = tables.batch(pass_rows(segments), reference_ops())
@@ -49,12 +49,12 @@ def test_a_slot_starts_anew():
 
 
 def test_the_last_token_of_a_full_context_has_a_place():
-    tables = Tables(slots=1, max_context_tokens=8, page_tokens=4, vocab=100)
-    tables.open(Open(0, tuple(range(8)), 8, (), GREEDY))
+    tables = SlotTables(slots=1, max_context_tokens=8, page_tokens=4, vocab=100)
+    tables.open(InitSlot(0, tuple(range(8)), 8, (), GREEDY))
     tables.put_sampled(pass_rows([Segment(0, 7, 1, True)]), torch.tensor([9]))
     assert tables.tokens[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
 
 
 def test_memory_of_a_large_service_is_small():
-    tables = Tables(slots=256, max_context_tokens=8192, page_tokens=16, vocab=50_000)
+    tables = SlotTables(slots=256, max_context_tokens=8192, page_tokens=16, vocab=50_000)
     assert tables.tokens.nbytes + tables.pages.nbytes < 10e6

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import threading
 
-from counterpoint.device.wall import WallInbox
+from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.types import Abort
 
 
 def test_get_drains_what_waits_in_order():
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     for n in range(5):
         inbox.put(Abort(str(n)))
     before = inbox.clock()
@@ -17,7 +17,7 @@ def test_get_drains_what_waits_in_order():
 
 
 def test_get_waits_for_another_thread():
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     got = []
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
     reader.start()
@@ -28,7 +28,7 @@ def test_get_waits_for_another_thread():
 
 
 def test_a_nudge_wakes_a_waiting_reader_without_events():
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     got = []
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
     reader.start()
@@ -43,7 +43,7 @@ def test_a_nudge_wakes_a_waiting_reader_without_events():
 
 
 def test_stop_ends_after_what_was_put_before():
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     inbox.put(Abort("a"))
     inbox.stop()
     inbox.put(Abort("late"))
@@ -54,7 +54,7 @@ def test_stop_ends_after_what_was_put_before():
 
 
 def test_stop_wakes_a_waiting_reader():
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     got: list[object] = []
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
     reader.start()

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from counterpoint.device.cuda.driver import Slabs
+from counterpoint.device.cuda.driver import PinnedSlabs
 
 
-class Small(Slabs):
+class Small(PinnedSlabs):
     SLAB_BYTES = 4096
 
 
@@ -26,7 +26,12 @@ def made() -> tuple[Small, list[Tensor]]:
     return Small(get), got
 
 
-@given(st.lists(st.tuples(st.sampled_from(["cut", "borrow", "give back"]), st.integers(1, 6000)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["cut", "borrow", "give back"]), st.integers(1, 6000)),
+        max_size=60,
+    )
+)
 def test_nobody_has_what_another_has(asked):
     slabs, _ = made()
     held: list[tuple[Tensor, bool]] = []  # and whether it is borrowed

@@ -8,18 +8,18 @@ import torch
 from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.attend import decode_by_torch
-from counterpoint.device.cuda.places import Place, Places
-from counterpoint.device.cuda.sampling import MOST_TOP, Tail, tail_for
-from counterpoint.device.cuda.tables import buckets_for
-from counterpoint.device.settings import Stage
+from counterpoint.device.cuda.attention import decode_by_torch
+from counterpoint.device.cuda.device_tables import buckets_for
+from counterpoint.device.cuda.sampling import MOST_TOP, SamplingMode, tail_for
+from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
+from counterpoint.device.sampling_tables import SamplingStage
+from counterpoint.interfaces import Policy
 from counterpoint.model.batch import make_batch
 from counterpoint.model.checkpoint import Dummy
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.model.weights import build_decoder
-from counterpoint.ports import Policy
-from counterpoint.types import Drop, Open, Role, Sampling, Segment
+from counterpoint.types import DiscardPass, InitSlot, Role, Sampling, Segment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,18 +34,29 @@ def one_thread():
 PROMPT = [7 * n % VOCAB for n in range(1, 40)]
 
 
-def reference_logits(spec, tokens: list[int], deviation: float = 0.15, ops: Ops | None = None) -> torch.Tensor:
+def reference_logits(
+    spec, tokens: list[int], deviation: float = 0.15, ops: Ops | None = None
+) -> torch.Tensor:
     """Logits behind every position, by the plain decoder (or `ops`) on the CPU in float32: [tokens, vocab]."""
     decoder = build_decoder(spec, Dummy(3, deviation=deviation), ops or reference_ops())
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)
     sizes = torch.tensor([0]), torch.tensor([len(tokens)])
-    batch = make_batch(torch.tensor(tokens), *sizes, torch.tensor([True]), torch.arange(pages)[None], PAGE, decoder.ops)
+    batch = make_batch(
+        torch.tensor(tokens),
+        *sizes,
+        torch.tensor([True]),
+        torch.arange(pages)[None],
+        PAGE,
+        decoder.ops,
+    )
     x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, spec.layers)
     return decoder.logits(x_TD, batch, torch.arange(len(tokens)))
 
 
-def greedy_by_reference(spec, prompt: list[int], count: int, vocab: int = VOCAB, deviation: float = 0.15) -> list[int]:
+def greedy_by_reference(
+    spec, prompt: list[int], count: int, vocab: int = VOCAB, deviation: float = 0.15
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(reference_logits(spec, tokens, deviation)[-1, :vocab].argmax()))
@@ -85,7 +96,13 @@ def test_a_prefill_in_layer_groups_whose_place_changes(wanted: list[int]):
         pages = tuple(range(10, 14))
         small = r.parts.units - (4 if not HAS_GPU else 32)
         for first, units in enumerate([small, r.parts.units, small, r.parts.units]):
-            step = r.step([Segment(0, 0, len(PROMPT), True, pages)], lane=1, layers=(first, first + 1), batch=99, units=units)
+            step = r.step(
+                [Segment(0, 0, len(PROMPT), True, pages)],
+                lane=1,
+                layers=(first, first + 1),
+                batch=99,
+                units=units,
+            )
         assert list(r.wait(step).tokens) == wanted[:1]
 
 
@@ -102,8 +119,12 @@ def test_decodes_and_a_chunk_in_one_pass(wanted: list[int]):
         for slot in (0, 1):
             r.open(slot, PROMPT)
         first = r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1).tokens
-        mixed = r.run([Segment(0, len(PROMPT), 1, True), Segment(1, 0, 30, False, (3, 4, 5))], lane=0)
-        last = r.run([Segment(0, len(PROMPT) + 1, 1, True), Segment(1, 30, len(PROMPT) - 30, True)], lane=0)
+        mixed = r.run(
+            [Segment(0, len(PROMPT), 1, True), Segment(1, 0, 30, False, (3, 4, 5))], lane=0
+        )
+        last = r.run(
+            [Segment(0, len(PROMPT) + 1, 1, True), Segment(1, 30, len(PROMPT) - 30, True)], lane=0
+        )
         assert [*first, *mixed.tokens, last.tokens[0]] == wanted[:3]
         assert last.tokens[1] == wanted[0]
 
@@ -114,7 +135,10 @@ def test_two_steps_ahead_of_the_host(wanted: list[int]):
         length = len(PROMPT)
         r.run([Segment(0, 0, length, True, (0, 1, 2, 3))], lane=1)
         units = [r.parts.units, 4 if not HAS_GPU else 32]
-        steps = [r.step([Segment(0, length + n, 1, True)], decode=True, units=units[n % 2]) for n in range(8)]
+        steps = [
+            r.step([Segment(0, length + n, 1, True)], decode=True, units=units[n % 2])
+            for n in range(8)
+        ]
         assert [r.wait(step).tokens[0] for step in steps] == wanted[1:9]
 
 
@@ -123,18 +147,24 @@ def test_a_shared_prefix(wanted: list[int]):
         r.open(0, PROMPT)
         r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1)
         r.open(1, PROMPT, pages=(0, 1))
-        assert list(r.run([Segment(1, 32, len(PROMPT) - 32, True, (3,))], lane=1).tokens) == wanted[:1]
-        r.submit(Drop(1234))  # of a pass that is over
+        assert (
+            list(r.run([Segment(1, 32, len(PROMPT) - 32, True, (3,))], lane=1).tokens) == wanted[:1]
+        )
+        r.submit(DiscardPass(1234))  # of a pass that is over
 
 
 def test_a_batch_of_odd_size_with_neighbours(wanted: list[int]):
     with rig() as r:
         for slot in range(5):
             r.open(slot, PROMPT[slot:])
-        segments = [Segment(s, 0, len(PROMPT) - s, True, tuple(range(4 * s, 4 * s + 4))) for s in range(5)]
+        segments = [
+            Segment(s, 0, len(PROMPT) - s, True, tuple(range(4 * s, 4 * s + 4))) for s in range(5)
+        ]
         r.run(segments, lane=1)
         for n in range(1, 4):
-            done = r.run([Segment(s, len(PROMPT) - s + n - 1, 1, True) for s in range(5)], decode=True)
+            done = r.run(
+                [Segment(s, len(PROMPT) - s + n - 1, 1, True) for s in range(5)], decode=True
+            )
             assert done.tokens[0] == wanted[n]
 
 
@@ -145,7 +175,13 @@ SETTINGS = {
     "min-p": Sampling(max_tokens=9, temperature=1.2, min_p=0.1, seed=6),
     "top-k": Sampling(max_tokens=9, temperature=1.2, top_k=5, seed=7),
     "top-p": Sampling(max_tokens=9, temperature=1.1, top_p=0.6, seed=8),
-    "penalties": Sampling(max_tokens=9, temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+    "penalties": Sampling(
+        max_tokens=9,
+        temperature=0.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+    ),
     "bias": Sampling(max_tokens=9, temperature=0.7, seed=1, logit_bias=((5, 3.0), (9, 3.0))),
     "min tokens": Sampling(max_tokens=9, temperature=0.0, min_tokens=5, stop_token_ids=(3, 4)),
 }
@@ -161,8 +197,13 @@ def test_a_request_is_sampled_alike_alone_and_in_company(name: str):
         for slot, sampling in enumerate([SETTINGS[name], GREEDY, *SETTINGS.values()][:8]):
             r.open(slot, PROMPT, sampling)
         pages = [tuple(range(4 * s, 4 * s + 4)) for s in range(8)]
-        got = [r.run([Segment(s, 0, len(PROMPT), True, pages[s]) for s in range(8)], lane=1).tokens[0]]
-        got += [r.run([Segment(s, len(PROMPT) + n, 1, True) for s in range(8)], decode=True).tokens[0] for n in range(8)]
+        got = [
+            r.run([Segment(s, 0, len(PROMPT), True, pages[s]) for s in range(8)], lane=1).tokens[0]
+        ]
+        got += [
+            r.run([Segment(s, len(PROMPT) + n, 1, True) for s in range(8)], decode=True).tokens[0]
+            for n in range(8)
+        ]
     assert got == alone
     assert all(token < VOCAB for token in got)
 
@@ -189,7 +230,10 @@ def test_a_row_without_finite_logits_fails_alone(wanted: list[int]):
     with rig() as r:
         for slot in (0, 1):
             r.open(slot, PROMPT)
-        r.run([Segment(s, 0, len(PROMPT), True, tuple(range(4 * s, 4 * s + 4))) for s in (0, 1)], lane=1)
+        r.run(
+            [Segment(s, 0, len(PROMPT), True, tuple(range(4 * s, 4 * s + 4))) for s in (0, 1)],
+            lane=1,
+        )
         torch.cuda.synchronize() if HAS_GPU else None
         r.parts.kv.v[1][5].fill_(float("nan"))  # a page of slot 1
         torch.cuda.synchronize() if HAS_GPU else None
@@ -198,15 +242,18 @@ def test_a_row_without_finite_logits_fails_alone(wanted: list[int]):
 
 
 def test_every_way_of_sampling_has_its_tail():
-    assert tail_for(Stage.NONE) is Tail.GREEDY
-    assert tail_for(Stage.TOP_K) is Tail.GREEDY  # of rows that are not drawn
-    assert tail_for(Stage.DRAW | Stage.MIN_P) is Tail.DRAWN
-    assert tail_for(Stage.DRAW | Stage.TOP_P) == Tail.DRAWN | Tail.FILTERED
-    for stage in (Stage.PENALTIES, Stage.BIAS, Stage.KEEP_ON):
-        assert tail_for(Stage.DRAW | stage) == Tail.DRAWN | Tail.ADJUSTED
-        assert tail_for(stage) is Tail.ADJUSTED
-    assert tail_for(Stage.LOGPROBS | Stage.PROMPT_LOGPROBS) is Tail.LOGPROBS
-    assert tail_for(1 << 40) is Tail.ANY, "what a graph does not know is done outside"
+    assert tail_for(SamplingStage.NONE) is SamplingMode.GREEDY
+    assert tail_for(SamplingStage.TOP_K) is SamplingMode.GREEDY  # of rows that are not drawn
+    assert tail_for(SamplingStage.DRAW | SamplingStage.MIN_P) is SamplingMode.DRAWN
+    assert (
+        tail_for(SamplingStage.DRAW | SamplingStage.TOP_P)
+        == SamplingMode.DRAWN | SamplingMode.FILTERED
+    )
+    for stage in (SamplingStage.PENALTIES, SamplingStage.BIAS, SamplingStage.KEEP_ON):
+        assert tail_for(SamplingStage.DRAW | stage) == SamplingMode.DRAWN | SamplingMode.ADJUSTED
+        assert tail_for(stage) is SamplingMode.ADJUSTED
+    assert tail_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS) is SamplingMode.LOGPROBS
+    assert tail_for(1 << 40) is SamplingMode.ANY, "what a graph does not know is done outside"
 
 
 HARD = Sampling(
@@ -246,7 +293,7 @@ def test_a_request_that_begins_with_a_decode():
     with rig() as r:
         r.open(0, PROMPT, GREEDY)
         r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1)
-        r.submit(Open(1, (*PROMPT, whole[0]), len(PROMPT), (0, 1, 2), HARD))
+        r.submit(InitSlot(1, (*PROMPT, whole[0]), len(PROMPT), (0, 1, 2), HARD))
         done = r.run([Segment(1, len(PROMPT), 1, True)], decode=True)
         assert list(done.tokens) == whole[1:2] and done.logprobs[0] is not None
 
@@ -264,14 +311,19 @@ def test_what_was_counted_is_forgotten_with_its_request():
         r.open(0, PROMPT, HARD)
         pages = [tuple(range(4 * s, 4 * s + 4)) for s in range(2)]
         r.run([Segment(s, 0, len(PROMPT), True, pages[s]) for s in range(2)], lane=1)
-        dones = [r.run([Segment(s, len(PROMPT) + n, 1, True) for s in range(2)], decode=True) for n in range(8)]
+        dones = [
+            r.run([Segment(s, len(PROMPT) + n, 1, True) for s in range(2)], decode=True)
+            for n in range(8)
+        ]
         assert [done.tokens[1] for done in dones] == alone[1:]
         assert [done.tokens[0] for done in dones] == whole[1:]
         assert all(done.logprobs[0] is not None and done.logprobs[1] is None for done in dones)
         tokens = (*PROMPT, *whole[:5])
-        r.submit(Open(2, tokens, len(PROMPT), (), HARD))
+        r.submit(InitSlot(2, tokens, len(PROMPT), (), HARD))
         resumed = [r.run([Segment(2, 0, len(tokens), True, (9, 10, 11, 12))], lane=1).tokens[0]]
-        resumed += [r.run([Segment(2, len(tokens) + n, 1, True)], decode=True).tokens[0] for n in range(3)]
+        resumed += [
+            r.run([Segment(2, len(tokens) + n, 1, True)], decode=True).tokens[0] for n in range(3)
+        ]
     assert resumed == whole[5:]
 
 
@@ -283,7 +335,9 @@ def test_a_failing_step_says_so_and_the_next_runs(wanted: list[int]):
         r.open(0, PROMPT)
         done = r.wait(r.step([Segment(0, 0, 8, False, (0, 1, 2))], lane=1, layers=(2, 4), batch=77))
         assert "no hidden states" in done.error and not done.tokens
-        assert list(r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1).tokens) == wanted[:1]
+        assert (
+            list(r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1).tokens) == wanted[:1]
+        )
 
 
 def test_a_prompt_longer_than_the_table_is_refused():
@@ -303,19 +357,37 @@ def test_times_are_in_order():
 
 
 def test_a_place_is_never_larger_than_granted():
-    def place(name: str, units: int) -> Place:
-        return Place(f"{name} {units}", None, units, decode_by_torch, None, None)  # pyright: ignore[reportArgumentType]
+    def place(name: str, units: int) -> StreamPartition:
+        return StreamPartition(f"{name} {units}", None, units, decode_by_torch, None, None)  # pyright: ignore[reportArgumentType]
 
-    places = Places({n: place("decode", n) for n in (16, 32, 132)}, {n: place("prefill", n) for n in (100, 116, 132)})
-    assert [places.choose(Role.DECODE, n).units for n in (132, 131, 32, 20, 8)] == [132, 32, 32, 16, 16]
-    assert [places.choose(Role.PREFILL, n).units for n in (132, 116, 110, 50)] == [132, 116, 100, 100]
+    places = StreamPartitions(
+        {n: place("decode", n) for n in (16, 32, 132)},
+        {n: place("prefill", n) for n in (100, 116, 132)},
+    )
+    assert [places.choose(Role.DECODE, n).units for n in (132, 131, 32, 20, 8)] == [
+        132,
+        32,
+        32,
+        16,
+        16,
+    ]
+    assert [places.choose(Role.PREFILL, n).units for n in (132, 116, 110, 50)] == [
+        132,
+        116,
+        100,
+        100,
+    ]
     assert places.choose(Role.BOTH, 132).name == "prefill 132"
 
 
 def test_buckets_hold_every_batch():
     for most in (1, 3, 64, 256, 300, 1000):
         sizes = buckets_for(most)
-        assert sizes == tuple(sorted(sizes)) and sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
+        assert (
+            sizes == tuple(sorted(sizes))
+            and sizes[-1] >= most
+            and (len(sizes) == 1 or sizes[-2] < most)
+        )
 
 
 # ---------------------------------------------------------------- under the engine
@@ -329,7 +401,9 @@ def policies(units: int) -> dict[str, Policy]:
         "serial, two in flight": Serial(160, units, depth=2),
         "chunked": Chunked(40, units, depth=2),
         "multiplex": Multiplex(160, units, split, TINY.layers, depth=2),
-        "multiplex, layer by layer": Multiplex(160, units, small, TINY.layers, layer_group=1, depth=2),
+        "multiplex, layer by layer": Multiplex(
+            160, units, small, TINY.layers, layer_group=1, depth=2
+        ),
     }
 
 

@@ -20,7 +20,9 @@ SIXTEEN = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("chained", [False, True])
-@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 28672), (5, 16384)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 28672), (5, 16384)]
+)
 def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: int):
     kernels = layer_kernels(dtype, min(size, 16384), 128, chained)
     x = drawn(rows, size, dtype=dtype) * 7
@@ -28,8 +30,12 @@ def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: 
     got, truth = kernels.quantise(x), quantise_rows(x)
     assert torch.allclose(got.scale_R, truth.scale_R, rtol=1e-6)
     apart = (got.values_RK.float() - truth.values_RK.float()).abs()
-    assert bool((apart <= truth.values_RK.float().abs() / 8 + 2**-9).all()), "at most the next number"
-    assert float((apart > 0).float().mean()) < 1e-2, "and that where the quotient was all but between two"
+    assert bool((apart <= truth.values_RK.float().abs() / 8 + 2**-9).all()), (
+        "at most the next number"
+    )
+    assert float((apart > 0).float().mean()) < 1e-2, (
+        "and that where the quotient was all but between two"
+    )
     gates = drawn(rows, 2 * size, dtype=dtype)
     assert same(kernels.silu_mul_quantised(gates), kernels.quantise(kernels.silu_mul(gates)))
     if size <= 16384:
@@ -41,7 +47,9 @@ def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: 
 
 
 def same(a, b) -> bool:
-    return torch.equal(a.values_RK.view(torch.uint8), b.values_RK.view(torch.uint8)) and torch.equal(a.scale_R, b.scale_R)
+    return torch.equal(
+        a.values_RK.view(torch.uint8), b.values_RK.view(torch.uint8)
+    ) and torch.equal(a.scale_R, b.scale_R)
 
 
 def test_a_row_that_is_not_finite_stays_alone():
@@ -49,7 +57,11 @@ def test_a_row_that_is_not_finite_stays_alone():
     x = drawn(3, 512, dtype=torch.bfloat16)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
     wide = kernels.quantise(x).wide()
-    assert bool(wide[0].isfinite().all()) and not bool(wide[1].isfinite().all()) and not bool(wide[2].isfinite().all())
+    assert (
+        bool(wide[0].isfinite().all())
+        and not bool(wide[1].isfinite().all())
+        and not bool(wide[2].isfinite().all())
+    )
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
@@ -57,8 +69,8 @@ def test_a_row_that_is_not_finite_stays_alone():
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (5, 5, 128)])
 def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int):
     """What is written is the rounded K and V, and nothing beside it; what is gathered is what was written."""
-    from counterpoint.device.cuda import fused
-    from counterpoint.device.cuda.attend import decode_by_torch
+    from counterpoint.device.cuda import triton_kernels
+    from counterpoint.device.cuda.attention import decode_by_torch
     from counterpoint.device.cuda.ops import rope_angles
 
     kernels = layer_kernels(dtype, 512, size, True)
@@ -70,17 +82,23 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
     x[0, -1] = 1000.0  # saturates
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     angles = rope_angles(torch.arange(rows).cuda() + 5, torch.rand(size // 2).cuda(), 1.0)
-    append = kernels.rope_and_append if by == "CUDA" else fused.rope_and_append
+    append = kernels.rope_and_append if by == "CUDA" else triton_kernels.rope_and_append
     q = append(x, angles, None, None, 1e-5, *plain, at)
     assert torch.equal(q, append(x, angles, None, None, 1e-5, *eight, at))
     for wide, narrow in zip(plain, eight, strict=True):
         written = narrow.flatten(0, 1).float()[at]
         rounded = to_fp8(wide.flatten(0, 1)[at].float()).float()
-        bound = 0.0 if by == "CUDA" else 3e-2  # Triton's does not round to the activations' type first: some go the other way
+        bound = (
+            0.0 if by == "CUDA" else 3e-2
+        )  # Triton's does not round to the activations' type first: some go the other way
         assert float((written - rounded).norm() / rounded.norm()) <= bound
-        assert int(narrow.float().isfinite().sum()) == rows * kv_heads * size, "a write beside the rows"
-    gather = kernels.gather_context if by == "CUDA" else fused.gather_context
-    for got, narrow in zip(gather(*eight, at.int(), *[dtype] * (by == "Triton")), eight, strict=True):
+        assert int(narrow.float().isfinite().sum()) == rows * kv_heads * size, (
+            "a write beside the rows"
+        )
+    gather = kernels.gather_context if by == "CUDA" else triton_kernels.gather_context
+    for got, narrow in zip(
+        gather(*eight, at.int(), *[dtype] * (by == "Triton")), eight, strict=True
+    ):
         assert got.dtype == dtype and torch.equal(got.float(), narrow.flatten(0, 1).float()[at])
 
     k, v = (to_fp8(drawn(*shape)) for _ in range(2))
@@ -88,22 +106,32 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
     tables = torch.stack([torch.randperm(pages)[:24] for _ in lengths]).int()
     q = drawn(len(lengths), heads, size, dtype=dtype)
     truth = decode_by_torch(q.float().cpu(), k.float().cpu(), v.float().cpu(), tables, lengths)
-    assert error(fused.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth) < 1e-2
+    assert (
+        error(triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth)
+        < 1e-2
+    )
 
 
 @pytest.mark.parametrize("quantise", [False, True], ids=["bfloat16 weights", "fp8 weights"])
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bfloat16 cache", "fp8 cache"])
-@pytest.mark.parametrize("spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, kv_heads=8)], ids=["128", "64"])
+@pytest.mark.parametrize(
+    "spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, kv_heads=8)], ids=["128", "64"]
+)
 def test_tokens_are_best_or_nearly(spec, kv_dtype: torch.dtype | None, quantise: bool):
     """A token that is not the best of a float32 reference with the same quantiser must be near it: within a quarter of a deviation
     of the logits, as bfloat16 alone is (test_cuda_gpu), with a cache of e4m3; within three quarters where products are quantised,
     because activations that bfloat16 has rounded fall on other numbers of e4m3 now and then. And within one deviation of the
     plain reference's best."""
     prompt = [7 * n % VOCAB for n in range(1, 300)]
-    with rig(spec=spec, dtype=torch.bfloat16, deviation=0.05, kv_dtype=kv_dtype, quantise=quantise) as r:
+    with rig(
+        spec=spec, dtype=torch.bfloat16, deviation=0.05, kv_dtype=kv_dtype, quantise=quantise
+    ) as r:
         r.open(0, prompt)
         got = tokens_of(r.generate(0, len(prompt), 24, units=LEVELS[0]))
-    for ops, bound in ((quantising_reference(kv_dtype, quantise), 0.75 if quantise else 0.25), (reference_ops(), 1.0)):
+    for ops, bound in (
+        (quantising_reference(kv_dtype, quantise), 0.75 if quantise else 0.25),
+        (reference_ops(), 1.0),
+    ):
         logits = reference_logits(spec, prompt + got, 0.05, ops)[len(prompt) - 1 : -1, :VOCAB]
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
         assert ((logits.amax(1) - chosen) / logits.std(1)).max() < bound
@@ -124,8 +152,17 @@ def quantising_reference(kv_dtype: torch.dtype | None, quantise: bool) -> Ops:
         return q
 
     if quantise:
-        quantised = {"pack_linear": lambda weight, bias: quantise_rows(weight), "pack_head": lambda weight: (weight, None)}
+        quantised = {
+            "pack_linear": lambda weight, bias: quantise_rows(weight),
+            "pack_head": lambda weight: (weight, None),
+        }
         plain_linear = plain.linear
-        both = {"linear": lambda x, packed: plain_linear(x, packed) if isinstance(packed, tuple) else linear(x, packed)}
+        both = {
+            "linear": lambda x, packed: (
+                plain_linear(x, packed) if isinstance(packed, tuple) else linear(x, packed)
+            )
+        }
         plain = dataclasses.replace(plain, **quantised, **both)
-    return plain if kv_dtype is None else dataclasses.replace(plain, rope_and_append=rope_and_append)
+    return (
+        plain if kv_dtype is None else dataclasses.replace(plain, rope_and_append=rope_and_append)
+    )

@@ -15,7 +15,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.core.policy import Multiplex, Serial
 from counterpoint.model.ops import reference_ops
 from counterpoint.spec import ModelSpec
-from counterpoint.spec.source import Source
+from counterpoint.spec.source import ModelSource
 from counterpoint.types import Abort, Lane, Role, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA G
 LLAMA = ModelSpec("wide", "llama", 3, 512, 8, 2, 128, 768, 512, 1024, eos_token_ids=(1,))
 FAMILIES = {
     "llama": TINY,
-    "llama, 3 query heads per KV head, head size 24": dataclasses.replace(TINY, heads=6, kv_heads=2, head_dim=24),
+    "llama, 3 query heads per KV head, head size 24": dataclasses.replace(
+        TINY, heads=6, kv_heads=2, head_dim=24
+    ),
     "mistral": dataclasses.replace(TINY, family="mistral", tied_embeddings=False),
     "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True),
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm=True, head_dim=32),
@@ -45,26 +47,39 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (37, 4096), (300, 960)])
 def test_norms_and_activation(dtype: torch.dtype, rows: int, size: int):
-    from counterpoint.device.cuda import fused
+    from counterpoint.device.cuda import triton_kernels
 
     truth = reference_ops()
-    x, delta, gates = drawn(rows, size, dtype=dtype), drawn(rows, size, dtype=dtype), drawn(rows, 2 * size, dtype=dtype)
+    x, delta, gates = (
+        drawn(rows, size, dtype=dtype),
+        drawn(rows, size, dtype=dtype),
+        drawn(rows, 2 * size, dtype=dtype),
+    )
     weight = drawn(size, dtype=dtype)
     cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
-    assert error(fused.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5)) < BOUND[dtype]
-    assert error(fused.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
-    total, normed = fused.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
+    assert (
+        error(triton_kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
+        < BOUND[dtype]
+    )
+    assert error(triton_kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
+    total, normed = triton_kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
     assert error(total, cpu[0] + cpu[1]) < BOUND[dtype]
     assert torch.equal(total, x + delta)
-    assert torch.equal(normed, fused.rms_norm(x + delta, weight, 1e-5)), "an add and a norm, bit for bit"
+    assert torch.equal(normed, triton_kernels.rms_norm(x + delta, weight, 1e-5)), (
+        "an add and a norm, bit for bit"
+    )
 
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (32, 8, 128), (6, 2, 24)])
-def test_rope_append_gather_and_decode(dtype: torch.dtype, by_head: bool, heads: int, kv_heads: int, size: int):
-    from counterpoint.device.cuda import fused
-    from counterpoint.device.cuda.attend import decode_by_torch
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (32, 8, 128), (6, 2, 24)]
+)
+def test_rope_append_gather_and_decode(
+    dtype: torch.dtype, by_head: bool, heads: int, kv_heads: int, size: int
+):
+    from counterpoint.device.cuda import triton_kernels
+    from counterpoint.device.cuda.attention import decode_by_torch
     from counterpoint.device.cuda.ops import rope_angles
 
     rows, pages = 33, 40
@@ -77,14 +92,16 @@ def test_rope_append_gather_and_decode(dtype: torch.dtype, by_head: bool, heads:
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     frequencies = torch.rand(size // 2)
     angles = rope_angles(torch.arange(rows).cuda() + 5, frequencies.cuda(), 1.2)
-    q = fused.rope_and_append(x, angles, *norms, 1e-5, k, v, at)
+    q = triton_kernels.rope_and_append(x, angles, *norms, 1e-5, k, v, at)
     truth = reference_ops()
     k_truth, v_truth = (torch.zeros(pages, PAGE, kv_heads, size) for _ in range(2))
     cpu_angles = truth.rope_angles(torch.arange(rows) + 5, frequencies, 1.2)
     cpu_norms = [n.float().cpu() for n in norms]
-    q_truth = truth.rope_and_append(x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu())
+    q_truth = truth.rope_and_append(
+        x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu()
+    )
     assert error(q, q_truth) < max(BOUND[dtype], 1e-5)
-    k_got, v_got = fused.gather_context(k, v, at.int())
+    k_got, v_got = triton_kernels.gather_context(k, v, at.int())
     assert error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < max(BOUND[dtype], 1e-5)
     assert error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
 
@@ -97,7 +114,7 @@ def test_rope_append_gather_and_decode(dtype: torch.dtype, by_head: bool, heads:
     truth_out = decode_by_torch(*cpu, tables, lengths)
     for units in (8, 132):
         out = torch.full((len(lengths), heads * size), float("nan"), device="cuda", dtype=dtype)
-        fused.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), units, out)
+        triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), units, out)
         assert error(out, truth_out) < max(BOUND[dtype], 1e-5)
 
 
@@ -113,22 +130,35 @@ def layer_kernels(dtype: torch.dtype, hidden: int, head_dim: int, chained: bool)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 16384)])
-def test_layer_kernels_norms_and_activation(dtype: torch.dtype, chained: bool, rows: int, size: int):
+def test_layer_kernels_norms_and_activation(
+    dtype: torch.dtype, chained: bool, rows: int, size: int
+):
     kernels, truth = layer_kernels(dtype, size, 64, chained), reference_ops()
-    x, delta, gates = drawn(rows, size, dtype=dtype), drawn(rows, size, dtype=dtype), drawn(rows, 2 * size, dtype=dtype)
+    x, delta, gates = (
+        drawn(rows, size, dtype=dtype),
+        drawn(rows, size, dtype=dtype),
+        drawn(rows, 2 * size, dtype=dtype),
+    )
     weight = drawn(size, dtype=dtype)
     cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
-    assert error(kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5)) < BOUND[dtype]
+    assert (
+        error(kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
+        < BOUND[dtype]
+    )
     assert error(kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
     total, normed = kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
     assert torch.equal(total, x + delta)
-    assert torch.equal(normed, kernels.rms_norm(x + delta, weight, 1e-5)), "an add and a norm, bit for bit"
+    assert torch.equal(normed, kernels.rms_norm(x + delta, weight, 1e-5)), (
+        "an add and a norm, bit for bit"
+    )
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 1, 256), (5, 5, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 1, 256), (5, 5, 128)]
+)
 def test_layer_kernels_rope_append_and_gather(
     dtype: torch.dtype, normed: bool, by_head: bool, heads: int, kv_heads: int, size: int
 ):
@@ -144,11 +174,21 @@ def test_layer_kernels_rope_append_and_gather(
     norms = [drawn(size, dtype=dtype) if normed else None for _ in range(2)]
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     frequencies = torch.rand(size // 2)
-    q = kernels.rope_and_append(x, rope_angles(torch.arange(rows).cuda() + 5, frequencies.cuda(), 1.2), *norms, 1e-5, k, v, at)
+    q = kernels.rope_and_append(
+        x,
+        rope_angles(torch.arange(rows).cuda() + 5, frequencies.cuda(), 1.2),
+        *norms,
+        1e-5,
+        k,
+        v,
+        at,
+    )
     k_truth, v_truth = (torch.zeros(pages, PAGE, kv_heads, size) for _ in range(2))
     cpu_norms = [None if n is None else n.float().cpu() for n in norms]
     cpu_angles = truth.rope_angles(torch.arange(rows) + 5, frequencies, 1.2)
-    q_truth = truth.rope_and_append(x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu())
+    q_truth = truth.rope_and_append(
+        x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu()
+    )
     assert error(q, q_truth) < BOUND[dtype]
     k_got, v_got = kernels.gather_context(k, v, at.int())
     assert error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < BOUND[dtype]
@@ -168,10 +208,10 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, input
 
 @pytest.mark.parametrize("units", [16, 132])
 def test_every_measured_product_is_right(units: int):
-    from counterpoint.device.cuda.products import MANY, PROBES, Products
+    from counterpoint.device.cuda.gemm_autotune import MANY, PROBES, GemmAutotuner
 
     kernels = layer_kernels(torch.bfloat16, 512, 64, True)
-    products = Products(units, kernels, torch.device("cuda", 0), chained=True)
+    products = GemmAutotuner(units, kernels, torch.device("cuda", 0), chained=True)
     weights = [[drawn(1536, 1024, dtype=torch.bfloat16) * 0.05 for _ in range(3)]]
     products.measure(weights, torch.cuda.Stream(), PROBES + MANY)
     assert len(products.names) == len(PROBES) + len(MANY)
@@ -194,10 +234,18 @@ def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
     x -= x.amax(1, keepdim=True)
     top_k = torch.randint(0, 60, (rows,), device="cuda")
     top_p = torch.rand(rows, device="cuda") * 1.1
-    for k, p in ((top_k, top_p), (top_k, None), (torch.zeros_like(top_k), top_p), (top_k * 0 + 1, top_p), (top_k, top_p * 0)):
+    for k, p in (
+        (top_k, top_p),
+        (top_k, None),
+        (torch.zeros_like(top_k), top_p),
+        (top_k * 0 + 1, top_p),
+        (top_k, top_p * 0),
+    ):
         got, wanted = FilterFloor()(x, k, p), filter_floor(x, k, p, 0)
         kept, truth = ((x >= floor[:, None]).sum(1) for floor in (got, wanted))
-        assert int((kept - truth).abs().max()) <= (1 if rows != 7 else vocab // 50), "but for a logit at the border"
+        assert int((kept - truth).abs().max()) <= (1 if rows != 7 else vocab // 50), (
+            "but for a logit at the border"
+        )
         assert float((kept != truth).float().mean()) < 0.1
 
 
@@ -215,7 +263,9 @@ def test_a_family_in_float32(name: str):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, heads=8, kv_heads=1), TINY], ids=["128", "64", "16"]
+    "spec",
+    [LLAMA, dataclasses.replace(LLAMA, head_dim=64, heads=8, kv_heads=1), TINY],
+    ids=["128", "64", "16"],
 )
 def test_sixteen_bits_choose_tokens_that_are_best_or_nearly(dtype: torch.dtype, spec: ModelSpec):
     """Through FlashInfer and the frugal kernel where they have the shape. A token that is not the reference's best must be within
@@ -256,7 +306,11 @@ def test_aborts_and_moving_splits():
     service = Service(parts, Restless(parts.units), slots=32, overlap=True)
     aborted = {a.id for a in arrivals if chance.random() < 0.3}
     service.abort_after = {id: chance.randrange(8) for id in sorted(aborted)}
-    events = [event for arrive in arrivals for event in (arrive, *[Abort(arrive.id)] * (service.abort_after.get(arrive.id) == 7))]
+    events = [
+        event
+        for arrive in arrivals
+        for event in (arrive, *[Abort(arrive.id)] * (service.abort_after.get(arrive.id) == 7))
+    ]
     answers = service.ask(events, expected=len(arrivals))
     for arrive in arrivals:
         if arrive.id in aborted:
@@ -271,20 +325,28 @@ def test_aborts_and_moving_splits():
 
 
 def config(**flags) -> Config:
-    return Config().replace(**{"model": "smollm2-135m", "load_format": "dummy", "max_running": 8, "kv_pages": 300, **flags})
+    return Config().replace(
+        **{
+            "model": "smollm2-135m",
+            "load_format": "dummy",
+            "max_running": 8,
+            "kv_pages": 300,
+            **flags,
+        }
+    )
 
 
 def test_the_whole_start():
-    from counterpoint.device.cuda.start import open_cuda
-    from counterpoint.device.wall import WallInbox
+    from counterpoint.device.cuda.device_setup import open_cuda
+    from counterpoint.device.event_queue import WallClockEventQueue
     from counterpoint.spec.source import resolve
 
     said: list[str] = []
-    source: Source = resolve("smollm2-135m", "/nonexistent")
+    source: ModelSource = resolve("smollm2-135m", "/nonexistent")
     device = open_cuda(config(policy="multiplex", split=32), source, said.append)
     assert device.levels == (32,) and device.pages == 300 and device.isolated
     assert any("decode on SMs" in note for note in device.notes)
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     executor = device.executor((Lane(0, Role.DECODE, 2), Lane(1, Role.PREFILL, 2)), inbox)
     from cuda_rig import Rig
 
@@ -303,17 +365,17 @@ EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 def test_the_built_system_answers(policy: str, flags: dict[str, str]):
     from counterpoint import build
     from counterpoint.core.loop import run
-    from counterpoint.device.wall import WallInbox
-    from counterpoint.types import Delta
+    from counterpoint.device.event_queue import WallClockEventQueue
+    from counterpoint.types import OutputDelta
 
-    inbox = WallInbox()
+    inbox = WallClockEventQueue()
     system = build.system(config(policy=policy, device="cuda", **flags), inbox, lambda _: None)
     assert "SMs" in system.lanes
     arrivals, answers, ended = requests(20, vocab=40000, longest=200), {}, []
 
     def deliver(outputs, engine) -> None:
         for output in outputs:
-            if isinstance(output, Delta):
+            if isinstance(output, OutputDelta):
                 assert not output.error
                 answers.setdefault(output.id, []).extend(output.tokens)
                 ended.extend([output.id] * (output.finish is not None))
@@ -328,14 +390,18 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
-    from counterpoint.device.cuda.start import open_cuda
+    from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.spec.source import resolve
 
     source = resolve("smollm2-135m", "/nonexistent")
     with pytest.raises(ConfigError, match=r"kv_pages to at most \d+"):
         open_cuda(config(kv_pages=10**8, policy="serial"), source, lambda _: None)
     with pytest.raises(ConfigError, match="weights need"):
-        open_cuda(config(model="llama-3.1-70b", dtype="float32", policy="serial"), resolve("llama-3.1-70b", "/nonexistent"), print)
+        open_cuda(
+            config(model="llama-3.1-70b", dtype="float32", policy="serial"),
+            resolve("llama-3.1-70b", "/nonexistent"),
+            print,
+        )
     with pytest.raises(ConfigError, match="quantization is fp8, dtype float16"):
         open_cuda(config(quantization="fp8", dtype="float16"), source, lambda _: None)
     with pytest.raises(ConfigError, match="split is 13"):

@@ -11,12 +11,12 @@ import torch
 from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.sampling import Tail, tail_for
+from counterpoint.device.cuda.sampling import SamplingMode, tail_for
 from counterpoint.device.grammar import Vocabulary
-from counterpoint.device.settings import Stage
-from counterpoint.ports import Policy
-from counterpoint.serve.structure.grammar import from_choice, from_regex
-from counterpoint.types import NO_GRAMMAR, Arrive, Open, Sampling, Segment
+from counterpoint.device.sampling_tables import SamplingStage
+from counterpoint.interfaces import Policy
+from counterpoint.serve.structured_output.grammar import from_choice, from_regex
+from counterpoint.types import NO_GRAMMAR, AddRequest, InitSlot, Sampling, Segment
 
 FIRST = 10  # the id of byte 0
 (EOS,) = TINY.eos_token_ids
@@ -57,7 +57,11 @@ def said(device: Rig, slot: int, sampling: Sampling, count: int) -> list[int]:
 
 
 def test_a_mask_is_outside_the_graph():
-    assert tail_for(Stage.GRAMMAR) is Tail.ANY and tail_for(Stage.GRAMMAR | Stage.DRAW | Stage.BIAS) is Tail.ANY
+    assert (
+        tail_for(SamplingStage.GRAMMAR) is SamplingMode.ANY
+        and tail_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
+        is SamplingMode.ANY
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,13 +70,23 @@ def test_a_mask_is_outside_the_graph():
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 3},
         {"temperature": 2.0, "top_k": 5, "seed": 4},
-        {"temperature": 1.0, "top_p": 0.5, "frequency_penalty": 1.0, "logit_bias": ((FIRST, 100.0),), "seed": 5},
+        {
+            "temperature": 1.0,
+            "top_p": 0.5,
+            "frequency_penalty": 1.0,
+            "logit_bias": ((FIRST, 100.0),),
+            "seed": 5,
+        },
     ],
 )
 def test_an_answer_obeys(device: Rig, how: dict):
-    tokens = said(device, 0, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8)
+    tokens = said(
+        device, 0, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8
+    )
     assert re.fullmatch("[0-9]{4}-[a-f]{2}", decode(tokens[:7])) and tokens[7] == EOS
-    assert tokens == said(device, 1, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8)
+    assert tokens == said(
+        device, 1, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8
+    )
 
 
 def test_in_company(device: Rig):
@@ -87,21 +101,33 @@ def test_in_company(device: Rig):
     for slot, sampling in enumerate(samplings):
         device.open(slot, PROMPT, sampling)
     size, held = len(PROMPT), -(-len(PROMPT) // PAGE)
-    first = device.run([Segment(slot, 0, size, True, tuple(range(slot * 6, slot * 6 + held))) for slot in range(4)], lane=1)
+    first = device.run(
+        [
+            Segment(slot, 0, size, True, tuple(range(slot * 6, slot * 6 + held)))
+            for slot in range(4)
+        ],
+        lane=1,
+    )
     dones = [first]
     for at in range(size, size + 5):
         more = held == at // PAGE
         pages = [(slot * 6 + held,) if more else () for slot in range(4)]
         held += more
-        dones.append(device.run([Segment(slot, at, 1, True, pages[slot]) for slot in range(4)], decode=True))
+        dones.append(
+            device.run([Segment(slot, at, 1, True, pages[slot]) for slot in range(4)], decode=True)
+        )
     assert [[done.tokens[row] for done in dones] for row in range(4)] == alone
-    assert alone[3] == [NO_GRAMMAR] * 6 and decode(alone[0]).isdigit() and dones[0].logprobs[3] is None
+    assert (
+        alone[3] == [NO_GRAMMAR] * 6 and decode(alone[0]).isdigit() and dones[0].logprobs[3] is None
+    )
 
 
 def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
-    sampling = Sampling(max_tokens=16, temperature=0.0, grammar=from_choice(["abcdefgh", "hgfedcba"]))
+    sampling = Sampling(
+        max_tokens=16, temperature=0.0, grammar=from_choice(["abcdefgh", "hgfedcba"])
+    )
     begun = [FIRST + byte for byte in b"hgf"]
-    device.submit(Open(0, (*PROMPT, *begun), len(PROMPT), (), sampling))
+    device.submit(InitSlot(0, (*PROMPT, *begun), len(PROMPT), (), sampling))
     tokens = [t for done in device.generate(0, len(PROMPT) + 3, 3) for t in done.tokens]
     assert decode(tokens) == "edc"
 
@@ -109,12 +135,14 @@ def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
 # ---------------------------------------------------------------- under the engine
 
 
-def asks() -> list[Arrive]:
+def asks() -> list[AddRequest]:
     """Every other one of these is bound."""
     arrivals = []
     for n, arrive in enumerate(requests(most_tokens=40)):
         arrivals.append(
-            msgspec.structs.replace(arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=PATTERN * (n % 2)))
+            msgspec.structs.replace(
+                arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=PATTERN * (n % 2))
+            )
         )
     return arrivals
 
@@ -135,7 +163,9 @@ def policies(units: int) -> dict[str, Policy]:
         "serial, two in flight": Serial(160, units, depth=2),
         "chunked": Chunked(40, units, depth=2),
         "multiplex": Multiplex(160, units, split, TINY.layers, depth=2),
-        "multiplex, layer by layer": Multiplex(160, units, split, TINY.layers, layer_group=1, depth=2),
+        "multiplex, layer by layer": Multiplex(
+            160, units, split, TINY.layers, layer_group=1, depth=2
+        ),
     }
 
 

@@ -12,10 +12,10 @@ import torch
 from cuda_rig import HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex
-from counterpoint.device.cuda.attend import gathered_at_once
-from counterpoint.device.cuda.passes import SIZES, sizes_for
+from counterpoint.device.cuda.attention import gathered_at_once
+from counterpoint.device.cuda.piecewise_graphs import SIZES, sizes_for
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Drop, Sampling, Segment, StepDone
+from counterpoint.types import DiscardPass, Sampling, Segment, StepDone
 
 SMALL = (4, 8, 12, 24, 48, 96)
 ASKING = Sampling(max_tokens=16, temperature=0.0, logprobs=4)
@@ -31,7 +31,9 @@ def one_thread() -> Iterator[None]:
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
-    return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def pages(slot: int, tokens: int, first: int = 0) -> tuple[int, ...]:
@@ -42,17 +44,37 @@ def pages(slot: int, tokens: int, first: int = 0) -> tuple[int, ...]:
 Script = Callable[[Rig], list[StepDone]]
 
 
-def told(script: Script, sizes: Sequence[int], **how: Any) -> tuple[list[tuple[int, ...]], torch.Tensor, int]:
+def told(
+    script: Script, sizes: Sequence[int], **how: Any
+) -> tuple[list[tuple[int, ...]], torch.Tensor, int]:
     """Tokens of the script's steps, all log-probabilities that they told, and the number of graphs."""
     with rig(sizes=sizes, pages=160, **how) as r:
         dones = script(r)
         assert not any(done.error for done in dones)
-        numbers = [n for done in dones for one in done.logprobs if one is not None for n in (one.logprob, *one.top_logprobs)]
-        prompts = [one.logprob for done in dones for each in done.prompt_logprobs if each is not None for one in each]
-        return [done.tokens for done in dones], torch.tensor(numbers + prompts), r.parts.passes.count
+        numbers = [
+            n
+            for done in dones
+            for one in done.logprobs
+            if one is not None
+            for n in (one.logprob, *one.top_logprobs)
+        ]
+        prompts = [
+            one.logprob
+            for done in dones
+            for each in done.prompt_logprobs
+            if each is not None
+            for one in each
+        ]
+        return (
+            [done.tokens for done in dones],
+            torch.tensor(numbers + prompts),
+            r.parts.passes.count,
+        )
 
 
-def assert_alike(script: Script, sizes: Sequence[int] = SMALL, bound: float = 1e-4, **how: Any) -> None:
+def assert_alike(
+    script: Script, sizes: Sequence[int] = SMALL, bound: float = 1e-4, **how: Any
+) -> None:
     tokens, numbers, graphs = told(script, sizes, **how)
     wanted, truth, none = told(script, (), **how)
     assert graphs and not none
@@ -74,7 +96,9 @@ def prompts_of(lengths: Sequence[int], units: int | None = None) -> Script:
         dones = []
         for length in lengths:
             r.open(0, prompt(length, length), ASKING)
-            dones.append(r.run([Segment(0, 0, length, True, pages(0, length))], lane=1, units=units))
+            dones.append(
+                r.run([Segment(0, 0, length, True, pages(0, length))], lane=1, units=units)
+            )
         return dones
 
     return script
@@ -92,7 +116,9 @@ def mixed(r: Rig) -> list[StepDone]:
     for slot, length in lengths.items():
         r.open(slot, prompt(length, slot), ASKING)
     r.open(5, prompt(40, 2), ASKING, pages=pages(2, 32))  # begins as slot 2 does
-    dones = [r.run([Segment(s, 0, lengths[s], True, pages(s, lengths[s])) for s in (0, 1, 4)], lane=1)]
+    dones = [
+        r.run([Segment(s, 0, lengths[s], True, pages(s, lengths[s])) for s in (0, 1, 4)], lane=1)
+    ]
     decodes = [lambda n, s=s: Segment(s, lengths[s] + n, 1, True) for s in (0, 1, 4)]
     segments = [
         [Segment(2, 0, 37, False, pages(2, 90))],
@@ -124,9 +150,11 @@ def stops(r: Rig) -> list[StepDone]:
     r.step([Segment(3, 0, 60, True, pages(3, 64))], lane=1, layers=(0, 2), batch=103)
     for layer, units in enumerate(places):
         for batch, segments in ((101, one), (102, other)):
-            steps.append(r.step(list(segments), lane=1, layers=(layer, layer + 1), batch=batch, units=units))
+            steps.append(
+                r.step(list(segments), lane=1, layers=(layer, layer + 1), batch=batch, units=units)
+            )
         if layer == 1:
-            r.submit(Drop(103))
+            r.submit(DiscardPass(103))
             steps.append(r.step([Segment(2, 0, 9, True, pages(2, 16))], lane=1, units=units))
     return [r.wait(step) for step in steps]
 
@@ -139,7 +167,10 @@ def test_a_stop_behind_any_layer_changes_no_bit():
     def cut(groups: Sequence[tuple[int, int]]) -> Script:
         def script(r: Rig) -> list[StepDone]:
             r.open(0, prompt(45), ASKING)
-            made = [r.step([Segment(0, 0, 45, True, pages(0, 45))], lane=1, layers=group, batch=9) for group in groups]
+            made = [
+                r.step([Segment(0, 0, 45, True, pages(0, 45))], lane=1, layers=group, batch=9)
+                for group in groups
+            ]
             return [r.wait(step) for step in made]
 
         return script
@@ -155,7 +186,10 @@ def test_a_stop_behind_any_layer_changes_no_bit():
 def test_all_rows_none_and_some():
     def script(r: Rig) -> list[StepDone]:
         r.open(0, prompt(40), msgspec.structs.replace(ASKING, prompt_logprobs=1))
-        dones = [r.run([Segment(0, 0, 20, False, pages(0, 40))], lane=1), r.run([Segment(0, 20, 20, True)], lane=1)]
+        dones = [
+            r.run([Segment(0, 0, 20, False, pages(0, 40))], lane=1),
+            r.run([Segment(0, 20, 20, True)], lane=1),
+        ]
         r.open(1, prompt(40), ASKING)
         dones.append(r.run([Segment(1, 0, 20, False, pages(1, 40))], lane=1))
         return [*dones, r.run([Segment(1, 20, 20, True)], lane=1)]
@@ -187,7 +221,9 @@ def test_policies_answer_as_without_graphs(name: str):
         policy = (
             Chunked(40, parts.units, depth=2)
             if name == "chunked"
-            else Multiplex(160, parts.units, 16 if HAS_GPU else 2, TINY.layers, layer_group=1, depth=2)
+            else Multiplex(
+                160, parts.units, 16 if HAS_GPU else 2, TINY.layers, layer_group=1, depth=2
+            )
         )
         service = Service(parts, policy, overlap=HAS_GPU)
         answers.append([dict(service.ask(requests())) for _ in range(2)])
@@ -198,7 +234,9 @@ def test_policies_answer_as_without_graphs(name: str):
 
 # ---------------------------------------------------------------- on a GPU
 
-WIDE = dataclasses.replace(TINY, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1024, max_context_tokens=2200)
+WIDE = dataclasses.replace(
+    TINY, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1024, max_context_tokens=2200
+)
 BF16 = {"spec": WIDE, "dtype": torch.bfloat16, "deviation": 0.04}
 NEAR = 0.06  # of a log-probability: products of other numbers of rows round otherwise, in bfloat16 and through four layers
 
@@ -215,7 +253,12 @@ def test_all_sizes_that_serve(units: int | None):
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
 @pytest.mark.parametrize("script", [mixed, stops])
 @pytest.mark.parametrize(
-    "how", [BF16, {**BF16, "kv_dtype": torch.float8_e4m3fn}, {**BF16, "kv_dtype": torch.float8_e4m3fn, "quantise": True}]
+    "how",
+    [
+        BF16,
+        {**BF16, "kv_dtype": torch.float8_e4m3fn},
+        {**BF16, "kv_dtype": torch.float8_e4m3fn, "quantise": True},
+    ],
 )
 def test_kernels_of_a_real_model(script: Script, how: dict[str, Any]):
     assert_alike(script, SMALL, NEAR * (4 if "quantise" in how else 1), **how)
@@ -235,7 +278,9 @@ def test_large_layers_need_fewer_graphs():
     assert sizes_for(8192, small) == SIZES
     assert sizes_for(8192, large) == tuple(size for size in SIZES if size <= 640)
     assert sizes_for(100, small) == sizes_for(100, large) == (16, 32, 48, 64, 96, 128)
-    assert sizes_for(8192, dataclasses.replace(large, ffn=1 << 30)) == SIZES[:1], "the smallest passes always have theirs"
+    assert sizes_for(8192, dataclasses.replace(large, ffn=1 << 30)) == SIZES[:1], (
+        "the smallest passes always have theirs"
+    )
 
 
 def test_prompts_of_one_pass_may_be_gathered_in_parts(monkeypatch: pytest.MonkeyPatch):
@@ -245,20 +290,29 @@ def test_prompts_of_one_pass_may_be_gathered_in_parts(monkeypatch: pytest.Monkey
         lengths = (30, 7, 96, 41, 2)
         for slot, length in enumerate(lengths):
             r.open(slot, prompt(length, length), ASKING)
-        dones = [r.run([Segment(slot, 0, n // 2, False, pages(slot, n)) for slot, n in enumerate(lengths)], lane=1)]
-        dones.append(r.run([Segment(slot, n // 2, n - n // 2, True) for slot, n in enumerate(lengths)], lane=1))
+        dones = [
+            r.run(
+                [Segment(slot, 0, n // 2, False, pages(slot, n)) for slot, n in enumerate(lengths)],
+                lane=1,
+            )
+        ]
+        dones.append(
+            r.run(
+                [Segment(slot, n // 2, n - n // 2, True) for slot, n in enumerate(lengths)], lane=1
+            )
+        )
         decodes = [Segment(slot, lengths[slot], 1, True) for slot in (0, 1)]
         r.open(5, prompt(50, 50), ASKING)
         return [*dones, r.run([*decodes, Segment(5, 0, 50, True, pages(5, 50))], lane=1)]
 
     truth = told(script, ())
     for most in (1, 40, 100):
-        monkeypatch.setattr("counterpoint.device.cuda.attend.MOST_GATHERED", most)
+        monkeypatch.setattr("counterpoint.device.cuda.attention.MOST_GATHERED", most)
         tokens, numbers, _ = told(script, SMALL)
         assert tokens == truth[0] and (numbers - truth[1]).abs().max() <= 1e-4, most
 
 
 def test_how_many_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("counterpoint.device.cuda.attend.MOST_GATHERED", 100)
+    monkeypatch.setattr("counterpoint.device.cuda.attention.MOST_GATHERED", 100)
     assert gathered_at_once([100, 1, 99, 1]) == [(0, 1), (1, 3), (3, 4)]
     assert gathered_at_once([500, 500]) == [(0, 1), (1, 2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 from cuda_rig import HAS_GPU
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from pool_process import Pool, answers, mixed_requests, others
 from serve_process import poll
 from tiny_model import TINY
@@ -46,12 +43,21 @@ def running(folder: Path) -> Iterator[dict[str, Pool]]:
     model.write_text(json.dumps(TINY | {"num_hidden_layers": 4, "max_position_embeddings": 8192}))
     servers = {"one": Pool(folder / "one", str(model), **ON_GPU)}
     for name, flags in POOLS.items():
-        servers[name] = Pool(folder / name, str(model), **ON_GPU, **ONE_ONE, **flags, timeline=str(folder / f"{name}.json"))
+        servers[name] = Pool(
+            folder / name,
+            str(model),
+            **ON_GPU,
+            **ONE_ONE,
+            **flags,
+            timeline=str(folder / f"{name}.json"),
+        )
     try:
         for server in servers.values():
             server.wait_ready()
         yield servers
-        assert all(server.stop() == 0 for server in servers.values()), [server.said() for server in servers.values()]
+        assert all(server.stop() == 0 for server in servers.values()), [
+            server.said() for server in servers.values()
+        ]
         assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
     finally:
         for server in servers.values():
@@ -75,7 +81,9 @@ def untied(found: list[Any]) -> list[Any]:
         for choice in choices:
             if choice["logprobs"] is not None:
                 tops = choice["logprobs"]["top_logprobs"] or []
-                choice["logprobs"]["top_logprobs"] = [max(top.values()) if top else None for top in tops]
+                choice["logprobs"]["top_logprobs"] = [
+                    max(top.values()) if top else None for top in tops
+                ]
     return found
 
 
@@ -94,38 +102,71 @@ def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: lis
     poll(tried, 120, "hardly a request was handed over, or forked")
     poll(lambda: pool.at_rest, what="the pool does not come to rest")
     kind = name if name in ("tcp", "shm") else "cuda-ipc"
-    assert pool.metric("counterpoint_handoff_links", transport=kind) == pool.metric("counterpoint_handoff_links") >= 2
-    assert ("through host memory" in pool.said()) == (kind != "cuda-ipc"), "a slow way must be told, and no other"
+    assert (
+        pool.metric("counterpoint_handoff_links", transport=kind)
+        == pool.metric("counterpoint_handoff_links")
+        >= 2
+    )
+    assert ("through host memory" in pool.said()) == (kind != "cuda-ipc"), (
+        "a slow way must be told, and no other"
+    )
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_killed_worker_leaves_nothing_with_the_other(running: dict[str, Pool], truth: list[Any], victim: str):
+def test_a_killed_worker_leaves_nothing_with_the_other(
+    running: dict[str, Pool], truth: list[Any], victim: str
+):
     pool = running["cuda-ipc"]
     before = pool.worker(victim)
-    body = {"prompt": "a long answer to a long question", "max_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
+    body = {
+        "prompt": "a long answer to a long question",
+        "max_tokens": 4000,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     with ThreadPoolExecutor(3) as readers:
-        streams = [readers.submit(pool.events, body | {"prompt": f"{n} {body['prompt']}"}) for n in range(3)]
-        poll(lambda: pool.metric("counterpoint_worker_requests_running", worker="decode-0") >= 3, what="nothing is decoded")
+        streams = [
+            readers.submit(pool.events, body | {"prompt": f"{n} {body['prompt']}"})
+            for n in range(3)
+        ]
+        poll(
+            lambda: pool.metric("counterpoint_worker_requests_running", worker="decode-0") >= 3,
+            what="nothing is decoded",
+        )
         before.kill()
         ends = [stream.result(90)[-1] for stream in streams]
     if victim == "decode-0":
-        assert all(end != "[DONE]" and "decode-0 was lost" in end["error"]["message"] for end in ends), ends
+        assert all(
+            end != "[DONE]" and "decode-0 was lost" in end["error"]["message"] for end in ends
+        ), ends
     else:
         assert ends == ["[DONE]"] * 3, "an answer that is being decoded needs no prefill worker"
-    poll(lambda: pool.get("/health").json() == {"status": "ok"}, 90, "the worker does not come back")
+    poll(
+        lambda: pool.get("/health").json() == {"status": "ok"}, 90, "the worker does not come back"
+    )
     poll(lambda: pool.at_rest, what="something is still held")
     assert pool.worker(victim).pid != before.pid
-    assert not others(untied(answers(pool, BODIES[:24])), truth[:24]), "the restarted worker answers otherwise"
+    assert not others(untied(answers(pool, BODIES[:24])), truth[:24]), (
+        "the restarted worker answers otherwise"
+    )
 
 
-def test_layers_go_by_themselves_and_whole_prompts_otherwise(running: dict[str, Pool], truth: list[Any], folder: Path):
+def test_layers_go_by_themselves_and_whole_prompts_otherwise(
+    running: dict[str, Pool], truth: list[Any], folder: Path
+):
     """The last test: the two pools end here, and leave their timelines."""
     for name in ("layers", "cuda-ipc"):
         assert running[name].stop() == 0
-    assert groups_sent(folder / "layers.prefill-0.json") >= {f"[{layer}, {layer + 1})" for layer in range(4)}
+    assert groups_sent(folder / "layers.prefill-0.json") >= {
+        f"[{layer}, {layer + 1})" for layer in range(4)
+    }
     assert groups_sent(folder / "cuda-ipc.prefill-0.json") == {"[0, 4)"}
 
 
 def groups_sent(timeline: Path) -> set[str]:
     """The groups of layers in which KV went."""
-    return {event["args"]["layers"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "b"}
+    return {
+        event["args"]["layers"]
+        for event in json.loads(timeline.read_text())["traceEvents"]
+        if event["ph"] == "b"
+    }

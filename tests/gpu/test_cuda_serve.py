@@ -6,23 +6,33 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from cuda_rig import HAS_GPU
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from serve_process import Running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")]
 
-FLAGS = ["--load-format", "dummy", "--device", "cuda", "--port", "0", "--kv-pages", "2000", "--max-running", "16"]
+FLAGS = [
+    "--load-format",
+    "dummy",
+    "--device",
+    "cuda",
+    "--port",
+    "0",
+    "--kv-pages",
+    "2000",
+    "--max-running",
+    "16",
+]
 
 
 @pytest.fixture(scope="module", params=["multiplex", "chunked, fp8"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     policy, _, eight = request.param.partition(", ")
     more = ["--policy", policy, *(["--split", "32"] if policy == "multiplex" else [])]
     more += ["--quantization", "fp8", "--kv-cache-dtype", "fp8"] if eight else []
@@ -37,7 +47,12 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ask(server: Running, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json={"model": "smollm2-135m", **body}, timeout=60, trust_env=False)
+    return httpx.post(
+        f"{server.url}/v1/{path}",
+        json={"model": "smollm2-135m", **body},
+        timeout=60,
+        trust_env=False,
+    )
 
 
 def completion(server: Running, **body: Any) -> dict[str, Any]:
@@ -58,7 +73,9 @@ def test_many_at_once_get_what_each_gets_alone_or_nearly(server: Running):
     bodies = [{"prompt": f"Story number {n}: once", "max_tokens": 12} for n in range(24)]
     alone = [completion(server, **body)["choices"][0]["text"] for body in bodies]
     with ThreadPoolExecutor(24) as pool:
-        together = list(pool.map(lambda body: completion(server, **body)["choices"][0]["text"], bodies))
+        together = list(
+            pool.map(lambda body: completion(server, **body)["choices"][0]["text"], bodies)
+        )
     assert sum(a == b for a, b in zip(alone, together, strict=True)) > 12
 
 
@@ -77,21 +94,43 @@ def test_every_way_of_sampling_answers(server: Running):
 
 
 def test_a_stream_ends_and_one_that_is_left_does_no_harm(server: Running):
-    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60, trust_env=False) as got:
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 16,
+        "stream": True,
+    }
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body, timeout=60, trust_env=False
+    ) as got:
         lines = [line for line in got.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 4000}, timeout=60) as got:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 4000}, timeout=60
+    ) as got:
         next(got.iter_lines())
     assert completion(server)["usage"]["completion_tokens"] == 24
 
 
 def test_a_schema_is_kept(server: Running):
     fields = {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}}
-    schema = {"type": "object", "properties": fields, "required": ["n", "ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     messages = [{"role": "user", "content": "Give me a number."}]
-    got = ask(server, "chat/completions", messages=messages, max_tokens=300, temperature=0.7, seed=1, response_format=wanted)
+    got = ask(
+        server,
+        "chat/completions",
+        messages=messages,
+        max_tokens=300,
+        temperature=0.7,
+        seed=1,
+        response_format=wanted,
+    )
     assert got.status_code == 200, got.text
     choice = got.json()["choices"][0]
     assert choice["finish_reason"] == "stop", "every field is bounded, so the object ends"

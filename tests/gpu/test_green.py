@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.device.cuda.green import Pair, PartitionError, Partitions, check_levels, granularity
+from counterpoint.device.cuda.device_setup import split_device
+from counterpoint.device.cuda.green_contexts import (
+    PartitionError,
+    PartitionPair,
+    Partitions,
+    check_levels,
+    granularity,
+)
 from counterpoint.device.cuda.kernels.nvcc import KernelError, load
-from counterpoint.device.cuda.start import split_device
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -46,7 +52,9 @@ def test_without_a_gpu_the_error_says_so():
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """A GPU on a system with neither cuda-bindings nor a compiler."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
@@ -70,8 +78,12 @@ class TestWithoutACompiler:
             partitions, notes = split_device(Config().replace(policy="auto"))
         assert not partitions.isolated and "plain streams" in notes[0]
 
-    def test_a_split_that_cannot_be_checked_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Partitions, "_split", lambda self, level: Pair(self.full, self.full_urgent))
+    def test_a_split_that_cannot_be_checked_is_refused_in_words(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(
+            Partitions, "_split", lambda self, level: PartitionPair(self.full, self.full_urgent)
+        )
         with pytest.raises(ConfigError, match=r"nvcc.*policy to chunked"):
             split_device(Config().replace(policy="auto"))
 
@@ -105,7 +117,9 @@ class TestOnTheDevice:
         with pytest.raises(PartitionError, match="both run on"):
             partitions.check()
         part = type(pair.decode)
-        partitions._pairs[16] = type(pair)(prefill=pair.prefill, decode=part(partitions.pair(32).decode.stream, 16))
+        partitions._pairs[16] = type(pair)(
+            prefill=pair.prefill, decode=part(partitions.pair(32).decode.stream, 16)
+        )
         with pytest.raises(PartitionError, match="should run on 16 SMs, but ran on 32"):
             partitions.check()
 

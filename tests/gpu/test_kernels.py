@@ -14,7 +14,10 @@ from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 pytest_gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 NAN = float("nan")
-ATTENTION_BOUND = {torch.bfloat16: 5e-3, torch.float16: 1e-3}  # operands and probabilities are rounded to the dtype
+ATTENTION_BOUND = {
+    torch.bfloat16: 5e-3,
+    torch.float16: 1e-3,
+}  # operands and probabilities are rounded to the dtype
 GEMM_BOUND = 4e-3  # the result is rounded to bfloat16: at most 2 ** -8
 GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tensor cores keep some 14 bits of a sum of them
 
@@ -22,7 +25,9 @@ GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tenso
 # ---- without a GPU
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 3, 128), (72, 8, 128), (32, 8, 96), (8, 0, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 3, 128), (72, 8, 128), (32, 8, 96), (8, 0, 64)]
+)
 def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, head_dim):
     with pytest.raises((ValueError, ZeroDivisionError)):
         refuse_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
@@ -47,7 +52,7 @@ def test_the_fitted_tile_keeps_every_sm_within_a_tenth_of_its_share(n, sms, m):
 def partitions():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    from counterpoint.device.cuda.green import Partitions
+    from counterpoint.device.cuda.green_contexts import Partitions
 
     made = Partitions([8, 16, 24, 32, 64])
     yield made
@@ -61,7 +66,9 @@ def stream_of(partitions, sms):
 class Cache:
     """A paged KV cache in which whatever no sequence owns is NaN. Of e4m3, what it holds are numbers that e4m3 has."""
 
-    def __init__(self, lengths, kv_heads, head_dim, dtype, layout, page_tokens=16, table_pages=None):
+    def __init__(
+        self, lengths, kv_heads, head_dim, dtype, layout, page_tokens=16, table_pages=None
+    ):
         final, dtype = dtype, torch.bfloat16 if dtype == FP8 else dtype
         self.lengths, self.layout, self.page_tokens = lengths, layout, page_tokens
         pages = [-(-n // page_tokens) for n in lengths]
@@ -69,7 +76,9 @@ class Cache:
         inner = (kv_heads, page_tokens) if layout == "HND" else (page_tokens, kv_heads)
         self.pool = torch.full((total, 2, *inner, head_dim), NAN, dtype=dtype, device="cuda")
         order = torch.randperm(total)
-        self.tables = torch.full((len(lengths), width), 2**30, dtype=torch.int32)  # an entry past the end must not be read
+        self.tables = torch.full(
+            (len(lengths), width), 2**30, dtype=torch.int32
+        )  # an entry past the end must not be read
         self.k, self.v, at = [], [], 0
         for s, (n, count) in enumerate(zip(lengths, pages, strict=True)):
             mine = order[at : at + count]
@@ -80,7 +89,9 @@ class Cache:
             self.k.append(k.float())
             self.v.append(v.float())
             for side, x in ((0, k), (1, v)):
-                padded = torch.full((count * page_tokens, kv_heads, head_dim), NAN, dtype=dtype, device="cuda")
+                padded = torch.full(
+                    (count * page_tokens, kv_heads, head_dim), NAN, dtype=dtype, device="cuda"
+                )
                 padded[:n] = x
                 padded = padded.view(count, page_tokens, kv_heads, head_dim)
                 self.pool[mine.cuda(), side] = padded.transpose(1, 2) if layout == "HND" else padded
@@ -106,13 +117,28 @@ def assert_close(out, reference, bound, what):
     assert torch.isfinite(out.float()).all(), f"{what}: not finite"
     error = float((out.float() - reference).norm() / reference.norm().clamp_min(1e-20))
     assert error < bound, f"{what}: relative error {error:.2e}"
-    worst = (out.float() - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1).clamp_min(1e-20)
-    assert float(worst.max()) < 3 * bound, f"{what}: row {int(worst.argmax())} has relative error {float(worst.max()):.2e}"
+    worst = (out.float() - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(
+        dim=1
+    ).clamp_min(1e-20)
+    assert float(worst.max()) < 3 * bound, (
+        f"{what}: row {int(worst.argmax())} has relative error {float(worst.max()):.2e}"
+    )
 
 
 UNEVEN = [1, 15, 16, 17, 0, 4097, 33, 2, 511, 64, 1000, 31, 32, 300]
 LONG = [97 * i * i % 5000 + 1 for i in range(40)]
-SHAPES = [(8, 8), (9, 3), (32, 8), (14, 2), (8, 1), (5, 1), (6, 3), (32, 16), (12, 4), (12, 12)]  # query heads, KV heads
+SHAPES = [
+    (8, 8),
+    (9, 3),
+    (32, 8),
+    (14, 2),
+    (8, 1),
+    (5, 1),
+    (6, 3),
+    (32, 16),
+    (12, 4),
+    (12, 12),
+]  # query heads, KV heads
 HUNDRED = [(37 * i * i + 11 * i) % 700 + 1 for i in range(100)]
 
 
@@ -120,7 +146,17 @@ HUNDRED = [(37 * i * i + 11 * i) % 700 + 1 for i in range(100)]
 @needs_gpu
 class TestAttention:
     def run(
-        self, partitions, sms, lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, layout="HND", kv=None, **kinds
+        self,
+        partitions,
+        sms,
+        lengths,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        layout="HND",
+        kv=None,
+        **kinds,
     ):
         torch.seed()
         cache = Cache(lengths, kv_heads, head_dim, dtype if kv is None else kv, layout, **kinds)
@@ -146,7 +182,11 @@ class TestAttention:
             assert_close(out, reference, ATTENTION_BOUND[dtype], f"{sms} SMs, turn {turn}")
 
     @pytest.mark.parametrize("sms", [8, 16, 24, 32, 64, 132])
-    @pytest.mark.parametrize("lengths", [[1], [16], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9], ids=str)
+    @pytest.mark.parametrize(
+        "lengths",
+        [[1], [16], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9],
+        ids=str,
+    )
     def test_every_partition(self, partitions, sms, lengths):
         self.run(partitions, sms, lengths)
 
@@ -154,24 +194,33 @@ class TestAttention:
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(
-        ("heads", "kv_heads"), [(8, 8), (9, 3), (32, 8), (14, 2), (8, 1), (5, 1), (6, 3), (32, 16), (12, 4), (12, 12)]
+        ("heads", "kv_heads"),
+        [(8, 8), (9, 3), (32, 8), (14, 2), (8, 1), (5, 1), (6, 3), (32, 16), (12, 4), (12, 12)],
     )
     def test_every_shape(self, partitions, heads, kv_heads, head_dim, layout, dtype):
         for sms in (8, 132):  # many units for a warp, and few
             self.run(partitions, sms, UNEVEN, heads, kv_heads, head_dim, dtype, layout)
 
     @pytest.mark.parametrize("sms", [8, 24, 132])
-    @pytest.mark.parametrize("lengths", [[1], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9], ids=str)
+    @pytest.mark.parametrize(
+        "lengths",
+        [[1], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9],
+        ids=str,
+    )
     def test_a_cache_of_e4m3(self, partitions, sms, lengths):
         self.run(partitions, sms, lengths, kv=FP8)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (14, 2), (8, 1), (5, 1), (12, 12), (64, 8)])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads"), [(8, 8), (9, 3), (14, 2), (8, 1), (5, 1), (12, 12), (64, 8)]
+    )
     def test_every_shape_of_e4m3(self, partitions, heads, kv_heads, layout, dtype):
         for sms in (8, 132):
             self.run(partitions, sms, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8)
-        self.run(partitions, 32, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8, page_tokens=64)
+        self.run(
+            partitions, 32, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8, page_tokens=64
+        )
 
     @pytest.mark.parametrize("page_tokens", [32, 64])
     def test_larger_pages(self, partitions, page_tokens):
@@ -194,7 +243,13 @@ class TestAttention:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=part.stream):
             kernel(*arguments)
-        for lengths in ([1] * 20, [(i * 97) % 2000 for i in range(20)], longest, [0] * 19 + [1777], [16 * i for i in range(20)]):
+        for lengths in (
+            [1] * 20,
+            [(i * 97) % 2000 for i in range(20)],
+            longest,
+            [0] * 19 + [1777],
+            [16 * i for i in range(20)],
+        ):
             lengths_S.copy_(torch.tensor(lengths, dtype=torch.int32))
             q.copy_(torch.randn_like(q))
             out.fill_(NAN)
@@ -202,7 +257,12 @@ class TestAttention:
             with torch.cuda.stream(part.stream):
                 graph.replay()
             part.stream.synchronize()
-            assert_close(out, cache.reference(q, lengths), ATTENTION_BOUND[torch.bfloat16], f"{sms} SMs, {lengths}")
+            assert_close(
+                out,
+                cache.reference(q, lengths),
+                ATTENTION_BOUND[torch.bfloat16],
+                f"{sms} SMs, {lengths}",
+            )
 
     def test_scale_and_large_scores(self, partitions):
         cache = Cache([700, 3], 2, 128, torch.bfloat16, "HND")
@@ -233,17 +293,26 @@ class TestAttention:
 @needs_gpu
 class TestGemm:
     @pytest.mark.parametrize("m", [1, 3, 8, 17, 63, 64, 65, 100, 128])
-    @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 512), (4104, 64), (8, 128), (1000, 1088)])
+    @pytest.mark.parametrize(
+        ("n", "k"), [(4096, 4096), (6144, 512), (4104, 64), (8, 128), (1000, 1088)]
+    )
     def test_every_partition(self, partitions, m, n, k):
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("for Hopper")
         torch.seed()
-        x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+        x, w = (
+            torch.randn(m, k, device="cuda").bfloat16(),
+            torch.randn(n, k, device="cuda").bfloat16(),
+        )
         reference = x.float() @ w.float().T
         for sms in (24, 132):
-            part, kernel, out = stream_of(partitions, sms), SkinnyGemm(sms), torch.full((m, n), NAN, device="cuda").bfloat16()
+            part, kernel, out = (
+                stream_of(partitions, sms),
+                SkinnyGemm(sms),
+                torch.full((m, n), NAN, device="cuda").bfloat16(),
+            )
             torch.cuda.synchronize()
             with torch.cuda.stream(part.stream):
                 kernel(x, w, out)
@@ -251,10 +320,12 @@ class TestGemm:
             assert_close(out, reference, GEMM_BOUND, f"{m} x {n} x {k} on {sms} SMs")
 
     @pytest.mark.parametrize("m", [1, 3, 17, 64, 65, 128])
-    @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 512), (4112, 128), (16, 256), (1008, 1152), (1024, 28672)])
+    @pytest.mark.parametrize(
+        ("n", "k"), [(4096, 4096), (6144, 512), (4112, 128), (16, 256), (1008, 1152), (1024, 28672)]
+    )
     def test_e4m3(self, partitions, m, n, k):
+        from counterpoint.device.cuda.gemm_autotune import scaled
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
-        from counterpoint.device.cuda.products import scaled
 
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("for Hopper")
@@ -263,14 +334,20 @@ class TestGemm:
         w = quantise_rows(torch.randn(n, k, device="cuda") * 0.02)
         reference = x.wide() @ w.wide().T
         for sms in (24, 132):
-            part, kernel, out = stream_of(partitions, sms), SkinnyGemm(sms), torch.full((m, n), NAN, device="cuda").bfloat16()
+            part, kernel, out = (
+                stream_of(partitions, sms),
+                SkinnyGemm(sms),
+                torch.full((m, n), NAN, device="cuda").bfloat16(),
+            )
             torch.cuda.synchronize()
             with torch.cuda.stream(part.stream):
                 kernel(x, w, out)
                 by_torch = scaled(x, w)
             part.stream.synchronize()
             assert_close(out, reference, GEMM_BOUND_FP8, f"{m} x {n} x {k} on {sms} SMs")
-            assert_close(by_torch, reference, GEMM_BOUND_FP8, f"torch's, {m} x {n} x {k} on {sms} SMs")
+            assert_close(
+                by_torch, reference, GEMM_BOUND_FP8, f"torch's, {m} x {n} x {k} on {sms} SMs"
+            )
 
     @pytest.mark.parametrize("sms", [24, 132])
     def test_chained_launches_wait_for_what_they_read(self, partitions, sms):
@@ -282,13 +359,22 @@ class TestGemm:
         part, gemm = stream_of(partitions, sms), SkinnyGemm(sms, chained=True)
         lengths = [600, 33, 1, 2000]
         cache = Cache(lengths, 8, 128, torch.bfloat16, "HND")
-        attend = DecodeAttention(heads=16, kv_heads=8, head_dim=128, sms=sms, max_seqs=4, chained=True)
+        attend = DecodeAttention(
+            heads=16, kv_heads=8, head_dim=128, sms=sms, max_seqs=4, chained=True
+        )
         w1, w2 = (torch.randn(2048, 2048, device="cuda").bfloat16() / 45 for _ in range(2))
         x, q, a, y = (torch.empty(4, 2048, device="cuda").bfloat16() for _ in range(4))
 
         def chain():
             gemm(x, w1, q)
-            attend(q.view(4, 16, 128), cache.pool[:, 0], cache.pool[:, 1], cache.tables, cache.lengths_S, a.view(4, 16, 128))
+            attend(
+                q.view(4, 16, 128),
+                cache.pool[:, 0],
+                cache.pool[:, 1],
+                cache.tables,
+                cache.lengths_S,
+                a.view(4, 16, 128),
+            )
             gemm(a, w2, y)
 
         def check(what):

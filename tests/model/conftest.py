@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import CONFIGS, random_model, save
+from model_builders import CONFIGS, random_model, save
 from transformers import PreTrainedModel
 
-from counterpoint.spec.source import Source
+from counterpoint.spec.source import ModelSource
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", params=CONFIGS)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Source]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, ModelSource]:
     """Each kind of model in transformers, and saved to a folder."""
     model = random_model(CONFIGS[request.param])
     return model, save(model, tmp_path_factory.mktemp("model"))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import Run, expected, load, prompts
+from model_builders import Run, expected, load, prompts
 from transformers import PreTrainedModel
 
 from counterpoint.model import Decoder
-from counterpoint.spec.source import Source
+from counterpoint.spec.source import ModelSource
 
 
 @pytest.fixture(scope="module", params=["C kernels", "torch"])
-def pair(request: pytest.FixtureRequest, family: tuple[PreTrainedModel, Source]) -> tuple[PreTrainedModel, Decoder]:
+def pair(
+    request: pytest.FixtureRequest, family: tuple[PreTrainedModel, ModelSource]
+) -> tuple[PreTrainedModel, Decoder]:
     model, source = family
     return model, load(source) if request.param == "C kernels" else load(source, cache=None)
 
@@ -60,7 +62,10 @@ def test_a_shared_prefix(pair: tuple[PreTrainedModel, Decoder]):
     run = Run(decoder, [first, second])
     run.step((0, 0, 30))
     run.table[1, :4] = run.table[0, :4]
-    close(run.step((1, 16, 30), (0, 29, 30)), torch.stack([expected(model, second)[-1], expected(model, first)[-1]]))
+    close(
+        run.step((1, 16, 30), (0, 29, 30)),
+        torch.stack([expected(model, second)[-1], expected(model, first)[-1]]),
+    )
 
 
 def test_the_parameter_count(pair: tuple[PreTrainedModel, Decoder]):

@@ -7,7 +7,9 @@ import torch
 
 from counterpoint.model.fp8 import BLOCK, FP8, LARGEST, quantise_rows, to_fp8
 
-HALF_STEP = 2.0**-4  # e4m3 has three bits behind the leading one: rounding moves a number by at most this share of it
+HALF_STEP = (
+    2.0**-4
+)  # e4m3 has three bits behind the leading one: rounding moves a number by at most this share of it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -16,7 +18,9 @@ def test_there_and_back(rows: int, size: int, dtype: torch.dtype):
     torch.seed()
     x = (torch.randn(rows, size) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
     got = quantise_rows(x)
-    assert got.values_RK.dtype == FP8 and got.values_RK.is_contiguous() and got.shape == (rows, size)
+    assert (
+        got.values_RK.dtype == FP8 and got.values_RK.is_contiguous() and got.shape == (rows, size)
+    )
     smallest = got.scale_R[:, None] * 2.0**-10  # half of the least number that e4m3 has
     assert bool(((got.wide() - x.float()).abs() <= x.float().abs() * HALF_STEP + smallest).all())
 
@@ -30,7 +34,10 @@ def test_the_largest_of_a_row_is_the_largest_number():
 
 def test_a_row_does_not_depend_on_its_neighbours():
     x = torch.randn(3, 64)
-    alone, together = quantise_rows(x[1:2]), quantise_rows(torch.stack([x[0] * 1e6, x[1], x[2] * 1e-6]))
+    alone, together = (
+        quantise_rows(x[1:2]),
+        quantise_rows(torch.stack([x[0] * 1e6, x[1], x[2] * 1e-6])),
+    )
     assert torch.equal(alone.values_RK.float(), together.values_RK.float()[1:2])
     assert torch.equal(alone.scale_R, together.scale_R[1:2])
 
@@ -49,7 +56,12 @@ def test_what_is_not_finite_stays_in_its_row(bad: float):
 
 
 def test_beyond_the_largest_it_saturates():
-    assert to_fp8(torch.tensor([449.0, 1e9, -1e9, 447.0])).float().tolist() == [448.0, 448.0, -448.0, 448.0]
+    assert to_fp8(torch.tensor([449.0, 1e9, -1e9, 447.0])).float().tolist() == [
+        448.0,
+        448.0,
+        -448.0,
+        448.0,
+    ]
     assert bool(to_fp8(torch.tensor([float("nan")])).float().isnan().all())
 
 

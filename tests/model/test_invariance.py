@@ -34,7 +34,17 @@ SPEC = ModelSpec(
     tied_embeddings=True,
     eos_token_ids=(1,),
 )
-WIDE = dataclasses.replace(SPEC, name="wide", layers=1, hidden=1024, heads=8, kv_heads=4, head_dim=128, ffn=2816, qk_norm=True)
+WIDE = dataclasses.replace(
+    SPEC,
+    name="wide",
+    layers=1,
+    hidden=1024,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    ffn=2816,
+    qk_norm=True,
+)
 PROMPT, ANSWER = 130, 6
 
 
@@ -63,10 +73,17 @@ class Passes:
         fixed = random.Random(0)
         self.tokens = [[fixed.randrange(decoder.spec.vocab) for _ in range(PROMPT + ANSWER)]]
         for _ in range(company):
-            self.tokens.append([self.chance.randrange(decoder.spec.vocab) for _ in range(self.chance.randrange(1, 120))])
+            self.tokens.append(
+                [
+                    self.chance.randrange(decoder.spec.vocab)
+                    for _ in range(self.chance.randrange(1, 120))
+                ]
+            )
         free = list(range(PAGES))
         self.chance.shuffle(free)
-        self.pages = [[free.pop() for _ in range(-(-len(tokens) // PAGE))] for tokens in self.tokens]
+        self.pages = [
+            [free.pop() for _ in range(-(-len(tokens) // PAGE))] for tokens in self.tokens
+        ]
         self.done = [0] * len(self.tokens)
 
     def logits(self, chunk: int) -> Tensor:
@@ -89,14 +106,23 @@ class Passes:
     def _run(self, pieces: list[tuple[int, int]]) -> Tensor:
         torch.set_num_threads(self.chance.choice([1, 2]))
         start = [self.done[request] for request, _ in pieces]
-        tokens = [t for request, n in pieces for t in self.tokens[request][self.done[request] : self.done[request] + n]]
+        tokens = [
+            t
+            for request, n in pieces
+            for t in self.tokens[request][self.done[request] : self.done[request] + n]
+        ]
         table_SP = torch.zeros(len(pieces), max(map(len, self.pages)), dtype=torch.int64)
         for row, (request, count) in enumerate(pieces):
             table_SP[row, : len(self.pages[request])] = torch.tensor(self.pages[request])
             self.done[request] += count
         ops, layers = self.decoder.ops, self.decoder.spec.layers
-        counts, all_sampled = torch.tensor([n for _, n in pieces]), torch.ones(len(pieces), dtype=torch.bool)
-        batch = make_batch(torch.tensor(tokens), torch.tensor(start), counts, all_sampled, table_SP, PAGE, ops)
+        counts, all_sampled = (
+            torch.tensor([n for _, n in pieces]),
+            torch.ones(len(pieces), dtype=torch.bool),
+        )
+        batch = make_batch(
+            torch.tensor(tokens), torch.tensor(start), counts, all_sampled, table_SP, PAGE, ops
+        )
         x_TD = self.decoder.run_layers(self.decoder.embed(batch), batch, self.kv, 0, layers)
         return self.decoder.logits(x_TD, batch)
 
@@ -124,7 +150,9 @@ def test_products_that_depend_on_their_rows_are_found():
         refuse_varying_products(varying)
 
 
-def test_what_cannot_be_invariant_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_invariant_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(ConfigError, match="batch_invariant needs dtype float16 or bfloat16"):
         cpu_ops("float32", invariant=True)
     with pytest.raises(ConfigError, match="batch_invariant and fp8"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import PAGE, Run, prompts
+from model_builders import PAGE, Run, prompts
 from torch import Tensor
 
 from counterpoint.config import ConfigError
@@ -47,8 +47,15 @@ def test_every_record_computes_what_the_reference_computes(dtype: str, native: b
     requests = prompts(SPEC.vocab, 40, 70, 5)
     run = Run(make(dtype, kernels if native else None), requests)
     truth = Run(build_decoder(SPEC, Dummy(7, deviation=0.2), reference_ops()), requests)
-    passes = [((0, 0, 39), (1, 0, 20)), ((0, 39, 40), (2, 0, 1), (1, 20, 70)), ((2, 1, 2),), ((2, 2, 5),)]
-    error = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.3}[dtype]  # of logits whose deviation is about 1.5
+    passes = [
+        ((0, 0, 39), (1, 0, 20)),
+        ((0, 39, 40), (2, 0, 1), (1, 20, 70)),
+        ((2, 1, 2),),
+        ((2, 2, 5),),
+    ]
+    error = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.3}[
+        dtype
+    ]  # of logits whose deviation is about 1.5
     for segments in passes:
         torch.testing.assert_close(run.step(*segments), truth.step(*segments), atol=error, rtol=0)
 
@@ -100,9 +107,14 @@ def test_random_passes_of_attention(compiled: Kernels):
         tokens_S = torch.where(draw(0, 3, segments) == 0, draw(1, 120, segments), 1)
         width = -(-int((start_S + tokens_S).max()) // page)
         table = torch.randperm(segments * width, generator=generator).view(segments, width)
-        k, v = (torch.randn(segments * width, page, kv_heads, dim, generator=generator) for _ in range(2))
+        k, v = (
+            torch.randn(segments * width, page, kv_heads, dim, generator=generator)
+            for _ in range(2)
+        )
         q = torch.randn(int(tokens_S.sum()), kv_heads * group, dim, generator=generator)
-        truth = reference.attention(q, k, v, reference.plan_attention(start_S, tokens_S, table, page))
+        truth = reference.attention(
+            q, k, v, reference.plan_attention(start_S, tokens_S, table, page)
+        )
         ours = compiled.attention(q, k, v, plan_tiles(start_S, tokens_S, table, page))
         torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-4)
         half = compiled.attention(q, k.half(), v.half(), plan_tiles(start_S, tokens_S, table, page))
@@ -113,23 +125,42 @@ def test_random_passes_of_attention(compiled: Kernels):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
-def test_narrower_vectors(flag: str, compiled: Kernels, kernels: Path, monkeypatch: pytest.MonkeyPatch):
+def test_narrower_vectors(
+    flag: str, compiled: Kernels, kernels: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, flag))
     narrow = load_kernels(kernels)
     assert isinstance(narrow, Kernels) and len(list(kernels.glob("*.so"))) > 1
-    start, tokens, table = torch.tensor([0, 70]), torch.tensor([100, 1]), torch.randperm(14).view(2, 7)
+    start, tokens, table = (
+        torch.tensor([0, 70]),
+        torch.tensor([100, 1]),
+        torch.randperm(14).view(2, 7),
+    )
     q, k, v = torch.randn(101, 6, 48), torch.randn(14, 16, 2, 48), torch.randn(14, 16, 2, 48)
     plan = plan_tiles(start, tokens, table, 16)
-    torch.testing.assert_close(narrow.attention(q, k, v, plan), compiled.attention(q, k, v, plan), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        narrow.attention(q, k, v, plan), compiled.attention(q, k, v, plan), atol=1e-5, rtol=1e-4
+    )
     if narrow.kv_dtype is torch.float16:
         pools = k.half(), v.half()
-        torch.testing.assert_close(narrow.attention(q, *pools, plan), compiled.attention(q, *pools, plan), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            narrow.attention(q, *pools, plan),
+            compiled.attention(q, *pools, plan),
+            atol=1e-5,
+            rtol=1e-4,
+        )
     x = torch.randn(3, 10 * 48)
     turned = []
     for each in (narrow, compiled):
         pools = torch.zeros_like(k, dtype=each.kv_dtype), torch.zeros_like(v, dtype=each.kv_dtype)
-        angles = reference.rope_angles(torch.tensor([0, 5, 90]), torch.rand(24, generator=torch.Generator().manual_seed(0)), 1.0)
-        q_THA = each.rope_and_append(x.clone(), angles, None, torch.ones(48), 1e-5, *pools, torch.tensor([3, 50, 7]))
+        angles = reference.rope_angles(
+            torch.tensor([0, 5, 90]),
+            torch.rand(24, generator=torch.Generator().manual_seed(0)),
+            1.0,
+        )
+        q_THA = each.rope_and_append(
+            x.clone(), angles, None, torch.ones(48), 1e-5, *pools, torch.tensor([3, 50, 7])
+        )
         turned.append((q_THA, *(pool.float() for pool in pools)))
     for got, want in zip(*turned, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
@@ -137,21 +168,41 @@ def test_narrower_vectors(flag: str, compiled: Kernels, kernels: Path, monkeypat
 
 def test_large_scores_do_not_overflow(compiled: Kernels):
     start, tokens, table = torch.tensor([0]), torch.tensor([100]), torch.arange(7)[None]
-    q, k, v = torch.randn(100, 4, 16) * 300, torch.randn(7, 16, 2, 16) * 300, torch.randn(7, 16, 2, 16)
+    q, k, v = (
+        torch.randn(100, 4, 16) * 300,
+        torch.randn(7, 16, 2, 16) * 300,
+        torch.randn(7, 16, 2, 16),
+    )
     truth = reference.attention(q, k, v, reference.plan_attention(start, tokens, table, 16))
-    torch.testing.assert_close(compiled.attention(q, k, v, plan_tiles(start, tokens, table, 16)), truth, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        compiled.attention(q, k, v, plan_tiles(start, tokens, table, 16)),
+        truth,
+        atol=1e-3,
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("width", [48, 50])
 def test_kernels_between_the_products(compiled: Kernels, rows: int, width: int):
     torch.manual_seed(0)
-    x, delta, weight, gate_up = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width), torch.randn(rows, 2 * width)
+    x, delta, weight, gate_up = (
+        torch.randn(rows, width),
+        torch.randn(rows, width),
+        torch.randn(width),
+        torch.randn(rows, 2 * width),
+    )
     gate_up[0, :4] = torch.tensor([-1e4, -88.0, 88.0, 1e4])
-    torch.testing.assert_close(compiled.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    torch.testing.assert_close(compiled.silu_mul(gate_up), reference.silu_mul(gate_up), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        compiled.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
+    )
+    torch.testing.assert_close(
+        compiled.silu_mul(gate_up), reference.silu_mul(gate_up), atol=1e-6, rtol=1e-5
+    )
     want = reference.add_rms_norm(x, delta, weight, 1e-5)
-    for got, expected in zip(compiled.add_rms_norm(x.clone(), delta, weight, 1e-5), want, strict=True):
+    for got, expected in zip(
+        compiled.add_rms_norm(x.clone(), delta, weight, 1e-5), want, strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 
@@ -182,7 +233,9 @@ def test_a_batch_is_the_segments_row_by_row():
     ops = dataclasses.replace(reference_ops(), plan_attention=lambda *plan: plan)
     start, tokens = torch.tensor([5, 0, 9]), torch.tensor([3, 1, 2])
     table = torch.tensor([[10, 11, 12], [20, 0, 0], [30, 31, 32]])
-    batch = make_batch(torch.arange(6), start, tokens, torch.tensor([True, False, True]), table, PAGE, ops)
+    batch = make_batch(
+        torch.arange(6), start, tokens, torch.tensor([True, False, True]), table, PAGE, ops
+    )
     assert batch.positions_T.tolist() == [5, 6, 7, 0, 9, 10]
     assert batch.kv_rows_T.tolist() == [45, 46, 47, 80, 129, 130]
     assert batch.sample_rows_B.tolist() == [2, 5]
@@ -201,24 +254,30 @@ def test_decodes_of_very_uneven_lengths_are_gathered_in_groups():
 
 
 @pytest.mark.parametrize("bad", ["missing", "failing"])
-def test_without_a_compiler_torch_takes_over(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_torch_takes_over(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     if bad == "failing":
         (tmp_path / "cc").write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
         (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     reason = load_kernels(tmp_path / "cache")
-    assert isinstance(reason, str) and ("compiler" in reason if bad == "missing" else "no such luck" in reason)
+    assert isinstance(reason, str) and (
+        "compiler" in reason if bad == "missing" else "no such luck" in reason
+    )
     ops = cpu_ops("float32", cache=tmp_path / "cache")
     assert ops.attention is gathered_attention
 
 
 def test_a_head_size_that_the_kernels_do_not_take(kernels: Path):
-    check: Callable[[int], Ops] = lambda dim: cpu_ops("float32", dim, cache=kernels)  # noqa: E731
+    check: Callable[[int], Ops] = lambda dim: cpu_ops("float32", dim, cache=kernels)
     assert check(24).attention is gathered_attention
     assert check(80).attention is not gathered_attention or isinstance(load_kernels(kernels), str)
 
 
-def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(kernels: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert "bfloat16" not in cpu_ops("auto", checkpoint_dtype=torch.bfloat16, cache=kernels).name
@@ -237,7 +296,15 @@ def test_only_what_is_wanted_follows_the_last_attention():
     def hidden(only: list[int] | None) -> tuple[Tensor, KVPool]:
         run = Run(decoder, requests)
         begin, end = torch.tensor([0]), torch.tensor([21])
-        batch = make_batch(requests[0], begin, end, torch.tensor([True]), run.table, run.kv.page_tokens, decoder.ops)
+        batch = make_batch(
+            requests[0],
+            begin,
+            end,
+            torch.tensor([True]),
+            run.table,
+            run.kv.page_tokens,
+            decoder.ops,
+        )
         only_B = None if only is None else torch.tensor(only, dtype=torch.int64)
         x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2, None, only_B)
         return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers, None, only_B), run.kv

@@ -7,8 +7,16 @@ import math
 import pytest
 import torch
 
-from counterpoint.device.settings import Settings
-from counterpoint.model.sample import Choice, Draw, Filters, filter_floor, logprobs, sample, uniform
+from counterpoint.device.sampling_tables import SamplingTables
+from counterpoint.model.sample import (
+    DrawParams,
+    Filters,
+    SamplerInputs,
+    filter_floor,
+    logprobs,
+    sample,
+    uniform,
+)
 from counterpoint.types import Sampling
 
 VOCAB = 50
@@ -18,12 +26,24 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> 
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def draw(rows: int, n: int = 0, temperature: float = 1.0, min_p: float | None = None, top_k: int = 0, top_p: float = 1.0) -> Draw:
+def draw(
+    rows: int,
+    n: int = 0,
+    temperature: float = 1.0,
+    min_p: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> DrawParams:
     """The same settings for all rows, seed = row."""
     filters = None
     if top_k or top_p < 1:
-        filters = Filters(torch.arange(rows), torch.full((rows,), top_k), torch.full((rows,), top_p), max(top_k, 4))
-    return Draw(
+        filters = Filters(
+            torch.arange(rows),
+            torch.full((rows,), top_k),
+            torch.full((rows,), top_p),
+            max(top_k, 4),
+        )
+    return DrawParams(
         None,
         torch.arange(rows),
         torch.full((rows,), n),
@@ -33,7 +53,9 @@ def draw(rows: int, n: int = 0, temperature: float = 1.0, min_p: float | None = 
     )
 
 
-def kept_by_reference(row: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float) -> set[int]:
+def kept_by_reference(
+    row: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float
+) -> set[int]:
     """Min-p, then top-k, then top-p of what is left, over a sorted list."""
     p = (row.double() / temperature).softmax(0).tolist()
     ranked = sorted(range(len(p)), key=lambda i: -p[i])
@@ -49,13 +71,13 @@ def kept_by_reference(row: torch.Tensor, temperature: float, min_p: float, top_k
 
 def drawn_often(row: torch.Tensor, times: int, **settings) -> torch.Tensor:
     """How often each id is drawn with `times` different seeds."""
-    ids = sample(row.expand(times, -1), Choice(draw=draw(times, **settings)))
+    ids = sample(row.expand(times, -1), SamplerInputs(draw=draw(times, **settings)))
     return torch.bincount(ids, minlength=row.shape[0])
 
 
 def test_greedy_takes_the_best():
     x = logits(9)
-    assert sample(x, Choice()).tolist() == x.argmax(1).tolist()
+    assert sample(x, SamplerInputs()).tolist() == x.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +111,9 @@ def test_drawn_ids_follow_the_distribution(settings):
     often = expected >= 5
     chi_square = ((counts[kept] - expected).square() / expected)[often].sum().item()
     freedom = int(often.sum()) - 1
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4  # 4 standard deviations; the seeds are fixed
+    assert (
+        chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4
+    )  # 4 standard deviations; the seeds are fixed
     assert counts[kept][~often].sum() < 5 * (~often).sum() + 30
 
 
@@ -104,7 +128,9 @@ def test_filters_leave_what_the_reference_leaves(seed):
         floor = filter_floor(x0, top_k, top_p.clamp(max=1.0), width)
         for row in range(40):
             kept = set((x0[row] >= floor[row]).nonzero()[:, 0].tolist())
-            assert kept == kept_by_reference(x[row], 1.0, 0.0, int(top_k[row]), min(float(top_p[row]), 1.0)), (width, row)
+            assert kept == kept_by_reference(
+                x[row], 1.0, 0.0, int(top_k[row]), min(float(top_p[row]), 1.0)
+            ), (width, row)
 
 
 def test_ties_at_the_floor_all_stay():
@@ -124,26 +150,28 @@ def test_top_p_of_a_flat_row_reaches_past_the_first_sorted_logits():
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-4])
 def test_tiny_temperatures_are_greedy(temperature):
     x = logits(20) * 50
-    ids = sample(x, Choice(draw=draw(20, temperature=temperature, min_p=0.1, top_k=5, top_p=0.9)))
+    ids = sample(
+        x, SamplerInputs(draw=draw(20, temperature=temperature, min_p=0.1, top_k=5, top_p=0.9))
+    )
     assert ids.tolist() == x.argmax(1).tolist()
 
 
 def test_a_row_that_is_not_finite_is_refused_alone():
     x = logits(5)
-    whole = sample(x, Choice(draw=draw(5)))
+    whole = sample(x, SamplerInputs(draw=draw(5)))
     x[1, 7], x[3, 0] = torch.nan, torch.inf
-    ids = sample(x, Choice(draw=draw(5, top_p=0.999999)))
+    ids = sample(x, SamplerInputs(draw=draw(5, top_p=0.999999)))
     assert ids[1] == ids[3] == -1
-    ids = sample(x, Choice(draw=draw(5)))
+    ids = sample(x, SamplerInputs(draw=draw(5)))
     assert ids[[0, 2, 4]].tolist() == whole[[0, 2, 4]].tolist()
-    assert sample(x, Choice()).tolist()[1] == -1
+    assert sample(x, SamplerInputs()).tolist()[1] == -1
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
     x = logits(64)
     x[:, 40:] += 100
-    assert sample(x, Choice(), 40).max() < 40
-    assert sample(x, Choice(draw=draw(64)), 40).max() < 40
+    assert sample(x, SamplerInputs(), 40).max() < 40
+    assert sample(x, SamplerInputs(draw=draw(64)), 40).max() < 40
     _, top_ids, _ = logprobs(x, torch.zeros(64, dtype=torch.int64), 5, 40)
     assert top_ids.max() < 40
 
@@ -151,9 +179,13 @@ def test_padding_of_the_vocabulary_is_never_sampled():
 def test_the_argument_is_not_changed():
     x = logits(3)
     before = x.clone()
-    settings = Settings(3, VOCAB)
+    settings = SamplingTables(3, VOCAB)
     for slot in range(3):
-        settings.put(slot, Sampling(max_tokens=9, frequency_penalty=1.0, logit_bias=((3, 5.0),), top_p=0.5), 2)
+        settings.put(
+            slot,
+            Sampling(max_tokens=9, frequency_penalty=1.0, logit_bias=((3, 5.0),), top_p=0.5),
+            2,
+        )
     tokens = torch.zeros(3, 16, dtype=torch.int32)
     sample(x, settings.choice(torch.arange(3), torch.tensor([4, 5, 6]), tokens))
     assert torch.equal(x, before)
@@ -167,7 +199,9 @@ def test_uniform_numbers_are_even_and_do_not_repeat():
     counts = torch.histc(u.float(), 100, 0, 1)
     assert ((counts - 1000).square() / 1000).sum() < 99 + 4 * math.sqrt(2 * 99)
     series = u.view(100, 1000)
-    neighbours = torch.corrcoef(torch.stack([series[:, :-1].flatten(), series[:, 1:].flatten()]))[0, 1]
+    neighbours = torch.corrcoef(torch.stack([series[:, :-1].flatten(), series[:, 1:].flatten()]))[
+        0, 1
+    ]
     seeds_apart = torch.corrcoef(torch.stack([series[:-1].flatten(), series[1:].flatten()]))[0, 1]
     assert abs(neighbours) < 0.02 and abs(seeds_apart) < 0.02
 
@@ -195,21 +229,27 @@ MIXED = [
     Sampling(max_tokens=99, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.5),
     Sampling(max_tokens=99, seed=16, logit_bias=((3, 4.0), (9, -100.0), (10_000, 3.0))),
     Sampling(max_tokens=99, temperature=0.0, min_tokens=6, stop_token_ids=(4,)),
-    Sampling(max_tokens=99, seed=18, temperature=0.9, top_k=20, top_p=0.7, min_p=0.01, min_tokens=3),
+    Sampling(
+        max_tokens=99, seed=18, temperature=0.9, top_k=20, top_p=0.7, min_p=0.01, min_tokens=3
+    ),
     Sampling(max_tokens=99, seed=19, temperature=1e-6),
 ]
 PROMPT = 4
-TOKENS = torch.randint(VOCAB, (len(MIXED), 32), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+TOKENS = torch.randint(
+    VOCAB, (len(MIXED), 32), generator=torch.Generator().manual_seed(5), dtype=torch.int32
+)
 
 
-def mixed_settings() -> Settings:
-    settings = Settings(len(MIXED), VOCAB, eos_token_ids=(2, 60_000))
+def mixed_settings() -> SamplingTables:
+    settings = SamplingTables(len(MIXED), VOCAB, eos_token_ids=(2, 60_000))
     for slot, sampling in enumerate(MIXED):
         settings.put(slot, sampling, PROMPT)
     return settings
 
 
-def reference_row(row: torch.Tensor, s: Sampling, tokens: list[int], eos: tuple[int, ...] = (2,)) -> int:
+def reference_row(
+    row: torch.Tensor, s: Sampling, tokens: list[int], eos: tuple[int, ...] = (2,)
+) -> int:
     """One request's next token, spelled out."""
     x = row.clone().float()
     output = tokens[PROMPT:]
@@ -249,19 +289,25 @@ def test_a_row_does_not_depend_on_its_batch():
     slots = torch.arange(len(MIXED))
     together = sample(x, settings.choice(slots, end, TOKENS))
     order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(1))
-    assert sample(x[order], settings.choice(order, end[order], TOKENS)).tolist() == together[order].tolist()
+    assert (
+        sample(x[order], settings.choice(order, end[order], TOKENS)).tolist()
+        == together[order].tolist()
+    )
     for i in range(len(MIXED)):
         one = torch.tensor([i])
         assert sample(x[one], settings.choice(one, end[one], TOKENS)).tolist() == [together[i]]
 
 
 def test_the_nth_token_depends_on_seed_and_n():
-    settings = Settings(3, VOCAB)
+    settings = SamplingTables(3, VOCAB)
     for slot, seed in enumerate((7, 7, 8)):
         settings.put(slot, Sampling(max_tokens=99, seed=seed), prompt_tokens=(3, 10, 3)[slot])
     row = logits(1, scale=0.1)
     drawn = [
-        sample(row.expand(3, -1), settings.choice(torch.arange(3), torch.tensor([3 + n, 10 + n, 3 + n]), TOKENS)).tolist()
+        sample(
+            row.expand(3, -1),
+            settings.choice(torch.arange(3), torch.tensor([3 + n, 10 + n, 3 + n]), TOKENS),
+        ).tolist()
         for n in range(20)
     ]
     first, second, other = zip(*drawn, strict=True)
@@ -271,28 +317,38 @@ def test_the_nth_token_depends_on_seed_and_n():
 
 
 def test_min_tokens_keeps_a_request_going():
-    settings = Settings(2, VOCAB, eos_token_ids=(2,))
+    settings = SamplingTables(2, VOCAB, eos_token_ids=(2,))
     settings.put(0, Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,)), 3)
-    settings.put(1, Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,), ignore_eos=True), 3)
+    settings.put(
+        1,
+        Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,), ignore_eos=True),
+        3,
+    )
     x = torch.zeros(2, VOCAB)
     x[:, 2], x[:, 5], x[:, 8] = 9.0, 10.0, 5.0
     slots = torch.arange(2)
-    sampled = [sample(x, settings.choice(slots, torch.full((2,), 3 + n), TOKENS)).tolist() for n in range(4)]
+    sampled = [
+        sample(x, settings.choice(slots, torch.full((2,), 3 + n), TOKENS)).tolist()
+        for n in range(4)
+    ]
     assert sampled == [[8, 2], [8, 2], [5, 5], [5, 5]]
 
 
 def test_a_slot_forgets_its_last_request():
-    settings = Settings(2, VOCAB)
+    settings = SamplingTables(2, VOCAB)
     settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((3, 50.0), (4, 40.0))), 1)
     settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
     settings.put(1, Sampling(max_tokens=9, temperature=0.0), 1)
     slots = torch.arange(2)
-    assert sample(torch.zeros(2, VOCAB), settings.choice(slots, slots + 1, TOKENS)).tolist() == [7, 0]
+    assert sample(torch.zeros(2, VOCAB), settings.choice(slots, slots + 1, TOKENS)).tolist() == [
+        7,
+        0,
+    ]
 
 
 def test_one_bias_of_one_row():
     """The least there can be: torch takes no view of it unless its elements stand in line."""
-    settings = Settings(1, VOCAB)
+    settings = SamplingTables(1, VOCAB)
     settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
     one = torch.zeros(1, dtype=torch.int64)
     assert sample(torch.zeros(1, VOCAB), settings.choice(one, one + 1, TOKENS)).tolist() == [7]

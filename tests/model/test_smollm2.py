@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from builders import PAGE, load
+from model_builders import PAGE, load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -43,10 +43,14 @@ def oracle() -> Oracle:
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
     prompts, answers = [], []
     for question in QUESTIONS:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         with torch.no_grad():
-            whole = model.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+            whole = model.generate(
+                prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+            )
         prompts.append(prompt[0])
         answers.append(whole[0, prompt.shape[1] :].tolist())
     return Oracle(model, prompts, answers)
@@ -57,23 +61,39 @@ def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
     size = len(prompts)
     width = -(-(max(map(len, prompts)) + NEW_TOKENS) // PAGE)
     kv = KVPool(decoder.spec, size * width, PAGE, decoder.kv_dtype)
-    table = torch.randperm(size * width, generator=torch.Generator().manual_seed(0)).view(size, width)
+    table = torch.randperm(size * width, generator=torch.Generator().manual_seed(0)).view(
+        size, width
+    )
     tokens_T, tokens_S = torch.cat(prompts), torch.tensor([len(prompt) for prompt in prompts])
     start_S = torch.zeros(size, dtype=torch.int64)
     answers = []
     with torch.inference_mode():
         for _ in range(NEW_TOKENS):
-            batch = make_batch(tokens_T, start_S, tokens_S, torch.ones(size, dtype=torch.bool), table, PAGE, decoder.ops)
+            batch = make_batch(
+                tokens_T,
+                start_S,
+                tokens_S,
+                torch.ones(size, dtype=torch.bool),
+                table,
+                PAGE,
+                decoder.ops,
+            )
             x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, decoder.spec.layers)
             logits_BV = decoder.logits(x_TD, batch)
             logits_BV[:, list(decoder.spec.eos_token_ids)] = -torch.inf
-            start_S, tokens_T, tokens_S = start_S + tokens_S, logits_BV.argmax(-1), torch.ones_like(tokens_S)
+            start_S, tokens_T, tokens_S = (
+                start_S + tokens_S,
+                logits_BV.argmax(-1),
+                torch.ones_like(tokens_S),
+            )
             answers.append(tokens_T)
     return torch.stack(answers, 1).tolist()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache"), [("float32", CACHE), ("auto", CACHE), ("auto", None)], ids=["float32", "auto", "auto, torch"]
+    ("dtype", "cache"),
+    [("float32", CACHE), ("auto", CACHE), ("auto", None)],
+    ids=["float32", "auto", "auto, torch"],
 )
 def test_the_same_greedy_tokens(oracle: Oracle, dtype: str, cache: Path | None):
     decoder = load(resolve("smollm2", CACHE), dtype, cache=cache)
@@ -86,7 +106,9 @@ def test_the_same_logits(oracle: Oracle):
     kv = KVPool(decoder.spec, 64, PAGE, decoder.kv_dtype)
     ones = torch.ones(1, dtype=torch.bool)
     table = torch.arange(64)[None]
-    batch = make_batch(prompt, torch.tensor([0]), torch.tensor([len(prompt)]), ones, table, PAGE, decoder.ops)
+    batch = make_batch(
+        prompt, torch.tensor([0]), torch.tensor([len(prompt)]), ones, table, PAGE, decoder.ops
+    )
     x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, decoder.spec.layers)
     ours = decoder.logits(x_TD, batch, torch.arange(len(prompt)))
     with torch.no_grad():

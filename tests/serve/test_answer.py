@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.serve.answer import Answer, AnswerOptions, Piece, Stops
-from counterpoint.serve.tokenizer import byte_text
-from counterpoint.types import Delta, Finish, TokenLogprobs
+from counterpoint.serve.text.output_processor import (
+    OutputOptions,
+    OutputPiece,
+    OutputProcessor,
+    StopStrings,
+)
+from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.types import FinishReason, OutputDelta, TokenLogprobs
 
 TEXT = byte_text()
 END = TEXT.tokenizer.token_to_id("<|im_end|>")
@@ -18,21 +23,25 @@ END = TEXT.tokenizer.token_to_id("<|im_end|>")
 
 def play(
     tokens: list[int],
-    options: AnswerOptions = AnswerOptions(),
+    options: OutputOptions = OutputOptions(),
     *,
     cuts: int = 1,
-    finish: Finish = Finish.LENGTH,
+    finish: FinishReason = FinishReason.LENGTH,
     stopped_by: int | None = None,
-) -> tuple[str, list[Piece]]:
+) -> tuple[str, list[OutputPiece]]:
     """The text and the pieces of `tokens`, `cuts` of them in a Delta."""
-    answer = Answer(TEXT, options)
+    answer = OutputProcessor(TEXT, options)
     pieces = []
     parts = [tokens[i : i + cuts] for i in range(0, len(tokens), cuts)]
     for number, part in enumerate(parts):
         final = number == len(parts) - 1
         logprobs = tuple(TokenLogprobs(-1.0) for _ in part)
         end = (finish, stopped_by) if final else (None, None)
-        pieces.append(answer.feed(Delta("x", tuple(part), logprobs=logprobs, finish=end[0], stopped_by=end[1])))
+        pieces.append(
+            answer.feed(
+                OutputDelta("x", tuple(part), logprobs=logprobs, finish=end[0], stopped_by=end[1])
+            )
+        )
     return "".join(piece.text for piece in pieces), pieces
 
 
@@ -45,45 +54,53 @@ def first_end(text: str, stops: list[str]) -> str:
     return text
 
 
-@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=4), st.integers(0, 10**9))
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.integers(0, 10**9),
+)
 @settings(max_examples=400, deadline=None)
 def test_stop_strings_cut_the_same_however_text_arrives(text: str, stops: list[str], seed: int):
     chance = random.Random(seed)
-    matcher, out, at, met = Stops(stops), "", 0, None
+    matcher, out, at, met = StopStrings(stops), "", 0, None
     while at < len(text) and met is None:
         size = chance.randint(1, 4)
         part, met = matcher.feed(text[at : at + size])
         out, at = out + part, at + size
         begun = [n for stop in stops for n in range(1, len(stop)) if text[:at].endswith(stop[:n])]
-        assert met or len(out) <= min(at, len(text)) - max(begun, default=0), "the beginning of a stop string is out"
+        assert met or len(out) <= min(at, len(text)) - max(begun, default=0), (
+            "the beginning of a stop string is out"
+        )
     if met is None:
         out += matcher.flush()
     assert out == first_end(text, stops)
 
 
 def test_a_stop_inside_a_word_and_across_tokens():
-    options = AnswerOptions(stops=("th",))
+    options = OutputOptions(stops=("th",))
     text, pieces = play(list(b"with a moth"), options)
     assert text == "wi"
     assert [p.finish for p in pieces if p.finish] == ["stop"]
     stopped = next(p for p in pieces if p.finish)
     assert stopped.stopped_by == "th" and stopped.cancel
-    assert all(p == Piece() for p in pieces[pieces.index(stopped) + 1 :]), "nothing may follow the finish"
+    assert all(p == OutputPiece() for p in pieces[pieces.index(stopped) + 1 :]), (
+        "nothing may follow the finish"
+    )
 
 
 def test_a_held_suffix_comes_out_at_the_end():
-    text, pieces = play(list(b"alpha beta"), AnswerOptions(stops=("beta gamma",)))
+    text, pieces = play(list(b"alpha beta"), OutputOptions(stops=("beta gamma",)))
     assert text == "alpha beta"
     assert pieces[-1].text == "beta" and pieces[-1].finish == "length" and not pieces[-1].cancel
 
 
 def test_the_stop_string_may_be_included():
-    text, _ = play(list(b"one END two"), AnswerOptions(stops=("END",), include_stop=True))
+    text, _ = play(list(b"one END two"), OutputOptions(stops=("END",), include_stop=True))
     assert text == "one END"
 
 
 def test_stops_count_only_after_min_tokens():
-    text, _ = play(list(b"aXbXc"), AnswerOptions(stops=("X",), min_tokens=3))
+    text, _ = play(list(b"aXbXc"), OutputOptions(stops=("X",), min_tokens=3))
     assert text == "aXb"
 
 
@@ -107,25 +124,35 @@ def test_an_unfinished_character_is_flushed_as_a_replacement():
 
 def test_a_character_that_the_prompt_began_is_finished():
     data = "漢".encode()
-    answer = Answer(TEXT, AnswerOptions(), prompt=[97, data[0]])
-    assert [answer.feed(Delta("x", (t,))).text for t in data[1:]] == ["", "漢"]
-    answer = Answer(TEXT, AnswerOptions(), prompt=[97, data[0]])
-    assert answer.feed(Delta("x", (98,))).text == "b", "a prompt's loose bytes are not the answer's"
+    answer = OutputProcessor(TEXT, OutputOptions(), prompt=[97, data[0]])
+    assert [answer.feed(OutputDelta("x", (t,))).text for t in data[1:]] == ["", "漢"]
+    answer = OutputProcessor(TEXT, OutputOptions(), prompt=[97, data[0]])
+    assert answer.feed(OutputDelta("x", (98,))).text == "b", (
+        "a prompt's loose bytes are not the answer's"
+    )
 
 
 def test_special_tokens_are_not_shown_unless_wanted():
     assert play([104, END, 105])[0] == "hi"
-    assert play([104, END, 105], AnswerOptions(skip_special=False))[0] == "h<|im_end|>i"
+    assert play([104, END, 105], OutputOptions(skip_special=False))[0] == "h<|im_end|>i"
 
 
 def test_the_token_that_ends_an_answer_is_not_part_of_it():
-    assert play([104, 105, 33], finish=Finish.STOP, stopped_by=33)[0] == "hi"
-    assert play([104, 105, 33], AnswerOptions(include_stop=True), finish=Finish.STOP, stopped_by=33)[0] == "hi!"
+    assert play([104, 105, 33], finish=FinishReason.STOP, stopped_by=33)[0] == "hi"
+    assert (
+        play(
+            [104, 105, 33],
+            OutputOptions(include_stop=True),
+            finish=FinishReason.STOP,
+            stopped_by=33,
+        )[0]
+        == "hi!"
+    )
 
 
 def test_logprob_entries_go_with_their_text():
     said = "né 漢 END rest"
-    options = AnswerOptions(stops=("END",), logprobs=True)
+    options = OutputOptions(stops=("END",), logprobs=True)
     text, pieces = play(list(said.encode()), options)
     assert text == "né 漢 "
     shown = ""
@@ -133,11 +160,13 @@ def test_logprob_entries_go_with_their_text():
     for piece in pieces:
         shown += piece.text
         entries += piece.entries
-        assert b"".join(TEXT.bytes_of(e.token) for e in entries).decode() == shown, "entries and text are out of step"
+        assert b"".join(TEXT.bytes_of(e.token) for e in entries).decode() == shown, (
+            "entries and text are out of step"
+        )
     assert [e.start for e in entries] == [0, 1, 1, 2, 3, 3, 3, 4]
 
 
 def test_logprob_entries_of_the_last_unfinished_character_are_not_lost():
     tokens = list("a漢".encode())[:-1]
-    _, pieces = play(tokens, AnswerOptions(logprobs=True))
+    _, pieces = play(tokens, OutputOptions(logprobs=True))
     assert [e.token for piece in pieces for e in piece.entries] == tokens

@@ -16,7 +16,9 @@ MODEL = "echo"
 
 
 def chat(server: Running, said: str = "hello there", **options: Any):
-    return server.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": said}], **options)
+    return server.client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": said}], **options
+    )
 
 
 def complete(server: Running, prompt: Any = "hello", **options: Any):
@@ -42,11 +44,17 @@ def refused(response, status: int = 400) -> dict[str, Any]:
 
 def test_a_whole_chat(server: Running):
     answer = chat(server)
-    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == MODEL
+    assert (
+        answer.object == "chat.completion"
+        and answer.id.startswith("chatcmpl-")
+        and answer.model == MODEL
+    )
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content == "hello there"
     assert choice.finish_reason == "stop" and choice.logprobs is None
-    assert answer.usage.completion_tokens == len("hello there") + 1, "the token that ended it was sampled too"
+    assert answer.usage.completion_tokens == len("hello there") + 1, (
+        "the token that ended it was sampled too"
+    )
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
@@ -55,7 +63,9 @@ def test_a_streamed_chat(server: Running):
     assert text == "hello there"
     assert chunks[0].choices[0].delta.role == "assistant" and not chunks[0].choices[0].delta.content
     assert all(c.choices[0].delta.role is None for c in chunks[1:-1])
-    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop"]
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == [
+        "stop"
+    ]
     assert chunks[-2].choices[0].finish_reason == "stop" and not chunks[-2].choices[0].delta.content
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len("hello there") + 1
     assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks[:-1])
@@ -71,14 +81,21 @@ def test_usage_in_every_chunk(server: Running):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = server.events({"prompt": "é漢", "max_tokens": 5, "stream_options": options})[:-1]
     counts = [e["usage"]["completion_tokens"] for e in events if e["choices"]]
-    assert counts == sorted(counts) and set(counts) == {1, 2, 3, 4, 5}, "a chunk for each token, even inside a character"
+    assert counts == sorted(counts) and set(counts) == {1, 2, 3, 4, 5}, (
+        "a chunk for each token, even inside a character"
+    )
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 5
 
 
 def test_one_token_is_one_content_chunk(server: Running):
-    events = server.events({"prompt": "x" * 1000, "max_tokens": 1, "stream_options": {"include_usage": True}})[:-1]
+    events = server.events(
+        {"prompt": "x" * 1000, "max_tokens": 1, "stream_options": {"include_usage": True}}
+    )[:-1]
     assert [c["text"] for e in events for c in e["choices"]] == ["x", ""]
-    assert events[-1]["usage"]["completion_tokens"] == 1 and events[-1]["usage"]["prompt_tokens"] == 1000
+    assert (
+        events[-1]["usage"]["completion_tokens"] == 1
+        and events[-1]["usage"]["prompt_tokens"] == 1000
+    )
 
 
 @pytest.mark.parametrize("said", ["héllo 漢字 😀", "�� real replacement", "👩‍👩‍👧‍👦"])
@@ -91,14 +108,19 @@ def test_streams_keep_characters_whole(server: Running, said: str):
 
 def test_length_ends_an_answer(server: Running):
     answer = chat(server, max_tokens=4)
-    assert answer.choices[0].message.content == "hell" and answer.choices[0].finish_reason == "length"
+    assert (
+        answer.choices[0].message.content == "hell" and answer.choices[0].finish_reason == "length"
+    )
     assert answer.usage.completion_tokens == 4
     assert chat(server, max_completion_tokens=2).choices[0].message.content == "he"
 
 
 def test_completions_have_sixteen_tokens_unless_told(server: Running):
     assert complete(server, "x" * 30).choices[0].text == "x" * 16
-    for body in ({"prompt": "x" * 30, "max_tokens": None}, {"prompt": "x" * 30, "max_tokens": None, "stream": True}):
+    for body in (
+        {"prompt": "x" * 30, "max_tokens": None},
+        {"prompt": "x" * 30, "max_tokens": None, "stream": True},
+    ):
         assert server.post(COMPLETIONS, body).status_code == 200
 
 
@@ -109,7 +131,9 @@ def test_every_shape_of_prompt(server: Running):
     both = complete(server, [[104, 105], [106]], max_tokens=2, n=2)
     assert [(c.index, c.text[:1]) for c in both.choices] == [(0, "h"), (1, "h"), (2, "j"), (3, "j")]
     assert both.usage.prompt_tokens == 3, "a prompt counts once, however many answers it has"
-    assert both.usage.completion_tokens == sum(len(c.text) + (c.finish_reason == "stop") for c in both.choices)
+    assert both.usage.completion_tokens == sum(
+        len(c.text) + (c.finish_reason == "stop") for c in both.choices
+    )
 
 
 def test_no_character_of_an_answer_ends_a_line_of_a_stream(server: Running):
@@ -134,13 +158,19 @@ def test_no_tokens_asked_for(server: Running):
 
 @pytest.mark.parametrize(
     ("stop", "left", "by"),
-    [("lo th", "hel", "lo th"), (["zzz", "lo th"], "hel", "lo th"), (["hello there", "lo th", "ello t"], "h", "ello t")],
+    [
+        ("lo th", "hel", "lo th"),
+        (["zzz", "lo th"], "hel", "lo th"),
+        (["hello there", "lo th", "ello t"], "h", "ello t"),
+    ],
 )
 def test_stop_strings(server: Running, stop, left: str, by: str):
     whole = chat(server, stop=stop)
     text, chunks = streamed(server, "hello there", stop=stop)
     assert whole.choices[0].message.content == text == left
-    assert whole.choices[0].finish_reason == "stop" and chunks[-1].choices[0].finish_reason == "stop"
+    assert (
+        whole.choices[0].finish_reason == "stop" and chunks[-1].choices[0].finish_reason == "stop"
+    )
     assert whole.choices[0].model_extra["stop_reason"] == by
 
 
@@ -151,7 +181,9 @@ def test_a_stop_that_never_comes_is_let_out(server: Running):
 
 def test_stop_token_ids_and_ignore_eos(server: Running):
     answer = chat(server, extra_body={"stop_token_ids": [ord("o")]})
-    assert answer.choices[0].message.content == "hell" and answer.choices[0].model_extra["stop_reason"] == ord("o")
+    assert answer.choices[0].message.content == "hell" and answer.choices[0].model_extra[
+        "stop_reason"
+    ] == ord("o")
     answer = complete(server, "ab", max_tokens=7, extra_body={"ignore_eos": True})
     assert answer.choices[0].text == "ab.ab.a" and answer.choices[0].finish_reason == "length"
 
@@ -160,7 +192,12 @@ def test_a_stopped_request_leaves_the_engine(server: Running):
     before = server.metric("counterpoint_requests_finished_total", finished_reason="stop")
     chat(server, "stop HERE and not at the end" * 20, stop="HERE")
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
-    poll(lambda: server.metric("counterpoint_requests_finished_total", finished_reason="stop") == before + 1)
+    poll(
+        lambda: (
+            server.metric("counterpoint_requests_finished_total", finished_reason="stop")
+            == before + 1
+        )
+    )
 
 
 def test_n_choices(server: Running):
@@ -169,14 +206,35 @@ def test_n_choices(server: Running):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and len(set(texts)) == 4
     assert answer.usage.completion_tokens == 32
 
-    chunks = list(chat(server, "random", n=3, temperature=1.0, max_tokens=8, stream=True, stream_options={"include_usage": True}))
-    assert sorted(c.choices[0].index for c in chunks[:-1] if c.choices[0].finish_reason) == [0, 1, 2]
-    assert chunks[-1].usage.completion_tokens == 24 and chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+    chunks = list(
+        chat(
+            server,
+            "random",
+            n=3,
+            temperature=1.0,
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert sorted(c.choices[0].index for c in chunks[:-1] if c.choices[0].finish_reason) == [
+        0,
+        1,
+        2,
+    ]
+    assert (
+        chunks[-1].usage.completion_tokens == 24
+        and chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+    )
 
 
 def test_seeds(server: Running):
     def said(**options: Any) -> str:
-        return chat(server, "random", temperature=1.0, max_tokens=12, **options).choices[0].message.content
+        return (
+            chat(server, "random", temperature=1.0, max_tokens=12, **options)
+            .choices[0]
+            .message.content
+        )
 
     assert said(seed=7) == said(seed=7) != said(seed=8)
     assert said(seed=-3) == said(seed=-3)
@@ -187,8 +245,14 @@ def test_seeds(server: Running):
 
 
 def test_logit_bias(server: Running):
-    assert complete(server, "aaa", max_tokens=2, logit_bias={str(ord("a")): -100}).choices[0].text == "bb"
-    assert complete(server, "aaa", max_tokens=2, logit_bias={str(ord("z")): 100}).choices[0].text == "zz"
+    assert (
+        complete(server, "aaa", max_tokens=2, logit_bias={str(ord("a")): -100}).choices[0].text
+        == "bb"
+    )
+    assert (
+        complete(server, "aaa", max_tokens=2, logit_bias={str(ord("z")): 100}).choices[0].text
+        == "zz"
+    )
     assert complete(server, "aaa", max_tokens=2, logit_bias={}).choices[0].text == "aa"
 
 
@@ -196,7 +260,12 @@ def test_the_prefix_cache_is_told(server: Running):
     said = "a prefix that is longer than one page of the cache " * 3
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens == 0
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens > 100
-    assert chat(server, said, extra_body={"cache_salt": "mine"}).usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        chat(
+            server, said, extra_body={"cache_salt": "mine"}
+        ).usage.prompt_tokens_details.cached_tokens
+        == 0
+    )
 
 
 def test_continue_the_final_message(server: Running):
@@ -209,7 +278,10 @@ def test_continue_the_final_message(server: Running):
 
 def test_content_parts_and_roles(server: Running):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts, "name": "me"},
+    ]
     answer = server.client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == "one\ntwo"
 
@@ -222,11 +294,15 @@ def test_chat_logprobs(server: Running):
     content = answer.choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in content).decode() == "né 漢"
     assert all(len(entry.top_logprobs) == 3 for entry in content)
-    assert all(entry.top_logprobs[0].bytes == entry.bytes and entry.logprob < 0 for entry in content)
+    assert all(
+        entry.top_logprobs[0].bytes == entry.bytes and entry.logprob < 0 for entry in content
+    )
     assert chat(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
     chunks = list(chat(server, "né 漢", logprobs=True, top_logprobs=3, stream=True))
-    entries = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
+    entries = [
+        entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content
+    ]
     assert [entry.bytes for entry in entries] == [entry.bytes for entry in content]
 
 
@@ -240,7 +316,9 @@ def test_completion_logprobs(server: Running):
 
 def test_alternatives_that_read_alike_are_all_told(server: Running):
     (top,) = complete(server, "ALIKE", max_tokens=1, logprobs=4).choices[0].logprobs.top_logprobs
-    assert list(top) == ["A", "", "token_id:259", "B"], "a second one of the same spelling goes by its id"
+    assert list(top) == ["A", "", "token_id:259", "B"], (
+        "a second one of the same spelling goes by its id"
+    )
 
 
 def test_echoed_logprobs(server: Running):
@@ -258,10 +336,18 @@ def test_echoed_logprobs_are_all_there_for_long_and_known_prompts(server: Runnin
     complete(server, prompt, max_tokens=1)
     for options in ({"max_tokens": 0}, {"max_tokens": 3}):
         logprobs = complete(server, prompt, echo=True, logprobs=2, **options).choices[0].logprobs
-        assert logprobs.token_logprobs == [None] + [-0.25] * (len(prompt) - 1 + options["max_tokens"])
+        assert logprobs.token_logprobs == [None] + [-0.25] * (
+            len(prompt) - 1 + options["max_tokens"]
+        )
         assert logprobs.text_offset == list(range(len(prompt) + options["max_tokens"]))
     events = server.events({"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2})[:-1]
-    told = [value for e in events for c in e["choices"] if c["logprobs"] for value in c["logprobs"]["token_logprobs"]]
+    told = [
+        value
+        for e in events
+        for c in e["choices"]
+        if c["logprobs"]
+        for value in c["logprobs"]["token_logprobs"]
+    ]
     assert told == [None] + [-0.25] * (len(prompt) + 1)
 
 
@@ -329,14 +415,37 @@ def test_what_is_wrong_between_fields_names_one(server: Running):
         assert refused(server.post(CHAT, {"messages": HELLO, **body}))["param"] == field
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"]
+)
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_are_finite(server: Running, field: str, number: str):
-    assert refused(server.post(COMPLETIONS, f'{{"prompt": "hi", "{field}": {number}}}'.encode()))["param"] == field
+    assert (
+        refused(server.post(COMPLETIONS, f'{{"prompt": "hi", "{field}": {number}}}'.encode()))[
+            "param"
+        ]
+        == field
+    )
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], [[], [1]], [260], [2**40], [-1], [1.5], [[1], "a"], {"a": 1}, None, 7, [None]]
+    "prompt",
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        [[], [1]],
+        [260],
+        [2**40],
+        [-1],
+        [1.5],
+        [[1], "a"],
+        {"a": 1},
+        None,
+        7,
+        [None],
+    ],
 )
 def test_wrong_prompts(server: Running, prompt: Any):
     refused(server.post(COMPLETIONS, {"prompt": prompt}))
@@ -385,39 +494,72 @@ def test_what_is_known_of_a_prompt(server: Running):
         for choice in answer["choices"]:
             first, *others = choice["prompt_logprobs"]
             assert first is None and len(others) == answer["usage"]["prompt_tokens"] - 1
-            assert all(len(known) == 2 and {known[id]["rank"] for id in known} == {1, 2} for known in others)
+            assert all(
+                len(known) == 2 and {known[id]["rank"] for id in known} == {1, 2}
+                for known in others
+            )
         assert "prompt_logprobs" not in server.post(path, body).json()["choices"][0]
-    assert others and server.post(COMPLETIONS, {"prompt": "hi", "prompt_logprobs": 0}).json()["choices"][0]["prompt_logprobs"][
-        1
-    ] == {"105": {"logprob": -0.25, "rank": None, "decoded_token": "i"}}
+    assert others and server.post(COMPLETIONS, {"prompt": "hi", "prompt_logprobs": 0}).json()[
+        "choices"
+    ][0]["prompt_logprobs"][1] == {"105": {"logprob": -0.25, "rank": None, "decoded_token": "i"}}
     for much in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
-        error = refused(server.post(COMPLETIONS, {"prompt": [65] * 4000, "n": 20, "max_tokens": 1} | much))
+        error = refused(
+            server.post(COMPLETIONS, {"prompt": [65] * 4000, "n": 20, "max_tokens": 1} | much)
+        )
         assert "1048576" in error["message"] and error["param"] in much
-    for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
-        assert "prompt_logprobs" in refused(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
+    for wrong in (
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 1, "stream": True},
+    ):
+        assert (
+            "prompt_logprobs"
+            in refused(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
+        )
     both = {"prompt": "hi", "echo": True, "logprobs": 1, "prompt_logprobs": 1}
     assert "leave it out" in refused(server.post(COMPLETIONS, both))["message"]
 
 
 @pytest.mark.parametrize("name", ["messages", "self", "tools", "chat_template", "conversations"])
 def test_a_template_is_not_given_what_is_ours(server: Running, name: str):
-    for path, body in ((CHAT, {"messages": HELLO}), ("/v1/responses", {"input": "hi"}), ("/tokenize", {"messages": HELLO})):
+    for path, body in (
+        (CHAT, {"messages": HELLO}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/tokenize", {"messages": HELLO}),
+    ):
         error = refused(server.post(path, body | {"chat_template_kwargs": {name: []}}))
         assert error["param"] == "chat_template_kwargs" and name in error["message"]
 
 
 def test_a_body_is_not_sent_back(server: Running):
-    response = server.post(CHAT, {"messages": [{"role": "user", "content": i} for i in range(1000)]})
+    response = server.post(
+        CHAT, {"messages": [{"role": "user", "content": i} for i in range(1000)]}
+    )
     assert "messages[0].content" in refused(response)["message"]
     secret = "swordfish" * 10
     assert "swordfish" not in server.post(COMPLETIONS, {"prompt": "hi", "temperature": secret}).text
 
 
 def test_fields_that_are_not_there_yet(server: Running):
-    for field, value in (("functions", [{"name": "f"}]), ("chat_template", "{{ 1 }}"), ("return_token_ids", True)):
+    for field, value in (
+        ("functions", [{"name": "f"}]),
+        ("chat_template", "{{ 1 }}"),
+        ("return_token_ids", True),
+    ):
         assert refused(server.post(CHAT, {"messages": HELLO, field: value}))["param"] == field
-    harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "user": "me"}
-    assert server.post(CHAT, {"messages": HELLO, "some_field_of_tomorrow": {"a": 1}, **harmless}).status_code == 200
+    harmless = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "user": "me",
+    }
+    assert (
+        server.post(
+            CHAT, {"messages": HELLO, "some_field_of_tomorrow": {"a": 1}, **harmless}
+        ).status_code
+        == 200
+    )
 
 
 def test_another_model(server: Running):
@@ -430,7 +572,11 @@ def test_another_model(server: Running):
 
 def test_the_context_is_told_with_both_numbers(server: Running):
     error = refused(server.post(COMPLETIONS, {"prompt": [65] * 5000}))
-    assert "4096" in error["message"] and "5000" in error["message"] and error["code"] == "context_length_exceeded"
+    assert (
+        "4096" in error["message"]
+        and "5000" in error["message"]
+        and error["code"] == "context_length_exceeded"
+    )
     error = refused(server.post(COMPLETIONS, {"prompt": [65] * 4000, "max_tokens": 500}))
     assert all(number in error["message"] for number in ("4096", "4500", "4000", "500"))
     error = refused(server.post(CHAT, {"messages": [{"role": "user", "content": "x" * 2_000_000}]}))
@@ -439,8 +585,15 @@ def test_the_context_is_told_with_both_numbers(server: Running):
 
 
 def test_the_body_must_be_json_by_its_own_word(server: Running):
-    refused(server.post(COMPLETIONS, b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"}), 415)
-    assert server.post(COMPLETIONS, {"prompt": "hi"}, headers={"content-type": "application/json; charset=utf-8"}).is_success
+    refused(
+        server.post(
+            COMPLETIONS, b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"}
+        ),
+        415,
+    )
+    assert server.post(
+        COMPLETIONS, {"prompt": "hi"}, headers={"content-type": "application/json; charset=utf-8"}
+    ).is_success
 
 
 def test_paths_and_methods(server: Running):
@@ -453,12 +606,22 @@ def test_paths_and_methods(server: Running):
 
 
 def test_request_ids(server: Running):
-    assert server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    given = server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "a b"}).headers["x-request-id"]
+    assert (
+        server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "mine-1"}).headers[
+            "x-request-id"
+        ]
+        == "mine-1"
+    )
+    given = server.post(COMPLETIONS, {"prompt": "hi"}, headers={"x-request-id": "a b"}).headers[
+        "x-request-id"
+    ]
     assert given and given != "a b"
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         same = [
-            pool.submit(server.post, COMPLETIONS, {"prompt": f"prompt {i}"}, headers={"x-request-id": "one"}) for i in range(16)
+            pool.submit(
+                server.post, COMPLETIONS, {"prompt": f"prompt {i}"}, headers={"x-request-id": "one"}
+            )
+            for i in range(16)
         ]
     answers = [future.result().json() for future in same]
     assert [a["choices"][0]["text"] for a in answers] == [f"prompt {i}" for i in range(16)]
@@ -469,7 +632,9 @@ def test_the_openapi_document_says_what_bodies_are(server: Running):
     document = server.get("/openapi.json").json()
     for path, name in ((CHAT, "ChatRequest"), (COMPLETIONS, "CompletionRequest")):
         post = document["paths"][path]["post"]
-        assert post["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert post["requestBody"]["content"]["application/json"]["schema"] == {
+            "$ref": f"#/components/schemas/{name}"
+        }
         assert "text/event-stream" in post["responses"]["200"]["content"]
     text = json.dumps(document)
     references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
@@ -480,7 +645,9 @@ def test_the_openapi_document_says_what_bodies_are(server: Running):
 
 
 def test_a_failed_step_fails_its_request_alone(server: Running):
-    assert "as asked" in refused(server.post(COMPLETIONS, {"prompt": "FAIL THE STEP"}), 500)["message"]
+    assert (
+        "as asked" in refused(server.post(COMPLETIONS, {"prompt": "FAIL THE STEP"}), 500)["message"]
+    )
     events = server.events({"prompt": "GIVE NAN"})
     assert "error" in events[-1] and "[DONE]" not in events
     assert not any(c["finish_reason"] for e in events for c in e.get("choices", []))
@@ -502,10 +669,21 @@ def test_metrics(server: Running):
     complete(server, "abcdef", max_tokens=6)
     poll(lambda: server.metric("counterpoint_time_to_first_token_seconds_count") == finished + 1)
     poll(lambda: server.metric("counterpoint_generated_tokens_total") == before + 6)
-    pages = {state: server.metric(f"counterpoint_kv_pages_{state}") for state in ("total", "free", "cached")}
+    pages = {
+        state: server.metric(f"counterpoint_kv_pages_{state}")
+        for state in ("total", "free", "cached")
+    }
     assert pages["free"] + pages["cached"] == pages["total"] == 1024
-    for name in ("generation_tokens_total", "time_to_first_token_seconds_count", "kv_cache_usage_perc", "num_requests_running"):
-        ours = {"generation_tokens_total": "generated_tokens_total", "kv_cache_usage_perc": "kv_usage_ratio"}.get(name, name)
+    for name in (
+        "generation_tokens_total",
+        "time_to_first_token_seconds_count",
+        "kv_cache_usage_perc",
+        "num_requests_running",
+    ):
+        ours = {
+            "generation_tokens_total": "generated_tokens_total",
+            "kv_cache_usage_perc": "kv_usage_ratio",
+        }.get(name, name)
         ours = ours.removeprefix("num_")
         assert server.metric(f"vllm:{name}") == server.metric(f"counterpoint_{ours}"), name
     assert server.metric("counterpoint_split_seconds_total") > 0

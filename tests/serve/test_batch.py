@@ -15,7 +15,12 @@ BODY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 def completion(id: str, prompt: str = "once", **fields: Any) -> dict[str, Any]:
-    return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": BODY | {"prompt": prompt} | fields}
+    return {
+        "custom_id": id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": BODY | {"prompt": prompt} | fields,
+    }
 
 
 def chat(id: str, **fields: Any) -> dict[str, Any]:
@@ -40,7 +45,11 @@ class Batch:
     def answers(self) -> dict[str, Any]:
         lines = [json.loads(line) for line in self.out.read_text().splitlines()]
         assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in lines)
-        assert len({line["id"] for line in lines}) == len({line["custom_id"] for line in lines}) == len(lines)
+        assert (
+            len({line["id"] for line in lines})
+            == len({line["custom_id"] for line in lines})
+            == len(lines)
+        )
         return {line["custom_id"]: line["response"] for line in lines}
 
 
@@ -50,27 +59,59 @@ def batch(tmp_path: Path, tiny: str) -> Batch:
 
 
 def test_each_request_has_its_answer(batch: Batch, capsys: pytest.CaptureFixture[str]):
-    assert batch.run(completion("a"), chat("b"), completion("c", "once", n=2), completion("d", "twice")) == 0
+    assert (
+        batch.run(
+            completion("a"), chat("b"), completion("c", "once", n=2), completion("d", "twice")
+        )
+        == 0
+    )
     answers = batch.answers()
-    assert answers.keys() == {"a", "b", "c", "d"} and {a["status_code"] for a in answers.values()} == {200}
+    assert answers.keys() == {"a", "b", "c", "d"} and {
+        a["status_code"] for a in answers.values()
+    } == {200}
     a, b, c = (answers[id]["body"] for id in "abc")
-    assert a["object"] == "text_completion" and b["object"] == "chat.completion" and answers["a"]["request_id"] == a["id"]
+    assert (
+        a["object"] == "text_completion"
+        and b["object"] == "chat.completion"
+        and answers["a"]["request_id"] == a["id"]
+    )
     assert [choice["text"] for choice in c["choices"]] == [a["choices"][0]["text"]] * 2
-    assert b["choices"][0]["message"]["role"] == "assistant" and b["usage"]["completion_tokens"] == 4
+    assert (
+        b["choices"][0]["message"]["role"] == "assistant" and b["usage"]["completion_tokens"] == 4
+    )
     out, err = capsys.readouterr()
     assert not out and "4 answered" in err
 
 
 def test_responses(batch: Batch):
-    assert batch.run(response("a"), chat("a2"), response("b", max_output_tokens=10**6), response("c", stream=True)) == 1
+    assert (
+        batch.run(
+            response("a"),
+            chat("a2"),
+            response("b", max_output_tokens=10**6),
+            response("c", stream=True),
+        )
+        == 1
+    )
     answers = batch.answers()
     body = answers["a"]["body"]
-    assert body["object"] == "response" and body["status"] == "incomplete" and body["usage"]["output_tokens"] == 4
-    assert answers["b"]["body"]["error"]["param"] == "max_output_tokens" and answers["c"]["status_code"] == 400
+    assert (
+        body["object"] == "response"
+        and body["status"] == "incomplete"
+        and body["usage"]["output_tokens"] == 4
+    )
+    assert (
+        answers["b"]["body"]["error"]["param"] == "max_output_tokens"
+        and answers["c"]["status_code"] == 400
+    )
 
 
 def test_wrong_requests_have_their_errors(batch: Batch, capsys: pytest.CaptureFixture[str]):
-    wrong = [completion("hot", temperature=9), completion("long", "x" * 600), chat("live", stream=True)]
+    wrong = [
+        completion("hot", temperature=9),
+        completion("long", "x" * 600),
+        chat("live", stream=True),
+    ]
     elsewhere = chat("where") | {"url": "/v1/embeddings"}
     assert batch.run(*wrong, elsewhere, completion("fine")) == 1
     answers = batch.answers()
@@ -81,11 +122,25 @@ def test_wrong_requests_have_their_errors(batch: Batch, capsys: pytest.CaptureFi
 
 
 def test_answers_that_must_look_like_something(batch: Batch):
-    assert batch.run(completion("digits", regex="[0-9]{3}"), chat("one", choice=["x"]), completion("wrong", regex="(")) == 1
+    assert (
+        batch.run(
+            completion("digits", regex="[0-9]{3}"),
+            chat("one", choice=["x"]),
+            completion("wrong", regex="("),
+        )
+        == 1
+    )
     answers = batch.answers()
     (digits,), (one,) = (answers[id]["body"]["choices"] for id in ("digits", "one"))
-    assert digits["text"].isdigit() and digits["finish_reason"] == "stop" and one["message"]["content"] == "x"
-    assert answers["wrong"]["status_code"] == 400 and answers["wrong"]["body"]["error"]["param"] == "regex"
+    assert (
+        digits["text"].isdigit()
+        and digits["finish_reason"] == "stop"
+        and one["message"]["content"] == "x"
+    )
+    assert (
+        answers["wrong"]["status_code"] == 400
+        and answers["wrong"]["body"]["error"]["param"] == "regex"
+    )
 
 
 def test_it_goes_on_where_it_was(batch: Batch, capsys: pytest.CaptureFixture[str]):
@@ -97,7 +152,10 @@ def test_it_goes_on_where_it_was(batch: Batch, capsys: pytest.CaptureFixture[str
     assert batch.run(*lines) == 0
     assert batch.out.read_bytes().startswith(first)
     again = batch.answers()
-    texts = [{id: answer["body"]["choices"] for id, answer in answers.items()} for answers in (whole, again)]
+    texts = [
+        {id: answer["body"]["choices"] for id, answer in answers.items()}
+        for answers in (whole, again)
+    ]
     assert texts[0] == texts[1]
     assert "2 answered" in capsys.readouterr().err
     before = batch.out.read_bytes()
@@ -106,15 +164,24 @@ def test_it_goes_on_where_it_was(batch: Batch, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [('{"custom_id": "a"}\n', "in.jsonl:1"), ("\n{\n", "in.jsonl:2"), (json.dumps(chat("a")) + "\n", "twice")]
+    ("text", "words"),
+    [
+        ('{"custom_id": "a"}\n', "in.jsonl:1"),
+        ("\n{\n", "in.jsonl:2"),
+        (json.dumps(chat("a")) + "\n", "twice"),
+    ],
 )
-def test_a_wrong_file_is_refused_as_a_whole(batch: Batch, text: str, words: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_file_is_refused_as_a_whole(
+    batch: Batch, text: str, words: str, capsys: pytest.CaptureFixture[str]
+):
     batch.source.write_text(text * (2 if words == "twice" else 1))
     assert status_of(batch.command) == 2
     assert words in capsys.readouterr().err and not batch.out.exists()
 
 
-def test_a_file_that_is_something_else_is_left_alone(batch: Batch, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_is_something_else_is_left_alone(
+    batch: Batch, capsys: pytest.CaptureFixture[str]
+):
     batch.out.write_text("my diary\n")
     assert batch.run(completion("a")) == 2
     assert "out.jsonl:1" in capsys.readouterr().err and batch.out.read_text() == "my diary\n"
@@ -123,7 +190,10 @@ def test_a_file_that_is_something_else_is_left_alone(batch: Batch, capsys: pytes
 def test_the_input_and_other_files_are_no_output(batch: Batch, capsys: pytest.CaptureFixture[str]):
     batch.source.write_text(json.dumps(completion("a")) + "\n")
     line = list(batch.command)
-    for name, text in (("in.jsonl", batch.source.read_text()), ("notes.txt", "a line without an end")):
+    for name, text in (
+        ("in.jsonl", batch.source.read_text()),
+        ("notes.txt", "a line without an end"),
+    ):
         path = batch.source.with_name(name)
         path.write_text(text)
         line[3] = str(path)

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from counterpoint.serve.chat import remote_speaker
-from counterpoint.serve.speech.speech import Content
+from counterpoint.serve.offline.chat import remote_speaker
+from counterpoint.serve.output_parsing.output_parser import ContentDelta
 
 SAID = b'data: {"choices": [{"delta": {"content": "so"}}]}\n\n'
 
@@ -58,14 +58,16 @@ def test_an_answer_may_hold_ends_of_lines_that_are_none_of_a_stream(server):
     said = "one\u2028two\x85three"
     server.answer = f'data: {{"choices": [{{"delta": {{"content": "{said}"}}}}]}}\r\n\r\n'.encode()
     speak = remote_speaker(f"http://127.0.0.1:{server.server_port}", None, {})
-    assert next(speak([{"role": "user", "content": "say"}])) == Content(said)
+    assert next(speak([{"role": "user", "content": "say"}])) == ContentDelta(said)
 
 
-@pytest.mark.parametrize("rest", [b"", b"data: {broken\n\n", b'data: {"what": 1}\n\n', b'data: {"choices": [7]}\n\n'])
+@pytest.mark.parametrize(
+    "rest", [b"", b"data: {broken\n\n", b'data: {"what": 1}\n\n', b'data: {"choices": [7]}\n\n']
+)
 def test_a_stream_that_breaks_off_or_is_none_is_said_so(server, rest):
     server.answer = SAID + rest
     speak = remote_speaker(f"http://127.0.0.1:{server.server_port}", None, {})
     parts = speak([{"role": "user", "content": "say"}])
-    assert next(parts) == Content("so")
+    assert next(parts) == ContentDelta("so")
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
         list(parts)

@@ -21,10 +21,17 @@ from counterpoint.flags import settings
 
 def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command line. One that hangs is made to show where."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "NO_COLOR": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     command = [sys.executable, "-m", "counterpoint", *arguments]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
     try:
         out, err = process.communicate(stdin, timeout=90)
     except subprocess.TimeoutExpired:
@@ -38,26 +45,56 @@ def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_help_imports_nothing_heavy():
-    heavy = ["torch", "transformers", "fastapi", "zmq", "tokenizers", "numpy", "pydantic", "uvicorn", "httpx"]
+    heavy = [
+        "torch",
+        "transformers",
+        "fastapi",
+        "zmq",
+        "tokenizers",
+        "numpy",
+        "pydantic",
+        "uvicorn",
+        "httpx",
+    ]
     code = (
         "import sys; from counterpoint.cli import status_of; "
         f"status = [status_of([*c, '--help']) for c in ([], ['serve'])]; print('heavy:', [m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
     )
     assert "heavy: []" in done.stdout
-    for word in ("serve", "chat", "generate", "batch", "pull", "models", "bench", "simulate", "demo", "--version", "Measure"):
+    for word in (
+        "serve",
+        "chat",
+        "generate",
+        "batch",
+        "pull",
+        "models",
+        "bench",
+        "simulate",
+        "demo",
+        "--version",
+        "Measure",
+    ):
         assert word in done.stdout
 
 
-def test_every_setting_is_a_flag_with_its_help_and_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_every_setting_is_a_flag_with_its_help_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "400")
     assert status_of(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     for section in SECTIONS.values():
         for field in dataclasses.fields(section):
-            assert f"--{field.name.replace('_', '-')}" in text and field.metadata["help"][:40] in text
+            assert (
+                f"--{field.name.replace('_', '-')}" in text and field.metadata["help"][:40] in text
+            )
             if field.default not in (None, ""):
                 assert f"[default: {field.default}]".lower() in text.lower()
 
@@ -78,10 +115,16 @@ def command(name: str = "", *, config: Config) -> tuple[str, Config]:
 
 def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("scheduler: {policy: multiplex, max_running: 7, prefix_cache: false}\nserver: {port: 9}")
+    file.write_text(
+        "scheduler: {policy: multiplex, max_running: 7, prefix_cache: false}\nserver: {port: 9}"
+    )
     _, config = command("x", config=str(file), policy="auto", page_tokens=32)
     assert config.scheduler.policy == "auto", "a flag that names the default beats the file too"
-    assert (config.scheduler.max_running, config.scheduler.prefix_cache, config.server.port) == (7, False, 9)
+    assert (config.scheduler.max_running, config.scheduler.prefix_cache, config.server.port) == (
+        7,
+        False,
+        9,
+    )
     assert config.device.page_tokens == 32 and config.model == Config().model
     assert command("y") == ("y", Config())
 
@@ -146,8 +189,14 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path):
         (["simulate", "--requests", "1", "--timeline", "/dev/full"], "/dev/full: No space left"),
         (["simulate", "--requests", "1", "--event-log", "/dev/full"], "/dev/full: No space left"),
         (["simulate", "--depth", "0"], "--depth"),
-        (["simulate", "--gpu", "a100", "--kv-cache-dtype", "fp8"], "kv_cache_dtype is fp8, which a100 lacks"),
-        (["simulate", "--gpu", "8xa100", "--quantization", "fp8"], "quantization is fp8, which 8xa100 lacks"),
+        (
+            ["simulate", "--gpu", "a100", "--kv-cache-dtype", "fp8"],
+            "kv_cache_dtype is fp8, which a100 lacks",
+        ),
+        (
+            ["simulate", "--gpu", "8xa100", "--quantization", "fp8"],
+            "quantization is fp8, which 8xa100 lacks",
+        ),
         (["simulate", "--host-overhead", "inf"], "--host-overhead"),
         (["simulate", "--belief-error", "5"], "--belief-error"),
         (["simulate", "--link-bytes-per-s", "nan"], "link_bytes_per_s"),
@@ -164,7 +213,9 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path):
         (["plan", "--policy", "chunked"], "--modes"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_a_users_mistake_is_one_line_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
     assert status_of(arguments) == 2
     out, err = capsys.readouterr()
     assert not out and words in err and len(err.strip().splitlines()) == 1
@@ -172,7 +223,10 @@ def test_a_users_mistake_is_one_line_and_status_2(arguments: list[str], words: s
 
 def test_a_mistake_ends_the_process_so():
     done = cli("serve", "--kv-pages", "0")
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.strip() == "kv_pages is 0: it must be more than 0"
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and done.stderr.strip() == "kv_pages is 0: it must be more than 0"
 
 
 # ---------------------------------------------------------------- commands
@@ -184,7 +238,17 @@ def test_models_lists_names():
 
 
 def test_generate(tiny: str, capsys: pytest.CaptureFixture[str]):
-    flags = ["--load-format", "dummy", "--max-tokens", "8", "--ignore-eos", "--seed", "3", "--policy", "chunked"]
+    flags = [
+        "--load-format",
+        "dummy",
+        "--max-tokens",
+        "8",
+        "--ignore-eos",
+        "--seed",
+        "3",
+        "--policy",
+        "chunked",
+    ]
     said = []
     for _ in range(2):
         assert status_of(["generate", tiny, "--prompt", "once", *flags]) == 0
@@ -198,9 +262,28 @@ def test_generate(tiny: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_serve_with_a_real_engine(tiny: str, tmp_path: Path, own_server: Callable[..., Running]):
-    command = [sys.executable, "-m", "counterpoint", "serve", tiny, "--load-format", "dummy", "--port", "0"]
-    server = own_server(command=[*command, "--policy", "multiplex", "--served-name", "tiny"]).wait_ready()
-    body = {"model": "tiny", "prompt": "once upon", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    command = [
+        sys.executable,
+        "-m",
+        "counterpoint",
+        "serve",
+        tiny,
+        "--load-format",
+        "dummy",
+        "--port",
+        "0",
+    ]
+    server = own_server(
+        command=[*command, "--policy", "multiplex", "--served-name", "tiny"]
+    ).wait_ready()
+    body = {
+        "model": "tiny",
+        "prompt": "once upon",
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
     whole = server.post("/v1/completions", body).json()
     assert whole["usage"] == {
         "prompt_tokens": 9,
@@ -212,8 +295,12 @@ def test_serve_with_a_real_engine(tiny: str, tmp_path: Path, own_server: Callabl
     events = server.events(body)[:-1]
     assert "".join(c["text"] for e in events for c in e["choices"]) == whole["choices"][0]["text"]
     assert all(len(top) == 2 for top in whole["choices"][0]["logprobs"]["top_logprobs"])
-    told = server.post("/v1/completions", body | {"echo": True, "max_tokens": 0}).json()["choices"][0]
-    assert len(told["logprobs"]["token_logprobs"]) == 9 and all(value < 0 for value in told["logprobs"]["token_logprobs"][1:])
+    told = server.post("/v1/completions", body | {"echo": True, "max_tokens": 0}).json()["choices"][
+        0
+    ]
+    assert len(told["logprobs"]["token_logprobs"]) == 9 and all(
+        value < 0 for value in told["logprobs"]["token_logprobs"][1:]
+    )
     assert server.stop() == 0
     assert "tiny" in server.said() and "multiplex" in server.said()
 
@@ -224,7 +311,9 @@ def test_chat_with_a_server(server: Running):
     assert "hello there" in done.stdout and "and again" in done.stdout
 
 
-def test_chat_with_an_own_engine(tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_chat_with_an_own_engine(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand again\n"))
     flags = ["--load-format", "dummy", "--max-tokens", "4", "--policy", "chunked", "--seed", "1"]
     assert status_of(["chat", tiny, *flags]) == 0

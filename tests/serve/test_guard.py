@@ -13,10 +13,10 @@ import openai
 import pytest
 from serve_process import Running, poll
 
-from counterpoint.bench.client import Target
+from counterpoint.bench.client import HttpTarget
 from counterpoint.bench.command import first_model
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.chat import remote_speaker
+from counterpoint.serve.offline.chat import remote_speaker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Start = Callable[..., Running]
@@ -34,9 +34,21 @@ def envelope(response: httpx.Response, status: int) -> dict[str, Any]:
 def test_an_api_key(own_server: Start):
     server = own_server(api_key="swordfish-7", log_level="debug").wait_ready()
     body = {"prompt": "hi", "max_tokens": 2}
-    for header in ({}, {"authorization": "Bearer swordfish"}, {"authorization": "swordfish-7"}, {"authorization": "Bearer \xff"}):
-        response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, headers={k: v.encode("latin-1") for k, v in header.items()})
-        assert envelope(response, 401)["code"] == "invalid_api_key" and response.headers["x-request-id"]
+    for header in (
+        {},
+        {"authorization": "Bearer swordfish"},
+        {"authorization": "swordfish-7"},
+        {"authorization": "Bearer \xff"},
+    ):
+        response = httpx.post(
+            f"{server.url}{COMPLETIONS}",
+            json=body,
+            headers={k: v.encode("latin-1") for k, v in header.items()},
+        )
+        assert (
+            envelope(response, 401)["code"] == "invalid_api_key"
+            and response.headers["x-request-id"]
+        )
         assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/v1/models", "/version", "/openapi.json", "/nothing"):
         envelope(server.get(path), 401)
@@ -44,9 +56,11 @@ def test_an_api_key(own_server: Start):
     with pytest.raises(ConnectionError, match="401 Unauthorized: set OPENAI_API_KEY"):
         remote_speaker(server.url, None, {})
     with pytest.raises(ConnectionError, match="401 Unauthorized; give the right --api-key"):
-        first_model(Target(server.url, ""))
+        first_model(HttpTarget(server.url, ""))
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="swordfish-7", max_retries=0)
-    assert client.completions.create(model="echo", prompt="hi", max_tokens=2).choices[0].text == "hi"
+    assert (
+        client.completions.create(model="echo", prompt="hi", max_tokens=2).choices[0].text == "hi"
+    )
     with pytest.raises(openai.AuthenticationError):
         server.client.models.list()
     assert server.stop() == 0
@@ -79,7 +93,9 @@ class Held:
         self.file = file
         self.body: dict[str, Any] = {"prompt": f"HOLD UNTIL {file} ", "max_tokens": 1}
         self._answers: list[httpx.Response] = []
-        self._thread = threading.Thread(target=lambda: self._answers.append(server.post(COMPLETIONS, self.body)))
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(server.post(COMPLETIONS, self.body))
+        )
         self._thread.start()
         poll(lambda: server.metric("counterpoint_queued_requests") == 1)
 
@@ -95,15 +111,24 @@ def test_requests_that_may_wait(own_server: Start, tmp_path: Path):
     messages = [{"role": "user", "content": "hi"}]
     for stream in (False, True):
         assert "at most 2" in overloaded(server, {"prompt": "hi", "stream": stream, "n": 2})
-        assert "at most 2" in overloaded(server, {"messages": messages, "stream": stream, "n": 2}, CHAT)
+        assert "at most 2" in overloaded(
+            server, {"messages": messages, "stream": stream, "n": 2}, CHAT
+        )
     assert server.metric("counterpoint_requests_refused_total", reason="queued_requests") == 4
     assert server.metric("counterpoint_requests_refused_total", reason="queued_tokens") == 0
     assert server.get("/health").status_code == 200, "busy is not unhealthy"
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: server.post(COMPLETIONS, {"prompt": "hi", "stream": True, "n": 2}), range(8)))
+        answers = list(
+            pool.map(
+                lambda i: server.post(COMPLETIONS, {"prompt": "hi", "stream": True, "n": 2}),
+                range(8),
+            )
+        )
     assert [answer.json()["error"]["code"] for answer in answers] == ["server_overloaded"] * 8
     assert held.let_go()
-    assert server.post(COMPLETIONS, {"prompt": "hi", "n": 9, "max_tokens": 1}).is_success, "nothing waits: all of it may"
+    assert server.post(COMPLETIONS, {"prompt": "hi", "n": 9, "max_tokens": 1}).is_success, (
+        "nothing waits: all of it may"
+    )
 
 
 def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
@@ -114,7 +139,9 @@ def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
     assert server.metric("counterpoint_requests_refused_total", reason="queued_tokens") == 1
     assert held.let_go()
     assert server.post(COMPLETIONS, {"prompt": "x" * 290, "max_tokens": 1}).is_success
-    assert server.post(COMPLETIONS, {"prompt": "x" * 400, "max_tokens": 1}).is_success, "nothing else waits"
+    assert server.post(COMPLETIONS, {"prompt": "x" * 400, "max_tokens": 1}).is_success, (
+        "nothing else waits"
+    )
 
 
 def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tmp_path: Path):
@@ -123,7 +150,11 @@ def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tm
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", f"{server.url}{COMPLETIONS}", json=endless) as running:
         next(running.iter_lines())
-        for body in ({"prompt": "hi"}, {"prompt": "FAIL THE STEP"}, {"prompt": "hi", "stream": True}):
+        for body in (
+            {"prompt": "hi"},
+            {"prompt": "FAIL THE STEP"},
+            {"prompt": "hi", "stream": True},
+        ):
             for _ in range(3):
                 assert server.post(COMPLETIONS, body).status_code in (200, 500)
     held = Held(server, tmp_path / "go")
@@ -133,8 +164,15 @@ def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tm
         leaving = httpx.Timeout(5, read=0.2)
         go = tmp_path / f"go{stream}"
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": f"HOLD UNTIL {go} ", "stream": stream}, timeout=leaving)
-        poll(lambda: server.metric("counterpoint_queued_requests") == 0, what="whoever has left keeps a place")
+            httpx.post(
+                f"{server.url}{COMPLETIONS}",
+                json={"prompt": f"HOLD UNTIL {go} ", "stream": stream},
+                timeout=leaving,
+            )
+        poll(
+            lambda: server.metric("counterpoint_queued_requests") == 0,
+            what="whoever has left keeps a place",
+        )
         go.touch()
         poll(lambda: server.post(COMPLETIONS, {"prompt": "hi"}).is_success)
 
@@ -152,5 +190,8 @@ def test_an_answer_that_takes_too_long(own_server: Start, tmp_path: Path):
     assert not any(choice["finish_reason"] for event in events for choice in event["choices"])
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
     assert server.metric("counterpoint_requests_finished_total", finished_reason="abort") == 2
-    assert server.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 2}).json()["choices"][0]["text"] == "hi"
+    assert (
+        server.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 2}).json()["choices"][0]["text"]
+        == "hi"
+    )
     assert server.stop() == 0

@@ -10,26 +10,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.serve.intake import QUICK_CHARACTERS, Intake
-from counterpoint.serve.openai import ChatRequest, parse
-from counterpoint.serve.structure.check import Checker
-from counterpoint.serve.text import Text
-from counterpoint.serve.tokenizer import CHATML, byte_text
-from counterpoint.serve.wire import Hello
-from counterpoint.spec.source import Source
+from counterpoint.serve.api.openai import ChatRequest, parse
+from counterpoint.serve.structured_output.checker import GrammarChecker
+from counterpoint.serve.text.preprocess import QUICK_CHARACTERS, Preprocessor
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.serve.text.tokenizer_loader import CHATML, byte_text
+from counterpoint.serve.worker.wire import EngineInfo
+from counterpoint.spec.source import ModelSource
 from counterpoint.types import Role
 
 LONG = "x" * (QUICK_CHARACTERS + 1)
 TEMPLATE = (
-    CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{{ m.name }}") + "{{ today }}"
+    CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{{ m.name }}"
+    )
+    + "{{ today }}"
 )
-HELLO = Hello(
+HELLO = EngineInfo(
     pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192, page_tokens=4, kv_tokens=8192,
     eos_token_ids=(257,),
 )  # fmt: skip
 
 
-class Seen(Text):
+class Seen(ModelTokenizer):
     """`threads`: those in which texts were tokenised."""
 
     def __init__(self) -> None:
@@ -45,10 +48,12 @@ def asked(body: dict[str, Any]) -> tuple[int, int]:
     """(tokens of the prompt, the thread that made them)."""
 
     async def work() -> tuple[int, int]:
-        source, text = Source("spec", "", "m"), Seen()
-        checker = Checker(source, HELLO.vocab, HELLO.eos_token_ids)
+        source, text = ModelSource("spec", "", "m"), Seen()
+        checker = GrammarChecker(source, HELLO.vocab, HELLO.eos_token_ids)
         try:
-            ask = await Intake(text, HELLO, "m", checker).chat(parse(ChatRequest, msgspec.json.encode(body)))
+            ask = await Preprocessor(text, HELLO, "m", checker).chat(
+                parse(ChatRequest, msgspec.json.encode(body))
+            )
         finally:
             checker.close()
         return len(ask.arrives[0].prompt), text.threads[-1]

@@ -8,30 +8,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from counterpoint.serve.speech import dialects
-from counterpoint.serve.speech.calls import Offer
-from counterpoint.serve.speech.dialects import Dialect, dialect_of, load, spec_of
-from counterpoint.serve.speech.listener import hearing_of
-from counterpoint.serve.speech.speech import CallArguments, CallStart, Content, Said, gather, joined
-from counterpoint.serve.text import Text
-from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.output_parsing import chat_formats
+from counterpoint.serve.output_parsing.chat_formats import ChatFormat, dialect_of, load, spec_of
+from counterpoint.serve.output_parsing.output_parser import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    OutputPart,
+    gather,
+    joined,
+)
+from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.serve.text.tokenizer_loader import byte_text
 
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("weather", "time"))
-OFFER = Offer(TOOLS)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+}
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("weather", "time")
+)
+OFFER = AllowedTools(TOOLS)
 WEATHER = ("weather", '{"city": "Paris"}')
 TIME = ("time", "{}")
 
 
-def dialect(calls: dict | None, thoughts: dict | None = dialects.THINK) -> Dialect:
+def dialect(calls: dict | None, thoughts: dict | None = chat_formats.THINK) -> ChatFormat:
     spec = spec_of(thoughts, calls)
-    return Dialect(spec, load(spec))
+    return ChatFormat(spec, load(spec))
 
 
 DIALECTS = {
-    name: dialect(getattr(dialects, name)) for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
+    name: dialect(getattr(chat_formats, name))
+    for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
 }
-D = dialects
+D = chat_formats
 SHOWS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"  # all there is
 
 
@@ -55,15 +69,15 @@ SPELLED = {  # two calls, as each dialect writes them
 
 
 def parts(
-    spoken: Dialect,
+    spoken: ChatFormat,
     text: str,
     cuts: list[int] | None = None,
     *,
-    offer: Offer | None = OFFER,
+    offer: AllowedTools | None = OFFER,
     begun: str = "",
     whole: bool = True,
     reasoning: bool = True,
-) -> list[Said]:
+) -> list[OutputPart]:
     hearing = hearing_of(spoken, offer, reasoning, begun)
     assert hearing is not None
     voice, said = hearing(), []
@@ -73,7 +87,9 @@ def parts(
     return said + voice.end(whole)
 
 
-def heard(spoken: Dialect, text: str, cuts: list[int] | None = None, **options) -> tuple[str, str, list[tuple[str, str]]]:
+def heard(
+    spoken: ChatFormat, text: str, cuts: list[int] | None = None, **options
+) -> tuple[str, str, list[tuple[str, str]]]:
     speech = gather(parts(spoken, text, cuts, **options))
     return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
 
@@ -112,11 +128,20 @@ PIECES = [
 def test_any_cutting_gives_the_same(name: str, text: str, cuts: list[int], whole: bool, begun: str):
     spoken = DIALECTS[name]
     at_once = heard(spoken, text, whole=whole, begun=begun)
-    assert heard(spoken, text, sorted(cut for cut in cuts if cut <= len(text)), whole=whole, begun=begun) == at_once
+    assert (
+        heard(
+            spoken, text, sorted(cut for cut in cuts if cut <= len(text)), whole=whole, begun=begun
+        )
+        == at_once
+    )
     assert heard(spoken, text, list(range(len(text))), whole=whole, begun=begun) == at_once
 
 
-@given(st.sampled_from(sorted(DIALECTS)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.booleans())
+@given(
+    st.sampled_from(sorted(DIALECTS)),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.booleans(),
+)
 @settings(max_examples=300, deadline=None)
 def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool):
     said = parts(DIALECTS[name], text, list(range(len(text))), whole=whole)
@@ -132,9 +157,15 @@ def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool
     assert gather(joined(said)) == gather(said)
 
 
-@given(st.sampled_from(sorted(DIALECTS)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.booleans())
+@given(
+    st.sampled_from(sorted(DIALECTS)),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.booleans(),
+)
 @settings(max_examples=300, deadline=None)
-def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(name: str, text: str, whole: bool):
+def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(
+    name: str, text: str, whole: bool
+):
     speech = gather(parts(DIALECTS[name], text, whole=whole))
     if not speech.calls and "<think>" not in text:
         assert speech.content == text
@@ -149,20 +180,34 @@ ARGUMENTS = st.dictionaries(
     max_size=2,
 )
 CALLS = st.lists(st.tuples(st.sampled_from(["weather", "time"]), ARGUMENTS), max_size=3)
-WORDS = st.text(st.characters(exclude_characters="<>{}[]\\", exclude_categories=["Cs"]), max_size=20).map(str.strip)
+WORDS = st.text(
+    st.characters(exclude_characters="<>{}[]\\", exclude_categories=["Cs"]), max_size=20
+).map(str.strip)
 
 
 @given(WORDS, WORDS, CALLS, st.lists(st.integers(0, 300), max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_a_good_answer_is_what_transformers_makes_of_it(thought: str, content: str, calls: list, cuts: list[int]):
-    bodies = [msgspec.json.encode({"name": name, "arguments": arguments}).decode() for name, arguments in calls]
+def test_a_good_answer_is_what_transformers_makes_of_it(
+    thought: str, content: str, calls: list, cuts: list[int]
+):
+    bodies = [
+        msgspec.json.encode({"name": name, "arguments": arguments}).decode()
+        for name, arguments in calls
+    ]
     body = "".join(f"<tool_call>{call}</tool_call>" for call in bodies)
     text = f"<think>{thought}</think>{content}{body}"
     spec = DIALECTS["HERMES"].spec
     whole = parse_response(text, spec, prefix="")
-    reasoning, said, called = heard(DIALECTS["HERMES"], text, sorted(cut for cut in cuts if cut <= len(text)))
-    assert reasoning == whole.get("reasoning_content", "") and said.strip() == whole.get("content", "")
-    expected = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.get("tool_calls", [])]
+    reasoning, said, called = heard(
+        DIALECTS["HERMES"], text, sorted(cut for cut in cuts if cut <= len(text))
+    )
+    assert reasoning == whole.get("reasoning_content", "") and said.strip() == whole.get(
+        "content", ""
+    )
+    expected = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in whole.get("tool_calls", [])
+    ]
     assert [(name, msgspec.json.decode(arguments)) for name, arguments in called] == expected
 
 
@@ -178,34 +223,52 @@ def test_a_template_that_comes_with_the_tokeniser():
                 "repeats": True,
                 "content": "json",
                 "content_args": {"unquoted_keys": True},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
             },
             "content": {"close": ["<turn|>"]},
         },
     }
     byte = byte_text()
-    spoken = dialect_of(Text(byte.tokenizer, SHOWS, {}, spec))
+    spoken = dialect_of(ModelTokenizer(byte.tokenizer, SHOWS, {}, spec))
     assert spoken.own and spoken.manners.native
     text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
-    begun = dialects.begun_by(spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None)
+    begun = chat_formats.begun_by(
+        spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None
+    )
     expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
-    assert heard(spoken, text, begun=begun) == expected == heard(spoken, text, list(range(len(text))), begun=begun)
-    assert heard(spoken.writable(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun) == ("hm", "", [WEATHER, TIME])
+    assert (
+        heard(spoken, text, begun=begun)
+        == expected
+        == heard(spoken, text, list(range(len(text))), begun=begun)
+    )
+    assert heard(spoken.writable(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun) == (
+        "hm",
+        "",
+        [WEATHER, TIME],
+    )
     broken = "<|tool_call>call:weather{city: <tool_call|>"
     assert heard(spoken, broken) == ("", broken, [])
 
 
 def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
-    fields = {"reasoning_content": {"open": "b", "close": "."}, "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"}}
+    fields = {
+        "reasoning_content": {"open": "b", "close": "."},
+        "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"},
+    }
     spec = {"start_anchor": "x", "fields": fields | {"content": {}}}
-    spoken = Dialect(spec, load(spec))
+    spoken = ChatFormat(spec, load(spec))
     for text, expected in (("abxc{}", ("", "abxc{}", [])), ("abx, d.e", ("x, d", "ae", []))):
         assert heard(spoken, text) == expected == heard(spoken, text, list(range(len(text))))
 
 
 def test_a_template_that_is_wrong_is_passed_over():
     byte = byte_text()
-    spoken = dialect_of(Text(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}}))
+    spoken = dialect_of(
+        ModelTokenizer(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}})
+    )
     assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
 
 
@@ -222,18 +285,28 @@ def test_a_template_that_is_wrong_is_passed_over():
     ],
 )
 def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
-    found = dialect_of(Text(byte_text().tokenizer, shown_with(marks)))
-    assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(dialects, calls)
-    assert found.spec["fields"].get("reasoning_content") is (getattr(dialects, thoughts) if thoughts else None)
-    unknown = dialect_of(Text(byte_text().tokenizer, "{{ messages[0].content }}{# " + marks + " #}"))
-    assert not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is dialects.HERMES, "it is told how to call"
-    assert unknown.spec["fields"].get("reasoning_content") is found.spec["fields"].get("reasoning_content")
+    found = dialect_of(ModelTokenizer(byte_text().tokenizer, shown_with(marks)))
+    assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(
+        chat_formats, calls
+    )
+    assert found.spec["fields"].get("reasoning_content") is (
+        getattr(chat_formats, thoughts) if thoughts else None
+    )
+    unknown = dialect_of(
+        ModelTokenizer(byte_text().tokenizer, "{{ messages[0].content }}{# " + marks + " #}")
+    )
+    assert (
+        not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is chat_formats.HERMES
+    ), "it is told how to call"
+    assert unknown.spec["fields"].get("reasoning_content") is found.spec["fields"].get(
+        "reasoning_content"
+    )
 
 
 def test_special_tokens_of_marks_are_seen():
     text = byte_text()
     text.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[INST]"])
-    special = Text(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
+    special = ModelTokenizer(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
     spoken = dialect_of(special)
     fields = spoken.template.fields
     named = {special.piece(token) for token in spoken.marks([fields["tool_calls"]])}
@@ -271,18 +344,28 @@ def test_what_only_looks_like_a_call_is_content(text: str):
         ('{"name": "weather", "arguments": {"city": "Paris"}}', [WEATHER]),
         ('{"name": "weather", "parameters": {"city": "Paris"}, "id": "1"}', [WEATHER]),
         ('{"arguments": {"city": "Paris"}, "name": "weather"}', [WEATHER]),
-        ('[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time"}]', [WEATHER, TIME]),
+        (
+            '[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time"}]',
+            [WEATHER, TIME],
+        ),
         ('{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}', [WEATHER]),
         ('{"name": "time", "arguments": null}', [TIME]),
         ('{"name": "time", "arguments": ""}', [TIME]),
-        ('{"name": "weather", "arguments": {"city": "</think> }\\" {"}}', [("weather", '{"city": "</think> }\\" {"}')]),
+        (
+            '{"name": "weather", "arguments": {"city": "</think> }\\" {"}}',
+            [("weather", '{"city": "</think> }\\" {"}')],
+        ),
         ('{"name": "weather", "arguments": {"city": Paris}}', [("weather", '{"city": Paris}')]),
         ('{"name": "weather", "arguments": [1]}', [("weather", "[1]")]),
     ],
 )
 def test_calls_as_models_write_them(said: str, calls: list):
     text = f"<tool_call>{said}</tool_call>"
-    assert heard(DIALECTS["HERMES"], text) == ("", "", calls) == heard(DIALECTS["HERMES"], text, list(range(len(text))))
+    assert (
+        heard(DIALECTS["HERMES"], text)
+        == ("", "", calls)
+        == heard(DIALECTS["HERMES"], text, list(range(len(text))))
+    )
 
 
 def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
@@ -290,7 +373,9 @@ def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
     for end in range(len(text)):
         reasoning, content, calls = heard(DIALECTS["HERMES"], text[:end], whole=False)
         assert not reasoning
-        for (name, arguments), (full_name, full_arguments) in zip(calls, [WEATHER, TIME], strict=False):
+        for (name, arguments), (full_name, full_arguments) in zip(
+            calls, [WEATHER, TIME], strict=False
+        ):
             assert name == full_name and full_arguments.startswith(arguments)
         assert content == "" or text[:end].endswith(content), "what is no call yet is content"
 
@@ -298,7 +383,10 @@ def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
 def test_a_good_call_before_a_bad_one():
     text = SPELLED["HERMES"].replace('"time"', '"nothing"')
     _, content, calls = heard(DIALECTS["HERMES"], text)
-    assert calls == [WEATHER] and content == '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+    assert (
+        calls == [WEATHER]
+        and content == '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+    )
 
 
 def test_arguments_go_out_as_they_come():
@@ -307,23 +395,29 @@ def test_arguments_go_out_as_they_come():
     assert hearing is not None
     voice = hearing()
     (start, begun) = joined(voice.feed(said))
-    assert isinstance(start, CallStart) and start.name == "weather" and begun == CallArguments(0, '{"city": "')
+    assert (
+        isinstance(start, CallStart)
+        and start.name == "weather"
+        and begun == CallArguments(0, '{"city": "')
+    )
     assert voice.feed("Par") == [CallArguments(0, "Par")]
 
 
 def test_one_call_where_no_more_are_wanted():
     for name, spoken in DIALECTS.items():
-        single = Offer(TOOLS, parallel=False)
+        single = AllowedTools(TOOLS, parallel=False)
         for cuts in ([], list(range(len(SPELLED[name])))):
             said = parts(spoken, SPELLED[name] + " and more", cuts, offer=single)
             assert [part.name for part in said if isinstance(part, CallStart)] == ["weather"], name
-            assert not any(isinstance(part, Content) for part in said)
+            assert not any(isinstance(part, ContentDelta) for part in said)
 
 
 def test_nothing_is_called_where_nothing_is_offered():
     text = f"<think>a</think>{SPELLED['HERMES']}"
     assert heard(DIALECTS["HERMES"], text, offer=None) == ("a", SPELLED["HERMES"], [])
-    assert hearing_of(dialect(dialects.HERMES, None), None, True, "") is None, "there is nothing to listen for"
+    assert hearing_of(dialect(chat_formats.HERMES, None), None, True, "") is None, (
+        "there is nothing to listen for"
+    )
 
 
 # ---------------------------------------------------------------- reasoning
@@ -343,7 +437,11 @@ def test_nothing_is_called_where_nothing_is_offered():
 )
 def test_reasoning(begun: str, text: str, reasoning: str, content: str):
     said = heard(DIALECTS["HERMES"], text, begun=begun)
-    assert said == (reasoning, content, []) == heard(DIALECTS["HERMES"], text, list(range(len(text))), begun=begun)
+    assert (
+        said
+        == (reasoning, content, [])
+        == heard(DIALECTS["HERMES"], text, list(range(len(text))), begun=begun)
+    )
 
 
 def test_reasoning_may_stay_in_the_content():
@@ -353,7 +451,16 @@ def test_reasoning_may_stay_in_the_content():
 
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize(
-    "nasty", ["\n", " \n<", "<tool_call>", "<parameter=a>", "[TOOL_CALLS]a", "{", '{"name": "weather", "arguments": "']
+    "nasty",
+    [
+        "\n",
+        " \n<",
+        "<tool_call>",
+        "<parameter=a>",
+        "[TOOL_CALLS]a",
+        "{",
+        '{"name": "weather", "arguments": "',
+    ],
 )
 def test_the_work_for_a_character_is_bounded(name: str, nasty: str):
     """Patterns that look again at all that was held would take minutes for this."""

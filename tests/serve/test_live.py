@@ -15,9 +15,17 @@ import httpx
 import pytest
 from serve_process import Running, data_of, poll
 
-from counterpoint.serve import live, pulse
-from counterpoint.serve.wire import Outputs
-from counterpoint.types import Arrive, Delta, Finish, LaneStep, PolicyReport, Sampling, Stats
+from counterpoint.serve.observability import lane_feed, rolling_stats
+from counterpoint.serve.worker.wire import EngineOutputs
+from counterpoint.types import (
+    AddRequest,
+    FinishReason,
+    LaneStep,
+    OutputDelta,
+    PolicyReport,
+    Sampling,
+    Stats,
+)
 
 Start = Callable[..., Running]
 Frame = dict[str, Any]
@@ -26,7 +34,9 @@ Frame = dict[str, Any]
 @contextlib.contextmanager
 def watching(server: Running) -> Iterator[Iterator[Frame]]:
     with server.http.stream("GET", f"{server.url}/live") as response:
-        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        assert response.status_code == 200 and response.headers["content-type"].startswith(
+            "text/event-stream"
+        )
         yield (dict(data_of(line)) for line in response.iter_lines() if line)
 
 
@@ -41,7 +51,11 @@ def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
     server = own_server().wait_ready()
     with watching(server) as frames:
         idle = first(frames, lambda f: f["about"]["units"])
-        assert idle["state"] == "ready" and idle["about"]["roles"] == ["both"] and idle["about"]["context_tokens"] == 4096
+        assert (
+            idle["state"] == "ready"
+            and idle["about"]["roles"] == ["both"]
+            and idle["about"]["context_tokens"] == 4096
+        )
         assert (
             idle["playing"] == []
             and idle["ttft_s"] is None
@@ -52,7 +66,9 @@ def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
         with server.http.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
             busy = first(frames, lambda f: f["playing"])
             (step,) = busy["playing"]
-            assert step[0] == 0 and step[3] == 0 and step[4:] == [1, len(secret), 0], "a step that has not ended is shown"
+            assert step[0] == 0 and step[3] == 0 and step[4:] == [1, len(secret), 0], (
+                "a step that has not ended is shown"
+            )
             assert busy["running"] == 1 and busy["queued"] == 1 and step[2] <= busy["now_s"]
             (tmp_path / "go").touch()
             answer.read()
@@ -61,7 +77,9 @@ def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
         assert "swordfish" not in json.dumps([idle, busy, done])
     with watching(server) as frames:
         steps = next(frames)["steps"]
-        assert [step[5:] for step in steps] == [[len(secret), 0]] + [[0, 1]] * 5, "who comes later sees them too"
+        assert [step[5:] for step in steps] == [[len(secret), 0]] + [[0, 1]] * 5, (
+            "who comes later sees them too"
+        )
     poll(lambda: server.get("/live/x").status_code == 404)
     assert "/live" not in server.get("/openapi.json").json()["paths"]
     assert server.stop() == 0
@@ -70,7 +88,7 @@ def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
 def test_viewers_are_limited_and_do_not_keep_the_server_alive(own_server: Start):
     server = own_server(drain_s=600.0).wait_ready()
     with contextlib.ExitStack() as viewers:
-        for _ in range(live.MAX_VIEWERS):
+        for _ in range(lane_feed.MAX_VIEWERS):
             client = viewers.enter_context(httpx.Client(timeout=30, trust_env=False))
             viewers.enter_context(client.stream("GET", f"{server.url}/live"))
         refusal = server.get("/live")
@@ -113,14 +131,19 @@ class Engine:
 
 
 def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(live, "STALL_S", 0.3)
-    monkeypatch.setattr(live, "FRAME_S", 0.01)
-    monkeypatch.setattr(live, "QUIET_S", 0.01)
+    monkeypatch.setattr(lane_feed, "STALL_S", 0.3)
+    monkeypatch.setattr(lane_feed, "FRAME_S", 0.01)
+    monkeypatch.setattr(lane_feed, "QUIET_S", 0.01)
 
     async def scene() -> None:
-        shown = live.Live(Engine(), pulse.Pulse(), live.Queue(), "echo")  # type: ignore[arg-type]
+        shown = lane_feed.LaneFeed(
+            Engine(), rolling_stats.RollingStats(), lane_feed.Queue(), "echo"
+        )  # type: ignore[arg-type]
         reader, sleeper = Sent(True), Sent(False)
-        tasks = [asyncio.create_task(shown.watch()({}, sent.receive, sent.send)) for sent in (reader, sleeper)]
+        tasks = [
+            asyncio.create_task(shown.watch()({}, sent.receive, sent.send))
+            for sent in (reader, sleeper)
+        ]
         async with asyncio.timeout(20):
             await tasks[1]  # closed by us
             seen = len(reader.bodies)
@@ -130,16 +153,16 @@ def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.Monkey
             shown.close()
             await tasks[0]
         assert reader.bodies[-1] == b"" and not shown.viewers
-        with pytest.raises(live.Overloaded):
+        with pytest.raises(lane_feed.Overloaded):
             shown.watch()
 
     asyncio.run(scene())
 
 
 def test_a_slow_viewer_gets_the_newest_frames():
-    frames: live.Frames = asyncio.Queue(live.KEPT_FRAMES)
+    frames: lane_feed.Frames = asyncio.Queue(lane_feed.KEPT_FRAMES)
     for n in range(10):
-        live.put(frames, b"%d" % n)
+        lane_feed.put(frames, b"%d" % n)
     assert [frames.get_nowait() for _ in range(frames.qsize())] == [b"6", b"7", b"8", b"9"]
 
 
@@ -147,7 +170,7 @@ def test_a_slow_viewer_gets_the_newest_frames():
 
 
 def test_percentiles_are_right_and_forget():
-    window = pulse.Window()
+    window = rolling_stats.Window()
     assert window.percentiles(0) is None
     random.seed(5)
     values = [random.lognormvariate(-3, 1.5) for _ in range(20_000)]
@@ -159,7 +182,9 @@ def test_percentiles_are_right_and_forget():
     assert found == pytest.approx([exact[49], exact[89], exact[98]], rel=0.04)
     window.add(175, 5.0)
     last = statistics.quantiles([*values[19_000:], 5.0], n=100)
-    assert window.percentiles(178.5) == pytest.approx([last[49], last[89], last[98]], rel=0.04), "only the last second is left"
+    assert window.percentiles(178.5) == pytest.approx([last[49], last[89], last[98]], rel=0.04), (
+        "only the last second is left"
+    )
     assert window.percentiles(181) == pytest.approx([5.0] * 3, rel=0.03)
     assert window.percentiles(300) is None
     window.add(301, 1e9)
@@ -168,31 +193,40 @@ def test_percentiles_are_right_and_forget():
 
 
 def test_a_pulse_counts_tokens_as_they_come():
-    beat = pulse.Pulse()
-    beat.entered([Arrive(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
+    beat = rolling_stats.RollingStats()
+    beat.entered([AddRequest(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
     begun_s = beat._last_s["a"][0]
-    deltas = [(0.5, Delta("a", (1,))), (0.6, Delta("a", (2,))), (0.7, Delta("a", (3,), finish=Finish.LENGTH))]
+    deltas = [
+        (0.5, OutputDelta("a", (1,))),
+        (0.6, OutputDelta("a", (2,))),
+        (0.7, OutputDelta("a", (3,), finish=FinishReason.LENGTH)),
+    ]
     for after_s, delta in deltas:
-        beat.heard(Outputs([delta, Delta("unknown", (7,))], begun_s + after_s))
+        beat.heard(EngineOutputs([delta, OutputDelta("unknown", (7,))], begun_s + after_s))
     assert beat.ttft.percentiles(begun_s + 1) == pytest.approx([0.5] * 3, rel=0.03)
     assert beat.itl.percentiles(begun_s + 1) == pytest.approx([0.1] * 3, rel=0.03)
     assert not beat._last_s, "nothing is kept of a request that has ended"
 
 
 def test_rates_and_hits_are_of_the_last_seconds():
-    beat = pulse.Pulse()
+    beat = rolling_stats.RollingStats()
     begun_s = beat._counts[0].at_s
     assert beat.rates(begun_s) == (0.0, 0.0) and beat.hit_rate(begun_s) is None
     for n in range(1, 200):
-        stats = Stats(generated_tokens=10 * n, prompt_tokens=3 * n, prefix_queries_tokens=4 * n, prefix_hits_tokens=n * (n > 150))
-        beat.heard(Outputs([], begun_s + n, stats))
+        stats = Stats(
+            generated_tokens=10 * n,
+            prompt_tokens=3 * n,
+            prefix_queries_tokens=4 * n,
+            prefix_hits_tokens=n * (n > 150),
+        )
+        beat.heard(EngineOutputs([], begun_s + n, stats))
     assert beat.rates(begun_s + 199) == pytest.approx((3, 10))
     assert beat.hit_rate(begun_s + 199) == pytest.approx(199 / (4 * 60))
-    assert len(beat._counts) <= pulse.WINDOW_S + 1
+    assert len(beat._counts) <= rolling_stats.WINDOW_S + 1
 
 
 def test_what_the_lanes_did_in_the_last_minute():
-    beat = pulse.Pulse()
+    beat = rolling_stats.RollingStats()
     begun_s = beat._counts[0].at_s
     assert beat.lanes(begun_s) == {}
     for n in range(1, 100):
@@ -202,29 +236,47 @@ def test_what_the_lanes_did_in_the_last_minute():
             ("prefill", "busy", min(n, 10.0)),
             ("prefill", "memory", 0.0),
         )
-        beat.heard(Outputs([], begun_s + n, Stats(lane_s=rows)))
+        beat.heard(EngineOutputs([], begun_s + n, Stats(lane_s=rows)))
     assert beat.lanes(begun_s + 15)["decode"] == {"busy": 0.75, "nothing": 0.25}
-    assert beat.lanes(begun_s + 99) == {"decode": {"busy": 0.75, "nothing": 0.25}, "prefill": {}}, "prefill was busy long ago"
+    assert beat.lanes(begun_s + 99) == {"decode": {"busy": 0.75, "nothing": 0.25}, "prefill": {}}, (
+        "prefill was busy long ago"
+    )
 
 
 def test_each_step_is_taken_once():
-    beat = pulse.Pulse()
+    beat = rolling_stats.RollingStats()
     steps = [LaneStep(0, n, n, n + 1, 1, 0, 1) for n in range(300)]
     for end in (3, 3, 10, 100, 300):
-        beat.heard(Outputs([], 1.0, Stats(steps=end, recent=tuple(steps[max(0, end - 128) : end]))))
-    assert [step.batch for step in beat.steps] == [*range(100), *range(172, 300)], "what the ring has lost is lost"
+        beat.heard(
+            EngineOutputs([], 1.0, Stats(steps=end, recent=tuple(steps[max(0, end - 128) : end])))
+        )
+    assert [step.batch for step in beat.steps] == [*range(100), *range(172, 300)], (
+        "what the ring has lost is lost"
+    )
 
 
 def test_splits_active_units_and_fallbacks_of_the_last_minute():
-    beat = pulse.Pulse()
+    beat = rolling_stats.RollingStats()
     begun_s = beat._counts[0].at_s
-    assert (beat.splits(begun_s), beat.active_share(begun_s), beat.fallbacks(begun_s)) == ([], None, {})
+    assert (beat.splits(begun_s), beat.active_share(begun_s), beat.fallbacks(begun_s)) == (
+        [],
+        None,
+        {},
+    )
     for n in range(1, 100):
         old = min(n, 10.0)  # what was only so in the first seconds
         split_s = ((0, 8, 0.5 * n), (2, 6, 0.1 * n), (4, 4, 0.3 * n), (6, 2, old))
-        policy = PolicyReport(fallbacks={"fused gains more": 2 * n, "no split meets tpot": int(old), "rare": n // 50})
-        stats = Stats(split_s=split_s, active_unit_s=6 * 0.9 * n, units_total=8, resplits=n // 2, policy=policy)
-        beat.heard(Outputs([], begun_s + n, stats))
+        policy = PolicyReport(
+            fallbacks={"fused gains more": 2 * n, "no split meets tpot": int(old), "rare": n // 50}
+        )
+        stats = Stats(
+            split_s=split_s,
+            active_unit_s=6 * 0.9 * n,
+            units_total=8,
+            resplits=n // 2,
+            policy=policy,
+        )
+        beat.heard(EngineOutputs([], begun_s + n, stats))
     now_s = begun_s + 99
     assert beat.splits(now_s) == [(4, 4, 0.75), (2, 6, 0.25)], "of the time in which both ran"
     assert beat.active_share(now_s) == pytest.approx(0.75)

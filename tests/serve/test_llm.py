@@ -17,7 +17,7 @@ from tiny_model import TINY
 import counterpoint
 from counterpoint import LLM, SamplingParams
 from counterpoint.config import ConfigError
-from counterpoint.serve.openai import ApiError
+from counterpoint.serve.api.openai import ApiError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -30,44 +30,77 @@ def llm(tiny: str) -> Iterator[LLM]:
 
 def test_texts(llm: LLM):
     outputs = llm.generate(["once", "twice upon", "once"], GREEDY)
-    assert [o.prompt_token_ids for o in outputs] == [tuple(b"once"), tuple(b"twice upon"), tuple(b"once")]
+    assert [o.prompt_token_ids for o in outputs] == [
+        tuple(b"once"),
+        tuple(b"twice upon"),
+        tuple(b"once"),
+    ]
     assert outputs[0] != outputs[1] and outputs[0].text == outputs[2].text
     for output in outputs:
         assert len(output.token_ids) == 6 and output.finish_reason == "length"
-        assert output.usage["completion_tokens"] == 6 and output.usage["prompt_tokens"] == len(output.prompt_token_ids)
-    assert llm.generate("once", GREEDY)[0].text == llm.generate(list(b"once"), GREEDY)[0].text == outputs[0].text
+        assert output.usage["completion_tokens"] == 6 and output.usage["prompt_tokens"] == len(
+            output.prompt_token_ids
+        )
+    assert (
+        llm.generate("once", GREEDY)[0].text
+        == llm.generate(list(b"once"), GREEDY)[0].text
+        == outputs[0].text
+    )
     assert llm.generate([], GREEDY) == []
 
 
 def test_more_prompts_than_are_asked_at_once(llm: LLM):
-    outputs = llm.generate([f"{i}" for i in range(600)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    outputs = llm.generate(
+        [f"{i}" for i in range(600)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    )
     assert [bytes(o.prompt_token_ids).decode() for o in outputs] == [f"{i}" for i in range(600)]
 
 
 def test_each_its_own_parameters(llm: LLM):
     params = [SamplingParams(seed=i, max_tokens=i + 1, n=i + 1, ignore_eos=True) for i in range(2)]
     one, two = llm.generate(["once", "once"], params)
-    assert [len(c.token_ids) for c in one.outputs] == [1] and [len(c.token_ids) for c in two.outputs] == [2, 2]
+    assert [len(c.token_ids) for c in one.outputs] == [1] and [
+        len(c.token_ids) for c in two.outputs
+    ] == [2, 2]
     with pytest.raises(ValueError, match="params"):
         llm.generate(["once"], params)
 
 
 def test_stops(llm: LLM):
-    (free,) = llm.generate("once", SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40))
+    (free,) = llm.generate(
+        "once", SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40)
+    )
     assert set(free.text) == {"a", "b"}
     first = min(free.text.find("ab"), free.text.find("ba"))
-    (cut,) = llm.generate("once", SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40, stop=["ab", "ba"]))
-    assert cut.text == free.text[:first] and cut.finish_reason == "stop" and cut.outputs[0].stop_reason in ("ab", "ba")
+    (cut,) = llm.generate(
+        "once",
+        SamplingParams(logit_bias={97: 100, 98: 100}, seed=4, max_tokens=40, stop=["ab", "ba"]),
+    )
+    assert (
+        cut.text == free.text[:first]
+        and cut.finish_reason == "stop"
+        and cut.outputs[0].stop_reason in ("ab", "ba")
+    )
     (ended,) = llm.generate("once", SamplingParams(logit_bias={97: 100}, stop_token_ids=[97]))
     assert (ended.text, ended.token_ids, ended.outputs[0].stop_reason) == ("", (97,), 97)
 
 
 def test_log_probabilities(llm: LLM):
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=3)
-    for output in (*llm.generate(["once", "once again"], params), *llm.chat([{"role": "user", "content": "once"}], params)):
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=3
+    )
+    for output in (
+        *llm.generate(["once", "once again"], params),
+        *llm.chat([{"role": "user", "content": "once"}], params),
+    ):
         (choice,) = output.outputs
-        assert len(choice.logprobs) == 4 and [known.top_ids[0] for known in choice.logprobs] == list(choice.token_ids)
-        assert all(known.logprob == known.top_logprobs[0] and len(known.top_ids) == 2 for known in choice.logprobs)
+        assert len(choice.logprobs) == 4 and [
+            known.top_ids[0] for known in choice.logprobs
+        ] == list(choice.token_ids)
+        assert all(
+            known.logprob == known.top_logprobs[0] and len(known.top_ids) == 2
+            for known in choice.logprobs
+        )
         first, *others = output.prompt_logprobs
         assert first is None and len(others) == len(output.prompt_token_ids) - 1
         assert all(known.logprob < 0 and len(known.top_ids) == 3 for known in others)
@@ -85,17 +118,32 @@ def test_chats(llm: LLM):
 def test_tools(tmp_path: Path):
     """Random weights, made to call by a grammar."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 2048}))
-    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"], "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": name, "parameters": days}} for name in ("weather", "time")]
+    days = {
+        "type": "object",
+        "properties": {"days": {"enum": [1, 2]}},
+        "required": ["days"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": days}}
+        for name in ("weather", "time")
+    ]
     named = {"type": "function", "function": {"name": "time"}}
-    with LLM(str(tmp_path / "config.json"), load_format="dummy", policy="chunked", cores=1) as engine:
+    with LLM(
+        str(tmp_path / "config.json"), load_format="dummy", policy="chunked", cores=1
+    ) as engine:
         outputs = engine.chat(
-            [{"role": "user", "content": "hi"}], SamplingParams(n=4, seed=1, max_tokens=120), tools=tools, tool_choice=named
+            [{"role": "user", "content": "hi"}],
+            SamplingParams(n=4, seed=1, max_tokens=120),
+            tools=tools,
+            tool_choice=named,
         )[0].outputs
     for choice in outputs:
         call, *_ = choice.calls
         assert call.name == "time" and json.loads(call.arguments)["days"] in (1, 2)
-        assert not choice.text or choice.finish_reason == "length", "text is a call that was cut before its name"
+        assert not choice.text or choice.finish_reason == "length", (
+            "text is a call that was cut before its name"
+        )
     assert len({choice.calls[0].id for choice in outputs}) == 4
 
 
@@ -130,7 +178,12 @@ def test_what_is_none_of_the_api_s_is_named(llm: LLM):
 
 
 def test_settings_that_it_has_no_use_for_are_named(tiny: str):
-    wrong: list[dict[str, Any]] = [{"replicas": 2}, {"prefill": 1}, {"port": 9000}, {"timeline": "lanes.json"}]
+    wrong: list[dict[str, Any]] = [
+        {"replicas": 2},
+        {"prefill": 1},
+        {"port": 9000},
+        {"timeline": "lanes.json"},
+    ]
     for setting in wrong:
         with pytest.raises(ConfigError, match=next(iter(setting))):
             LLM(tiny, load_format="dummy", **setting)
@@ -145,7 +198,10 @@ def test_inside_an_event_loop(llm: LLM):
     """As in a notebook."""
 
     async def cell() -> str:
-        return llm.generate("once", GREEDY)[0].text + llm.chat([{"role": "user", "content": "once"}], GREEDY)[0].text
+        return (
+            llm.generate("once", GREEDY)[0].text
+            + llm.chat([{"role": "user", "content": "once"}], GREEDY)[0].text
+        )
 
     assert asyncio.run(cell()) == asyncio.run(cell())
 
@@ -161,5 +217,10 @@ def test_a_closed_one_says_so(tiny: str):
 
 def test_importing_the_package_is_light():
     code = "import sys, counterpoint; print([m for m in ('torch', 'msgspec', 'counterpoint.serve') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
     assert not hasattr(counterpoint, "Nothing")

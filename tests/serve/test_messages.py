@@ -18,14 +18,18 @@ BODY: dict[str, Any] = {"model": "echo", "max_tokens": 100, "messages": HELLO}
 
 
 def client_of(server: Running, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key=key, auth_token=None, max_retries=0, timeout=30)
+    return anthropic.Anthropic(
+        base_url=server.url, api_key=key, auth_token=None, max_retries=0, timeout=30
+    )
 
 
 def create(server: Running, **options: Any):
     return client_of(server).messages.create(**BODY | options)
 
 
-def refused(server: Running, body: dict[str, Any], status: int = 400, path: str = MESSAGES) -> dict[str, Any]:
+def refused(
+    server: Running, body: dict[str, Any], status: int = 400, path: str = MESSAGES
+) -> dict[str, Any]:
     """The error of a refused request, in Anthropic's envelope."""
     response = server.post(path, body)
     assert response.status_code == status, response.text
@@ -44,9 +48,15 @@ def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_whole_message(server: Running):
     message = create(server)
-    assert message.type == "message" and message.role == "assistant" and message.id.startswith("msg_")
+    assert (
+        message.type == "message" and message.role == "assistant" and message.id.startswith("msg_")
+    )
     assert [(block.type, block.text) for block in message.content] == [("text", "hello there")]
-    assert message.stop_reason == "end_turn" and message.stop_sequence is None and message.model == "echo"
+    assert (
+        message.stop_reason == "end_turn"
+        and message.stop_sequence is None
+        and message.model == "echo"
+    )
     assert message.usage.output_tokens == len("hello there") + 1
     prompt = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
     tokens = server.post("/tokenize", {"prompt": prompt}).json()["count"]
@@ -69,15 +79,24 @@ def test_a_streamed_message_is_the_whole_one(server: Running):
     ]
     assert len(deltas) > 1 and "".join(event.delta.text for event in deltas) == "hello there"
     whole = create(server)
-    assert final.content[0].text == "hello there" and final.stop_reason == whole.stop_reason == "end_turn"
+    assert (
+        final.content[0].text == "hello there"
+        and final.stop_reason == whole.stop_reason == "end_turn"
+    )
     assert final.usage.output_tokens == whole.usage.output_tokens
     start = raw_events(server, {})[0]["message"]
-    assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["output_tokens"] <= 1
+    assert (
+        start["content"] == []
+        and start["stop_reason"] is None
+        and start["usage"]["output_tokens"] <= 1
+    )
 
 
 def test_async_messages(server: Running):
     async def both() -> tuple[str, str]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=server.url, api_key="none", max_retries=0
+        ) as client:
             whole = await client.messages.create(**BODY)
             async with client.messages.stream(**BODY) as stream:
                 return whole.content[0].text, "".join([text async for text in stream.text_stream])
@@ -89,9 +108,15 @@ def test_why_a_message_ends(server: Running):
     cut = create(server, max_tokens=4)
     assert cut.content[0].text == "hell" and cut.stop_reason == "max_tokens"
     stopped = create(server, stop_sequences=["nothing", " th"])
-    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("hello", "stop_sequence", " th")
+    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+        "hello",
+        "stop_sequence",
+        " th",
+    )
     *_, delta, stop = raw_events(server, {"stop_sequences": [" th"]})
-    assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " th"} and stop == {"type": "message_stop"}
+    assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " th"} and stop == {
+        "type": "message_stop"
+    }
     assert delta["usage"]["output_tokens"] == len("hello th")
 
 
@@ -100,18 +125,28 @@ def test_more_tokens_than_the_context_has_left(server: Running):
     said = [{"role": "user", "content": "on and on " * 400}]
     answer = create(server, max_tokens=100_000, messages=said, extra_body={"ignore_eos": True})
     assert answer.stop_reason == "model_context_window_exceeded"
-    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens + answer.usage.output_tokens == 4096
+    assert (
+        answer.usage.input_tokens
+        + answer.usage.cache_read_input_tokens
+        + answer.usage.output_tokens
+        == 4096
+    )
     assert create(server, max_tokens=100_000).stop_reason == "end_turn"
 
 
 def test_an_answer_of_no_text_has_one_empty_block(server: Running):
-    assert [block.text for block in create(server, extra_body={"logit_bias": {"257": 100}}).content] == [""]
+    assert [
+        block.text for block in create(server, extra_body={"logit_bias": {"257": 100}}).content
+    ] == [""]
 
 
 def test_sampling_fields(server: Running):
     said = {"messages": [{"role": "user", "content": "random"}], "max_tokens": 20}
     seeded = {"extra_body": {"seed": 7, "temperature": 1, "top_k": 5, "top_p": 0.9}}
-    assert create(server, **said, **seeded).content[0].text == create(server, **said, **seeded).content[0].text
+    assert (
+        create(server, **said, **seeded).content[0].text
+        == create(server, **said, **seeded).content[0].text
+    )
     assert create(server, **said).content[0].text != create(server, **said).content[0].text
     assert create(server, **said, extra_body={"temperature": 0}).content[0].text == "random"
 
@@ -132,7 +167,11 @@ TURNS = [
     {
         "role": "user",
         "content": [
-            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "4"}]},
+            {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": [{"type": "text", "text": "4"}],
+            },
             {"type": "text", "text": "last"},
         ],
     },
@@ -160,7 +199,10 @@ def test_blocks_are_the_chat_that_they_are(server: Running):
 def test_a_begun_answer_is_gone_on_with(server: Running):
     begun = [*HELLO, {"role": "assistant", "content": "he"}]
     plain = client_of(server).messages.count_tokens(model="echo", messages=HELLO).input_tokens
-    assert client_of(server).messages.count_tokens(model="echo", messages=begun).input_tokens == plain + 2
+    assert (
+        client_of(server).messages.count_tokens(model="echo", messages=begun).input_tokens
+        == plain + 2
+    )
     assert create(server, messages=begun).content[0].text
 
 
@@ -184,10 +226,40 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_use"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": 1}]}]}, "input"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            "tool_use",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": 1}],
+                    }
+                ]
+            },
+            "input",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}] * 20_000}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a"}] * 20_000,
+                    }
+                ]
+            },
+            "messages",
+        ),
         ({"system": 5}, "system"),
         ({"system": [IMAGE]}, "system"),
         ({"temperature": "hot"}, "temperature"),
@@ -215,7 +287,9 @@ def test_errors_have_the_envelope_of_their_path(server: Running):
     assert refused(server, {}, 400, f"{MESSAGES}/count_tokens")["type"] == "invalid_request_error"
     assert refused(server, {}, 404, f"{MESSAGES}/batches")["type"] == "not_found_error"
     assert server.post("/v1/messages-of-mine", {}).json().keys() == {"error"}
-    assert server.get(MESSAGES).status_code == 405 and server.get(MESSAGES).json()["type"] == "error"
+    assert (
+        server.get(MESSAGES).status_code == 405 and server.get(MESSAGES).json()["type"] == "error"
+    )
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         create(server, max_tokens=-1)
     with pytest.raises(anthropic.NotFoundError):
@@ -232,7 +306,9 @@ def test_a_failed_step_fails_the_message(server: Running):
 
 
 def test_leaving_a_message_ends_it(server: Running):
-    with client_of(server).messages.stream(**BODY | {"max_tokens": 4000}, extra_body={"ignore_eos": True}) as stream:
+    with client_of(server).messages.stream(
+        **BODY | {"max_tokens": 4000}, extra_body={"ignore_eos": True}
+    ) as stream:
         next(iter(stream.text_stream))
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
 
@@ -250,13 +326,23 @@ def test_a_full_queue_is_told_in_the_envelope(own_server: Callable[..., Running]
 def test_the_key_may_be_an_x_api_key(own_server: Callable[..., Running]):
     server = own_server(api_key="swordfish-7").wait_ready()
     assert client_of(server, "swordfish-7").messages.create(**BODY).content[0].text == "hello there"
-    bearer = anthropic.Anthropic(base_url=server.url, api_key=None, auth_token="swordfish-7", max_retries=0)
+    bearer = anthropic.Anthropic(
+        base_url=server.url, api_key=None, auth_token="swordfish-7", max_retries=0
+    )
     assert bearer.messages.count_tokens(model="echo", messages=HELLO).input_tokens
     for key in ("swordfish", "", "swordfish-77"):
         response = server.post(MESSAGES, BODY, headers={"x-api-key": key})
-        assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
+        assert (
+            response.status_code == 401
+            and response.json()["error"]["type"] == "authentication_error"
+        )
     with pytest.raises(anthropic.AuthenticationError):
         client_of(server).messages.create(**BODY)
-    assert server.post("/v1/completions", {"prompt": "hi"}).json()["error"]["code"] == "invalid_api_key"
+    assert (
+        server.post("/v1/completions", {"prompt": "hi"}).json()["error"]["code"]
+        == "invalid_api_key"
+    )
     wrong = {"authorization": "Bearer wrong", "x-api-key": "swordfish-7"}
-    assert server.post(MESSAGES, BODY, headers=wrong).status_code == 401, "one that is given wrongly is not made up for"
+    assert server.post(MESSAGES, BODY, headers=wrong).status_code == 401, (
+        "one that is given wrongly is not made up for"
+    )

@@ -10,21 +10,30 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT
 
-from counterpoint.cluster.messages import HandoffId
-from counterpoint.cluster.nouns import Ended, Outcome, Times
-from counterpoint.cluster.router import Router
-from counterpoint.cluster.routing import Routing, Shape
-from counterpoint.cluster.wires import FEWEST, Wires
-from counterpoint.perf.roofline import Roofline
-from counterpoint.serve.metrics import DISTRIBUTIONS, Metrics
-from counterpoint.serve.pool.joining import Census
-from counterpoint.serve.pool.metrics import PoolMetrics, WorkerState
-from counterpoint.serve.wire import Hello
+from counterpoint.cost_model.roofline import Roofline
+from counterpoint.disagg.handoff_events import HandoffEnded, HandoffOutcome, HandoffTimes
+from counterpoint.disagg.link_bandwidth import FEWEST, LinkBandwidth
+from counterpoint.disagg.load_tracker import LoadTracker, WorkerShape
+from counterpoint.disagg.messages import HandoffId
+from counterpoint.disagg.router import Router
+from counterpoint.serve.observability.metrics import DISTRIBUTIONS, Metrics
+from counterpoint.serve.observability.pool_metrics import PoolMetrics, WorkerState
+from counterpoint.serve.worker.wire import EngineInfo
+from counterpoint.serve.worker.worker_protocol import HandoffStats
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Arrive, Finish, Part, PolicyReport, Record, Role, Sampling, Stats
+from counterpoint.types import (
+    AddRequest,
+    DisaggRole,
+    FinishReason,
+    PolicyReport,
+    RequestTiming,
+    Role,
+    Sampling,
+    Stats,
+)
 
-RECORD = Record(
+RECORD = RequestTiming(
     id="a",
     arrival_s=1.0,
     admitted_s=1.5,
@@ -32,7 +41,7 @@ RECORD = Record(
     prompt_tokens=70,
     cached_tokens=16,
     token_s=(2.0, 2.002, 3.5),
-    finish=Finish.LENGTH,
+    finish=FinishReason.LENGTH,
     preemptions=1,
 )
 STATS = Stats(
@@ -42,10 +51,13 @@ STATS = Stats(
     lane_s=(("decode", "busy", 1.0),),
     step_s=(("decode", 2, 1, 0.75),),
     policy=PolicyReport(
-        errors=(("decode", 0.1, 0.25, 40),), cells=(("decode on 2", 1.5, 1.25),), decisions={"split": 7}, fallbacks={"no gain": 6}
+        errors=(("decode", 0.1, 0.25, 40),),
+        cells=(("decode on 2", 1.5, 1.25),),
+        decisions={"split": 7},
+        fallbacks={"no gain": 6},
     ),
 )
-HELLO = Hello(
+HELLO = EngineInfo(
     pid=1,
     policy="auto",
     lanes="two",
@@ -58,7 +70,7 @@ HELLO = Hello(
 )
 
 
-TIMES = Times(0.1, 0.2, 0.3, 0.4, 0.5, page_layers=10, sending_s=0.1)
+TIMES = HandoffTimes(0.1, 0.2, 0.3, 0.4, 0.5, page_layers=10, sending_s=0.1)
 
 
 def page() -> str:
@@ -70,17 +82,27 @@ def page() -> str:
 
 def pool_page() -> str:
     """A pool of two workers that have handed one request on."""
-    census = Census(states={"streaming": 1}, pages={"sending": 3}, links={"tcp": 1})
+    census = HandoffStats(states={"streaming": 1}, pages={"sending": 3}, links={"tcp": 1})
     workers = [WorkerState(name, name, True, 1, 1, STATS, census) for name in ("prefill", "decode")]
-    routing = Routing(Router(Roofline(PRESETS["qwen3-0.6b"], device_spec("h200")), Wires(1e9, 1000)))
+    routing = LoadTracker(
+        Router(Roofline(PRESETS["qwen3-0.6b"], device_spec("h200")), LinkBandwidth(1e9, 1000))
+    )
     for role in (Role.PREFILL, Role.DECODE):
-        routing.seat(role.value, role, Shape(units=1, layers=1, page_tokens=16, pages_total=1000))
-    routing.pick(Arrive(id="a", prompt=tuple(range(900)), sampling=Sampling(max_tokens=1)), "", "")
+        routing.seat(
+            role.value, role, WorkerShape(units=1, layers=1, page_tokens=16, pages_total=1000)
+        )
+    routing.pick(
+        AddRequest(id="a", prompt=tuple(range(900)), sampling=Sampling(max_tokens=1)), "", ""
+    )
     routing.began("a", 0.5)
     for _ in range(FEWEST):
         routing.sent("prefill", "decode", TIMES)
     metrics = PoolMetrics(lambda: workers, lambda: routing)
-    metrics.observe(Ended(HandoffId("a", 1), Part.PREFILL, Outcome.SENT, times=TIMES, to="decode"))
+    metrics.observe(
+        HandoffEnded(
+            HandoffId("a", 1), DisaggRole.PREFILL, HandoffOutcome.SENT, times=TIMES, to="decode"
+        )
+    )
     registry = prometheus_client.CollectorRegistry()
     registry.register(metrics)
     return prometheus_client.generate_latest(registry).decode()
@@ -99,12 +121,18 @@ def test_the_dashboard_queries_what_there_is():
     board = json.loads((ROOT / "docs" / "grafana" / "counterpoint.json").read_text())
     there = samples() | samples(pool_page())
     targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
-    queries = [target["expr"] for target in targets] + [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    queries = [target["expr"] for target in targets] + [
+        v["query"] for v in board["templating"]["list"] if v["type"] == "query"
+    ]
     assert len(queries) > 30
     for query in queries:
         names = re.findall(r"\b(?:counterpoint_|vllm:)\w+", query)
         assert names and set(names) <= there.keys(), query
-        wanted = {label.strip() for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(",")}
+        wanted = {
+            label.strip()
+            for labels in re.findall(r"by \(([^)]*)\)", query)
+            for label in labels.split(",")
+        }
         wanted |= set(re.findall(r'(\w+)=~?"', query))
         for name in names:
             assert all(wanted <= json.loads(labels).keys() for labels in there[name]), query
@@ -113,11 +141,15 @@ def test_the_dashboard_queries_what_there_is():
         shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
         assert all(shown <= json.loads(labels).keys() for labels in there[first]), target
     places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
-    assert len({panel["id"] for panel in board["panels"]}) == len(set(places)) == len(board["panels"])
+    assert (
+        len({panel["id"] for panel in board["panels"]}) == len(set(places)) == len(board["panels"])
+    )
 
 
 def test_every_name_is_in_the_docs():
-    told = set(re.findall(r"`((?:counterpoint_|vllm:)\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    told = set(
+        re.findall(r"`((?:counterpoint_|vllm:)\w+)`", (ROOT / "docs" / "metrics.md").read_text())
+    )
     there = set(re.findall(r"^# TYPE (\S+) \w+$", page() + pool_page(), re.MULTILINE))
     assert told == there
 
@@ -157,19 +189,42 @@ def test_labels_of_a_pools_figures_are_in_the_docs():
 def test_other_engines_names_have_the_same_values(ours: str, theirs: str):
     there = samples()
     assert list(there[f"counterpoint_{ours}"].values()) == list(there[f"vllm:{theirs}"].values())
-    assert all({"model_name", "engine"} <= json.loads(labels).keys() for labels in there[f"vllm:{theirs}"])
+    assert all(
+        {"model_name", "engine"} <= json.loads(labels).keys() for labels in there[f"vllm:{theirs}"]
+    )
 
 
 def test_a_requests_times():
-    there = {name: next(iter(values.values())) for name, values in samples().items() if name.endswith("_sum")}
-    times = {"time_to_first_token": 1.0, "request_queue": 0.5, "request_prefill": 0.5, "request_decode": 1.5}
-    times |= {"request_inference": 2.0, "request_latency": 2.5, "inter_token_latency": 1.5, "time_per_output_token": 0.75}
+    there = {
+        name: next(iter(values.values()))
+        for name, values in samples().items()
+        if name.endswith("_sum")
+    }
+    times = {
+        "time_to_first_token": 1.0,
+        "request_queue": 0.5,
+        "request_prefill": 0.5,
+        "request_decode": 1.5,
+    }
+    times |= {
+        "request_inference": 2.0,
+        "request_latency": 2.5,
+        "inter_token_latency": 1.5,
+        "time_per_output_token": 0.75,
+    }
     for name, seconds in times.items():
         assert there[f"counterpoint_{name}_seconds_sum"] == pytest.approx(seconds), name
 
 
 def test_gaps_are_told_apart_from_one_millisecond_on():
-    assert DISTRIBUTIONS["inter_token_latency_seconds"].buckets[:4] == (0.001, 0.0025, 0.005, 0.0075)
+    assert DISTRIBUTIONS["inter_token_latency_seconds"].buckets[:4] == (
+        0.001,
+        0.0025,
+        0.005,
+        0.0075,
+    )
     buckets = samples()["counterpoint_inter_token_latency_seconds_bucket"]
     counts = {json.loads(labels)["le"]: value for labels, value in buckets.items()}
-    assert (counts["0.001"], counts["0.0025"], counts["+Inf"]) == (0, 1, 2), "gaps of 2 ms and 1.498 s"
+    assert (counts["0.001"], counts["0.0025"], counts["+Inf"]) == (0, 1, 2), (
+        "gaps of 2 ms and 1.498 s"
+    )

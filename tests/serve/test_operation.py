@@ -18,9 +18,9 @@ import pytest
 from serve_process import Running, poll
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.logs import JsonLines, anything_ran, load_between
-from counterpoint.serve.pulse import Pulse
-from counterpoint.serve.trace import Tracing
+from counterpoint.serve.observability.logs import JsonLines, anything_ran, load_between
+from counterpoint.serve.observability.otel import Tracing
+from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.types import LaneStep, Stats
 
 Start = Callable[..., Running]
@@ -59,7 +59,9 @@ def spans(collector: Any) -> list[dict[str, Any]]:
     for path, body in tuple(collector.got):
         assert path == "/v1/traces"
         for resource in protocol.ExportTraceServiceRequest.FromString(body).resource_spans:
-            assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "counterpoint"
+            assert {a.key: a.value.string_value for a in resource.resource.attributes}[
+                "service.name"
+            ] == "counterpoint"
             found += [about(span) for scope in resource.scope_spans for span in scope.spans]
     return found
 
@@ -67,9 +69,18 @@ def spans(collector: Any) -> list[dict[str, Any]]:
 def about(span: Any) -> dict[str, Any]:
     def value(one: Any) -> Any:
         kind = one.WhichOneof("value")
-        return [value(v) for v in one.array_value.values] if kind == "array_value" else getattr(one, kind)
+        return (
+            [value(v) for v in one.array_value.values]
+            if kind == "array_value"
+            else getattr(one, kind)
+        )
 
-    words = {"name": span.name, "trace": span.trace_id.hex(), "parent": span.parent_span_id.hex(), "status": span.status.code}
+    words = {
+        "name": span.name,
+        "trace": span.trace_id.hex(),
+        "parent": span.parent_span_id.hex(),
+        "status": span.status.code,
+    }
     words["seconds"] = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
     return words | {attribute.key: value(attribute.value) for attribute in span.attributes}
 
@@ -78,28 +89,59 @@ def test_a_span_for_each_request(own_server: Start, collector: Any):
     pytest.importorskip("opentelemetry.sdk")
     endpoint = f"http://127.0.0.1:{collector.server_address[1]}"
     server = own_server(otlp_endpoint=endpoint).wait_ready()
-    chat = {"messages": [{"role": "user", "content": "swordfish"}], "max_tokens": 5, "temperature": 0.5, "stream": True, "n": 2}
+    chat = {
+        "messages": [{"role": "user", "content": "swordfish"}],
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "stream": True,
+        "n": 2,
+    }
     assert server.post("/v1/chat/completions", chat, headers={"traceparent": PARENT}).is_success
-    assert server.post("/v1/completions", {"prompt": "stop it here", "stop": "it", "max_tokens": 50}).is_success
+    assert server.post(
+        "/v1/completions", {"prompt": "stop it here", "stop": "it", "max_tokens": 50}
+    ).is_success
     assert server.post("/v1/completions", {"prompt": "FAIL THE STEP"}).status_code == 500
-    assert server.post("/v1/completions", {"prompt": ""}).status_code == 400  # which is no request of the model
+    assert (
+        server.post("/v1/completions", {"prompt": ""}).status_code == 400
+    )  # which is no request of the model
     with contextlib.suppress(httpx.ReadTimeout):
         endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True}
         server.post("/v1/completions", endless, timeout=httpx.Timeout(5, read=0.5))
     poll(lambda: len(spans(collector)) == 4, what="the spans")
     chatted, stopped, failed, left = spans(collector)
-    assert (chatted["name"], chatted["trace"], chatted["parent"]) == ("chat echo", PARENT[3:35], PARENT[36:52])
+    assert (chatted["name"], chatted["trace"], chatted["parent"]) == (
+        "chat echo",
+        PARENT[3:35],
+        PARENT[36:52],
+    )
     assert chatted["gen_ai.request.model"] == "echo" and chatted["gen_ai.operation.name"] == "chat"
     assert (chatted["gen_ai.request.max_tokens"], chatted["gen_ai.request.temperature"]) == (5, 0.5)
-    assert (chatted["gen_ai.request.choice.count"], chatted["gen_ai.usage.output_tokens"]) == (2, 10)
-    assert chatted["gen_ai.usage.input_tokens"] > 9 and chatted["gen_ai.response.finish_reasons"] == ["length", "length"]
+    assert (chatted["gen_ai.request.choice.count"], chatted["gen_ai.usage.output_tokens"]) == (
+        2,
+        10,
+    )
+    assert chatted["gen_ai.usage.input_tokens"] > 9 and chatted[
+        "gen_ai.response.finish_reasons"
+    ] == ["length", "length"]
     assert 0 < chatted["gen_ai.latency.time_to_first_token"] < chatted["gen_ai.latency.e2e"]
     assert chatted["gen_ai.latency.e2e"] == pytest.approx(chatted["seconds"], abs=1e-6)
-    parts = [chatted[f"gen_ai.latency.time_in_{part}"] for part in ("queue", "model_prefill", "model_decode")]
+    parts = [
+        chatted[f"gen_ai.latency.time_in_{part}"]
+        for part in ("queue", "model_prefill", "model_decode")
+    ]
     assert all(part >= 0 for part in parts) and sum(parts) < chatted["seconds"] and parts[2] > 0
     assert chatted["status"] == 0 and "error.type" not in chatted
-    assert (stopped["name"], stopped["gen_ai.response.finish_reasons"], stopped["parent"]) == ("text_completion echo", ["stop"], "")
-    assert (failed["error.type"], failed["status"], left["error.type"], left["status"]) == ("engine_error", 2, "cancelled", 2)
+    assert (stopped["name"], stopped["gen_ai.response.finish_reasons"], stopped["parent"]) == (
+        "text_completion echo",
+        ["stop"],
+        "",
+    )
+    assert (failed["error.type"], failed["status"], left["error.type"], left["status"]) == (
+        "engine_error",
+        2,
+        "cancelled",
+        2,
+    )
     assert 0 < left["gen_ai.usage.output_tokens"] < 4000
     assert server.stop() == 0
     assert not any(b"swordfish" in body or b"stop it" in body for _, body in collector.got)
@@ -116,7 +158,10 @@ def test_a_collector_that_is_gone_costs_spans_alone(own_server: Start):
     server = own_server(otlp_endpoint=endpoint).wait_ready()  # nobody is there any more
     assert server.post("/v1/completions", {"prompt": "hi"}).is_success
     poll(lambda: "does not take spans" in server.said(), 40)
-    assert server.post("/v1/completions", {"prompt": "hi"}).is_success and "Traceback" not in server.said()
+    assert (
+        server.post("/v1/completions", {"prompt": "hi"}).is_success
+        and "Traceback" not in server.said()
+    )
     assert server.stop() == 0
 
 
@@ -140,18 +185,27 @@ def test_a_line_with_the_load_while_something_runs(own_server: Start, tmp_path: 
     go = tmp_path / "go"
     answers: list[httpx.Response] = []
     body = {"prompt": f"HOLD UNTIL {go} "}
-    held = threading.Thread(target=lambda: answers.append(server.post("/v1/completions?key=s3cret", body)))
+    held = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/completions?key=s3cret", body))
+    )
     held.start()
     poll(lambda: [line for line in json_lines(server) if "kv_used" in line], 15)
     (line,) = (line for line in json_lines(server) if "kv_used" in line)
-    assert line["level"] == "info" and line["running"] == 1 and line["waiting"] == 0 and line["kv_used"] > 0
+    assert (
+        line["level"] == "info"
+        and line["running"] == 1
+        and line["waiting"] == 0
+        and line["kv_used"] > 0
+    )
     assert line["prompt_tokens_per_s"] > 0 and line["ttft_p50_s"] is None and line["step_s"] > 0
     assert line["splits"].keys() == {"1+0"} and 0 < line["splits"]["1+0"] <= 1
     go.touch()
     held.join(20)
     assert answers[0].is_success
     server.get("/nothing%0Ahere")
-    told = poll(lambda: [line for line in json_lines(server) if "path" in line][1:] and json_lines(server))
+    told = poll(
+        lambda: [line for line in json_lines(server) if "path" in line][1:] and json_lines(server)
+    )
     told = [line for line in told if "path" in line]
     assert [(line["method"], line["path"], line["status"]) for line in told] == [
         ("POST", "/v1/completions", 200),
@@ -177,7 +231,9 @@ def test_a_load_in_words():
         split_s=((0, 2, 6.0), (1, 1, 10.0)),
         playing=(LaneStep(0, 1, 70.0, 0.0, 1, 512, 0),),
     )
-    load = load_between(before, after, 10.0, Pulse(), 100.0)  # all of the 10 s but one is booked
+    load = load_between(
+        before, after, 10.0, RollingStats(), 100.0
+    )  # all of the 10 s but one is booked
     words = load.words()
     for part in (
         "prompt 200 tok/s, generated 30 tok/s",
@@ -199,6 +255,12 @@ def test_nothing_is_told_of_an_idle_engine():
 
 
 def test_a_line_is_one_line():
-    record = logging.LogRecord("x", logging.INFO, "", 1, "two\nlines %s", ("and \x1b[31m more",), None)
+    record = logging.LogRecord(
+        "x", logging.INFO, "", 1, "two\nlines %s", ("and \x1b[31m more",), None
+    )
     line = JsonLines().format(record)
-    assert "\n" not in line and "\x1b" not in line and json.loads(line)["message"] == "two\nlines and \x1b[31m more"
+    assert (
+        "\n" not in line
+        and "\x1b" not in line
+        and json.loads(line)["message"] == "two\nlines and \x1b[31m more"
+    )

@@ -17,17 +17,28 @@ from test_responses import raw_events as response_events
 from test_responses import refused as refused_response
 from test_tools import CALLS, ONE, PARAMETERS, TWO, thinker  # noqa: F401 (a fixture)
 
-from counterpoint.serve.messages_reply import object_of
-from counterpoint.serve.replies import encode
+from counterpoint.serve.api.messages_format import object_of
+from counterpoint.serve.api.response_format import encode
 
 SAID = f"<think>\nI look.\n</think>\n\nLet me see.\n{TWO}"
 FUNCTIONS: list[Any] = [
-    {"type": "function", "name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS, "strict": False},
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": PARAMETERS,
+        "strict": False,
+    },
     {"type": "function", "name": "time", "parameters": {"type": "object"}, "strict": None},
 ]
 CUSTOM: list[Any] = [
     {"name": "weather", "description": "Tells the weather.", "input_schema": PARAMETERS},
-    {"name": "time", "input_schema": {"type": "object"}, "type": "custom", "cache_control": {"type": "ephemeral"}},
+    {
+        "name": "time",
+        "input_schema": {"type": "object"},
+        "type": "custom",
+        "cache_control": {"type": "ephemeral"},
+    },
 ]
 ASKED = {"model": "echo", "max_tokens": 300}
 
@@ -42,12 +53,21 @@ def said(text: str) -> list[Any]:
 def test_a_response_with_reasoning_and_calls(thinker: Running):  # noqa: F811
     answer = thinker.client.responses.create(model="echo", input=SAID, tools=FUNCTIONS)
     reasoning, message, *calls = answer.output
-    assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == ["I look."]
+    assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == [
+        "I look."
+    ]
     assert message.type == "message" and answer.output_text == "Let me see."
-    assert [(call.name, call.arguments, call.status) for call in calls] == [(*call, "completed") for call in CALLS]
-    assert len({call.call_id for call in calls}) == 2 and len({item.id for item in answer.output}) == 4
+    assert [(call.name, call.arguments, call.status) for call in calls] == [
+        (*call, "completed") for call in CALLS
+    ]
+    assert (
+        len({call.call_id for call in calls}) == 2 and len({item.id for item in answer.output}) == 4
+    )
     assert answer.status == "completed" and answer.usage.output_tokens_details.reasoning_tokens > 0
-    assert [tool.name for tool in answer.tools] == ["weather", "time"] and answer.tool_choice == "auto"
+    assert [tool.name for tool in answer.tools] == [
+        "weather",
+        "time",
+    ] and answer.tool_choice == "auto"
 
 
 def test_a_streamed_response_with_reasoning_and_calls(thinker: Running):  # noqa: F811
@@ -68,13 +88,24 @@ def test_a_streamed_response_with_reasoning_and_calls(thinker: Running):  # noqa
         elif event.type.endswith(".delta"):
             assert living == {index}
             grown[index] += event.delta
-    arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    arguments = [
+        event.arguments for event in events if event.type == "response.function_call_arguments.done"
+    ]
     assert arguments == [call[1] for call in CALLS]
     assert grown == {0: "I look.", 1: "Let me see.", 2: CALLS[0][1], 3: CALLS[1][1]}
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
-    assert [event.text for event in events if event.type == "response.reasoning_text.done"] == ["I look."]
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert [event.text for event in events if event.type == "response.reasoning_text.done"] == [
+        "I look."
+    ]
     whole = thinker.post("/v1/responses", {"input": SAID, "tools": FUNCTIONS}).json()["output"]
-    streamed = response_events(thinker, {"input": SAID, "tools": FUNCTIONS})[-1]["response"]["output"]
+    streamed = response_events(thinker, {"input": SAID, "tools": FUNCTIONS})[-1]["response"][
+        "output"
+    ]
     drop = ("id", "call_id")
     assert [{k: v for k, v in i.items() if k not in drop} for i in whole] == [
         {k: v for k, v in i.items() if k not in drop} for i in streamed
@@ -91,28 +122,56 @@ def test_a_response_goes_back_in_with_the_results(thinker: Running):  # noqa: F8
     items = [*said(SAID), *(item.model_dump(exclude_none=True) for item in first.output), *results]
     second = thinker.client.responses.create(model="echo", input=items, tools=FUNCTIONS)
     calls = [
-        {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in first.output[2:]
+        {
+            "id": c.call_id,
+            "type": "function",
+            "function": {"name": c.name, "arguments": c.arguments},
+        }
+        for c in first.output[2:]
     ]
     turns = [
         *said(SAID),
-        {"role": "assistant", "reasoning_content": "I look.", "content": "Let me see.", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "reasoning_content": "I look.",
+            "content": "Let me see.",
+            "tool_calls": calls,
+        },
         *({"role": "tool", "tool_call_id": call["id"], "content": "21"} for call in calls),
     ]
-    tools = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in FUNCTIONS]
+    tools = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in FUNCTIONS
+    ]
     chat = thinker.post("/v1/chat/completions", {"messages": turns, "tools": tools})
-    assert second.output_text == "21" and second.usage.input_tokens == chat.json()["usage"]["prompt_tokens"]
+    assert (
+        second.output_text == "21"
+        and second.usage.input_tokens == chat.json()["usage"]["prompt_tokens"]
+    )
 
 
 def test_which_functions_may_be_called(thinker: Running):  # noqa: F811
     def kinds(**options: Any) -> list[str]:
-        return [item.type for item in thinker.client.responses.create(model="echo", input=TWO, **options).output]
+        return [
+            item.type
+            for item in thinker.client.responses.create(model="echo", input=TWO, **options).output
+        ]
 
     assert kinds(tools=FUNCTIONS) == ["function_call"] * 2
     assert kinds(tools=FUNCTIONS, parallel_tool_calls=False) == ["function_call"]
     assert kinds(tools=FUNCTIONS, tool_choice="none") == kinds() == ["message"]
-    assert kinds(tools=FUNCTIONS, tool_choice={"type": "function", "name": "weather"})[0] == "function_call"
-    cut = thinker.client.responses.create(model="echo", input=ONE, tools=FUNCTIONS, max_output_tokens=50)
-    assert cut.status == "incomplete" and cut.output[0].status == "incomplete" and cut.output[0].arguments == '{"cit'
+    assert (
+        kinds(tools=FUNCTIONS, tool_choice={"type": "function", "name": "weather"})[0]
+        == "function_call"
+    )
+    cut = thinker.client.responses.create(
+        model="echo", input=ONE, tools=FUNCTIONS, max_output_tokens=50
+    )
+    assert (
+        cut.status == "incomplete"
+        and cut.output[0].status == "incomplete"
+        and cut.output[0].arguments == '{"cit'
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +181,10 @@ def test_which_functions_may_be_called(thinker: Running):  # noqa: F811
         ({"tools": [{"type": "function", "name": "a b", "parameters": {}}]}, "tools"),
         ({"tools": [FUNCTIONS[0], FUNCTIONS[0]]}, "tools"),
         ({"tools": FUNCTIONS, "tool_choice": "any"}, "tool_choice"),
-        ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "nothing"}}, "tool_choice"),
+        (
+            {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "nothing"}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": FUNCTIONS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
     ],
@@ -132,12 +194,20 @@ def test_wrong_functions_are_named(thinker: Running, body: dict[str, Any], param
 
 
 def test_how_much_a_model_shall_think(thinker: Running):  # noqa: F811
-    thinking = thinker.client.responses.create(model="echo", input="hm</think>yes", reasoning={"effort": "low"})
-    assert [item.type for item in thinking.output] == ["reasoning", "message"] and thinking.reasoning.effort == "low"
+    thinking = thinker.client.responses.create(
+        model="echo", input="hm</think>yes", reasoning={"effort": "low"}
+    )
+    assert [item.type for item in thinking.output] == [
+        "reasoning",
+        "message",
+    ] and thinking.reasoning.effort == "low"
     plain = thinker.client.responses.create(model="echo", input="yes", reasoning={"effort": "none"})
     assert [item.type for item in plain.output] == ["message"]
     body = {"messages": said("hm</think>yes"), "reasoning_effort": "high"}
-    assert thinker.post("/v1/chat/completions", body).json()["choices"][0]["message"]["reasoning"] == "hm"
+    assert (
+        thinker.post("/v1/chat/completions", body).json()["choices"][0]["message"]["reasoning"]
+        == "hm"
+    )
 
 
 class Place(pydantic.BaseModel):
@@ -146,13 +216,19 @@ class Place(pydantic.BaseModel):
 
 def test_parse(thinker: Running):  # noqa: F811
     """The echoing engine says what it was told: the package makes the object of it."""
-    found = thinker.client.responses.parse(model="echo", input='{"city": "Paris"}', text_format=Place)
+    found = thinker.client.responses.parse(
+        model="echo", input='{"city": "Paris"}', text_format=Place
+    )
     assert found.output_parsed == Place(city="Paris") and found.text.format.type == "json_schema"
 
     async def streamed() -> Any:
         async with (
-            openai.AsyncOpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as client,
-            client.responses.stream(model="echo", input='{"city": "Rome"}', text_format=Place) as stream,
+            openai.AsyncOpenAI(
+                base_url=f"{thinker.url}/v1", api_key="none", max_retries=0
+            ) as client,
+            client.responses.stream(
+                model="echo", input='{"city": "Rome"}', text_format=Place
+            ) as stream,
         ):
             return (await stream.get_final_response()).output_parsed
 
@@ -166,17 +242,31 @@ def test_a_message_with_thinking_and_calls(thinker: Running):  # noqa: F811
     message = client_of(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
     thinking, text, *calls = message.content
     assert (thinking.type, thinking.thinking, text.text) == ("thinking", "I look.", "Let me see.")
-    assert [(call.type, call.name, call.input) for call in calls] == [("tool_use", n, json.loads(a)) for n, a in CALLS]
-    assert message.stop_reason == "tool_use" and message.usage.output_tokens_details.thinking_tokens > 0
+    assert [(call.type, call.name, call.input) for call in calls] == [
+        ("tool_use", n, json.loads(a)) for n, a in CALLS
+    ]
+    assert (
+        message.stop_reason == "tool_use"
+        and message.usage.output_tokens_details.thinking_tokens > 0
+    )
 
 
 def test_a_streamed_message_with_thinking_and_calls(thinker: Running):  # noqa: F811
     with client_of(thinker).messages.stream(**ASKED, messages=said(SAID), tools=CUSTOM) as stream:
         final = stream.get_final_message()
     whole = client_of(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
-    assert [b.model_dump(exclude={"id"}) for b in final.content] == [b.model_dump(exclude={"id"}) for b in whole.content]
-    assert final.stop_reason == "tool_use" and final.usage.output_tokens == whole.usage.output_tokens
-    kinds = [e["type"] for e in message_events(thinker, {"messages": said(SAID), "tools": CUSTOM, "max_tokens": 300})]
+    assert [b.model_dump(exclude={"id"}) for b in final.content] == [
+        b.model_dump(exclude={"id"}) for b in whole.content
+    ]
+    assert (
+        final.stop_reason == "tool_use" and final.usage.output_tokens == whole.usage.output_tokens
+    )
+    kinds = [
+        e["type"]
+        for e in message_events(
+            thinker, {"messages": said(SAID), "tools": CUSTOM, "max_tokens": 300}
+        )
+    ]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     blocks = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
     assert blocks == ["content_block_start", "content_block_stop"] * 4
@@ -185,15 +275,23 @@ def test_a_streamed_message_with_thinking_and_calls(thinker: Running):  # noqa: 
 def test_a_message_goes_back_in_with_the_results(thinker: Running):  # noqa: F811
     client = client_of(thinker)
     first = client.messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
-    results = [{"type": "tool_result", "tool_use_id": b.id, "content": "21"} for b in first.content if b.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": b.id, "content": "21"}
+        for b in first.content
+        if b.type == "tool_use"
+    ]
     turns = [*said(SAID), first.to_param(), {"role": "user", "content": results}]
     second = client.messages.create(**ASKED, messages=turns, tools=CUSTOM)
     counted = client.messages.count_tokens(model="echo", messages=turns, tools=CUSTOM).input_tokens
     assert second.content[0].text == "21"
     assert second.usage.input_tokens + second.usage.cache_read_input_tokens == counted
     assert client.messages.count_tokens(model="echo", messages=turns).input_tokens < counted
-    none = client.messages.count_tokens(model="echo", messages=turns, tools=CUSTOM, tool_choice={"type": "none"})
-    assert none.input_tokens == client.messages.count_tokens(model="echo", messages=turns).input_tokens
+    none = client.messages.count_tokens(
+        model="echo", messages=turns, tools=CUSTOM, tool_choice={"type": "none"}
+    )
+    assert (
+        none.input_tokens == client.messages.count_tokens(model="echo", messages=turns).input_tokens
+    )
 
 
 def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
@@ -201,19 +299,28 @@ def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
         message = client_of(thinker).messages.create(**ASKED, messages=said(TWO), **options)
         return [block.type for block in message.content]
 
-    assert kinds(tools=CUSTOM) == kinds(tools=CUSTOM, tool_choice={"type": "auto"}) == ["tool_use"] * 2
-    assert kinds(tools=CUSTOM, tool_choice={"type": "auto", "disable_parallel_tool_use": True}) == ["tool_use"]
+    assert (
+        kinds(tools=CUSTOM) == kinds(tools=CUSTOM, tool_choice={"type": "auto"}) == ["tool_use"] * 2
+    )
+    assert kinds(tools=CUSTOM, tool_choice={"type": "auto", "disable_parallel_tool_use": True}) == [
+        "tool_use"
+    ]
     assert kinds(tools=CUSTOM, tool_choice={"type": "none"}) == kinds() == ["text"]
     assert kinds(tools=CUSTOM, tool_choice={"type": "any"})[0] == "tool_use"
     assert kinds(tools=CUSTOM, tool_choice={"type": "tool", "name": "weather"})[0] == "tool_use"
-    cut = client_of(thinker).messages.create(model="echo", max_tokens=len(ONE) - 17, messages=said(ONE), tools=CUSTOM)
+    cut = client_of(thinker).messages.create(
+        model="echo", max_tokens=len(ONE) - 17, messages=said(ONE), tools=CUSTOM
+    )
     assert cut.stop_reason == "max_tokens" and cut.content[0].input.keys() <= {"city"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ('{"n": 123456789012345678901234567890, "m": 1e400}', '{"n": 123456789012345678901234567890, "m": 1e400}'),
+        (
+            '{"n": 123456789012345678901234567890, "m": 1e400}',
+            '{"n": 123456789012345678901234567890, "m": 1e400}',
+        ),
         ('{"a": {"b": [1, 2', '{"a":{"b":[1,2]}}'),
         ('{"n": 123456789012345678901234567890, "a', '{"n":123456789012345678901234567890}'),
         ("", "{}"),
@@ -228,7 +335,9 @@ def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments:
 
 def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):  # noqa: F811
     call = '<tool_call>\n{"name": "time", "arguments": {"n": 123456789012345678901234567890}}\n</tool_call>'
-    (block,) = client_of(thinker).messages.create(**ASKED, messages=said(call), tools=CUSTOM).content
+    (block,) = (
+        client_of(thinker).messages.create(**ASKED, messages=said(call), tools=CUSTOM).content
+    )
     assert block.input == {"n": 123456789012345678901234567890}
 
 
@@ -251,9 +360,14 @@ def test_wrong_tools_of_a_message_are_named(thinker: Running, body: dict[str, An
 
 def test_thinking_may_be_told(thinker: Running):  # noqa: F811
     def kinds(text: str, thinking: Any) -> list[str]:
-        message = client_of(thinker).messages.create(**ASKED, messages=said(text), thinking=thinking)
+        message = client_of(thinker).messages.create(
+            **ASKED, messages=said(text), thinking=thinking
+        )
         return [block.type for block in message.content]
 
-    assert kinds("hm</think>yes", {"type": "enabled", "budget_tokens": 1024}) == ["thinking", "text"]
+    assert kinds("hm</think>yes", {"type": "enabled", "budget_tokens": 1024}) == [
+        "thinking",
+        "text",
+    ]
     assert kinds("yes", {"type": "disabled"}) == ["text"]
     assert kinds("hm</think>yes", {"type": "adaptive"}) == ["thinking", "text"]

@@ -79,7 +79,10 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     tab.click("send") if way == "button" else tab.press("Escape")
     tab.until("!chat.running")
     assert "stopped" in told(tab) and tab.text("send") == "Send"
-    poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the stopped answer goes on")
+    poll(
+        lambda: server.metric("counterpoint_requests_running") == 0,
+        what="the stopped answer goes on",
+    )
     assert not tab.problems
 
 
@@ -87,13 +90,23 @@ def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: 
     """What a model with reasoning streams, as any server of this API does."""
     tab = open_page(server)
     tab.until(READY)
-    deltas = [{"role": "assistant"}, {"reasoning_content": "let me "}, {"reasoning_content": "think"}, {"content": "done"}]
-    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    deltas = [
+        {"role": "assistant"},
+        {"reasoning_content": "let me "},
+        {"reasoning_content": "think"},
+        {"content": "done"},
+    ]
+    events = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     tab.run(f"window.fetch = async () => new Response({json.dumps(stream)})")
     ask(tab, "why?")
     tab.until("!chat.running && document.querySelectorAll('#talk .model').length === 1")
-    assert answer(tab) == "done" and tab.run("document.querySelector('#talk .thoughts').textContent") == "let me think"
+    assert (
+        answer(tab) == "done"
+        and tab.run("document.querySelector('#talk .thoughts').textContent") == "let me think"
+    )
     assert tab.run("chat.messages.at(-1).content") == "done"
 
 
@@ -112,7 +125,9 @@ def test_a_key_is_asked_for(own_server: Start, open_page: Callable[..., Tab]):
     assert "echo" not in tab.run("document.body.textContent"), "nothing is told without the key"
     tab.type("swordfish")
     tab.press("Enter")
-    tab.until("document.getElementById('wrong').textContent && document.getElementById('locked').open")
+    tab.until(
+        "document.getElementById('wrong').textContent && document.getElementById('locked').open"
+    )
     tab.type("swordfish-7")
     tab.press("Enter")
     tab.until(READY)
@@ -141,15 +156,23 @@ def test_a_phone_and_the_dark(server: Running, open_page: Callable[..., Tab]):
         assert tab.run("document.documentElement.scrollWidth") <= 360, "it must not scroll sideways"
         assert tab.run("document.getElementById('strip').clientWidth") > 280
     brightness = "(.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0))"
-    assert light.run(paper + brightness[1:-1]) > 3 * 200 and dark.run(paper + brightness[1:-1]) < 3 * 60
+    assert (
+        light.run(paper + brightness[1:-1]) > 3 * 200
+        and dark.run(paper + brightness[1:-1]) < 3 * 60
+    )
     assert not light.problems and not dark.problems
 
 
-def test_with_the_keyboard_alone_and_for_screen_readers(server: Running, open_page: Callable[..., Tab]):
+def test_with_the_keyboard_alone_and_for_screen_readers(
+    server: Running, open_page: Callable[..., Tab]
+):
     tab = open_page(server, features=["prefers-reduced-motion: reduce"])
     tab.until(READY)
     tab.press("/")
-    assert tab.run("document.activeElement.id") == "ask" and tab.run("document.activeElement.value") == ""
+    assert (
+        tab.run("document.activeElement.id") == "ask"
+        and tab.run("document.activeElement.value") == ""
+    )
     tab.type("by hand")
     tab.press("Enter")
     tab.until("!chat.running && document.querySelectorAll('#talk .model').length === 1")
@@ -162,11 +185,15 @@ def test_with_the_keyboard_alone_and_for_screen_readers(server: Running, open_pa
     nodes = tab.send("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "combobox", "spinbutton", "link", "log", "image", "img", "region"}
     found = [
-        (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if n["role"]["value"] in roles and not n["ignored"]
+        (n["role"]["value"], n.get("name", {}).get("value", ""))
+        for n in nodes
+        if n["role"]["value"] in roles and not n["ignored"]
     ]
     assert {"button", "textbox", "combobox", "log"} <= {role for role, _ in found}
     assert all(name.strip() for _, name in found), found
-    assert any(role in ("image", "img") and "running" in name for role, name in found), "the picture is told in words"
+    assert any(role in ("image", "img") and "running" in name for role, name in found), (
+        "the picture is told in words"
+    )
     assert not tab.problems
 
 
@@ -206,7 +233,10 @@ def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
     picture = tab.run("document.getElementById('strip').toDataURL()")
     last = tab.run("view.frame.now_s")
     tab.until(f"view.frame.now_s > {last} + 1")
-    assert tab.run("view.shown.now") < last + 0.5 and tab.run("document.getElementById('pause').ariaPressed") == "true"
+    assert (
+        tab.run("view.shown.now") < last + 0.5
+        and tab.run("document.getElementById('pause').ariaPressed") == "true"
+    )
     tab.click("pause")
     tab.until("view.shown.now > view.frame.now_s - 1")
     tab.run("draw()")
@@ -216,8 +246,21 @@ def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two voices need two cores")
 def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
     """Multiplex on two cores: prefill above and decode below, at the same time."""
-    flags = ["--port", "0", "--policy", "multiplex", "--cores", "2", "--load-format", "dummy", "--layer-group", "1"]
-    server = Running(tmp_path / "log", [sys.executable, "-m", "counterpoint", "serve", tiny, *flags]).wait_ready()
+    flags = [
+        "--port",
+        "0",
+        "--policy",
+        "multiplex",
+        "--cores",
+        "2",
+        "--load-format",
+        "dummy",
+        "--layer-group",
+        "1",
+    ]
+    server = Running(
+        tmp_path / "log", [sys.executable, "-m", "counterpoint", "serve", tiny, *flags]
+    ).wait_ready()
     try:
         tab = open_page(server)
         tab.until(READY)
@@ -226,7 +269,10 @@ def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[...
         both = "view.steps.some(p => p[5] && p[4] === 1 && view.steps.some(d => d[6] && d[4] === 1 && d[2] < p[3] && p[2] < d[3]))"
         tab.until(both, 60)
         tab.until("!playing", 60)
-        assert tab.run("view.frame.about.roles") == ["decode", "prefill"] and tab.run("view.frame.about.units") == 2
+        assert (
+            tab.run("view.frame.about.roles") == ["decode", "prefill"]
+            and tab.run("view.frame.about.units") == 2
+        )
         seen = tab.run(
             """(() => { draw(); const {left, right, staff} = layout(), ratio = devicePixelRatio; const found = new Set();
             for (const [name, share] of [["above", 0.25], ["below", 0.75]]) {
@@ -250,7 +296,10 @@ def test_the_page_is_one_document(server: Running):
     assert response.headers["content-type"].startswith("text/html")
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert "{{" not in response.text and (ROOT / "counterpoint/serve/page/page.js").read_text() in response.text
+    assert (
+        "{{" not in response.text
+        and (ROOT / "counterpoint/serve/dashboard/page.js").read_text() in response.text
+    )
 
 
 def luminance(colour: str) -> float:
@@ -262,11 +311,16 @@ def luminance(colour: str) -> float:
 
 def test_words_can_be_read_on_their_ground():
     """WCAG 2.2, criterion 1.4.3: a contrast of 4.5, in the light and in the dark."""
-    style = (ROOT / "counterpoint/serve/page/page.css").read_text()
-    themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)]
+    style = (ROOT / "counterpoint/serve/dashboard/page.css").read_text()
+    themes = [
+        dict(re.findall(r"--(\w+): (#\w{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
     assert len(themes) == 2
     for theme in themes:
         for ground in ("paper", "card"):
             for word in ("ink", "faint", "prefill", "decode", "bad"):
-                light, dark = sorted((luminance(theme[word]), luminance(theme[ground])), reverse=True)
+                light, dark = sorted(
+                    (luminance(theme[word]), luminance(theme[ground])), reverse=True
+                )
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (word, theme[word], ground)

@@ -49,17 +49,28 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
             assert not others(answers(pool, BODIES), truth)
             forks = pool.metric("counterpoint_routes_total", reason="fork")
             adopted = pool.metric("counterpoint_handoffs_ended_total", outcome="adopted")
-            return pool.metric("counterpoint_preemptions_total") > 0 and forks > 10 and adopted > 150
+            return (
+                pool.metric("counterpoint_preemptions_total") > 0 and forks > 10 and adopted > 150
+            )
 
-        poll(tried, 120, "no decode worker has run out of pages, or hardly a choice was forked or handed over")
+        poll(
+            tried,
+            120,
+            "no decode worker has run out of pages, or hardly a choice was forked or handed over",
+        )
         poll(lambda: pool.at_rest, what="the pool does not come to rest")
         links = pool.metric("counterpoint_handoff_links")
         assert (
-            pool.metric("counterpoint_link_bytes_per_second") > 0 and pool.metric("counterpoint_route_ttft_predictions_total") > 150
+            pool.metric("counterpoint_link_bytes_per_second") > 0
+            and pool.metric("counterpoint_route_ttft_predictions_total") > 150
         )
-        half, most = (pool.metric("counterpoint_route_ttft_error_ratio", quantile=q) for q in ("0.5", "0.95"))
+        half, most = (
+            pool.metric("counterpoint_route_ttft_error_ratio", quantile=q) for q in ("0.5", "0.95")
+        )
         assert 0 < half <= most
-        assert links >= 4 and pool.metric("counterpoint_handoff_links", transport=transport) == links
+        assert (
+            links >= 4 and pool.metric("counterpoint_handoff_links", transport=transport) == links
+        )
         assert pool.stop() == 0
     finally:
         if pool.process.poll() is None:
@@ -97,14 +108,19 @@ def test_roles_follow_the_load_and_a_timeline_shows_kv_under_way(tmp_path, tiny,
     begun = {event["id"]: event["ts"] for event in events if event["ph"] == "b"}
     sent = [(begun[event["id"]], event["ts"]) for event in events if event["ph"] == "e"]
     assert len(sent) == len(begun) > 50
-    assert any(start < ended and began < end for start, end in steps for began, ended in sent), "nothing overlaps"
+    assert any(start < ended and began < end for start, end in steps for began, ended in sent), (
+        "nothing overlaps"
+    )
 
 
 def test_replicas_hand_nothing_on(tmp_path, tiny, truth, clean):
     pool = Pool(tmp_path / "log", tiny, replicas=2)
     try:
         assert not others(answers(pool.wait_ready(), BODIES), truth)
-        assert all(pool.metric("counterpoint_worker_generated_tokens_total", worker=f"replica-{n}") > 500 for n in range(2))
+        assert all(
+            pool.metric("counterpoint_worker_generated_tokens_total", worker=f"replica-{n}") > 500
+            for n in range(2)
+        )
         assert "counterpoint_handoff_links{" not in pool.get("/metrics").text
         poll(lambda: pool.at_rest, what="the pool does not come to rest")
         assert pool.stop() == 0

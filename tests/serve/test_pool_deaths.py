@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def start_pool(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Callable[..., Pool]]:
+def start_pool(
+    tmp_path_factory: pytest.TempPathFactory, model: str
+) -> Iterator[Callable[..., Pool]]:
     """Starts pools that hold some long answers; afterwards nothing of them is left."""
     files = set(os.listdir("/dev/shm"))
     children = set(psutil.Process().children(recursive=True))
@@ -71,11 +73,16 @@ def stream(pool: Pool, prompt: str, **more: Any) -> Reading:
 
 def where_they_decode(pool: Pool) -> dict[str, float]:
     names = ("decode-0", "decode-1")
-    return {name: pool.metric("counterpoint_worker_requests_running", worker=name) for name in names}
+    return {
+        name: pool.metric("counterpoint_worker_requests_running", worker=name) for name in names
+    }
 
 
 def wait_for_both(pool: Pool) -> None:
-    poll(lambda: all(count >= 1 for count in where_they_decode(pool).values()), what="a decode worker has nothing to do")
+    poll(
+        lambda: all(count >= 1 for count in where_they_decode(pool).values()),
+        what="a decode worker has nothing to do",
+    )
 
 
 def test_a_killed_decode_worker_ends_its_streams_and_no_others(pool: Pool):
@@ -96,8 +103,13 @@ def test_a_killed_decode_worker_ends_its_streams_and_no_others(pool: Pool):
 
 def test_a_pool_without_a_worker_is_degraded_and_serves(pool: Pool):
     pool.worker("decode-1").kill()
-    answer = poll(lambda: health if (health := pool.get("/health")).json()["status"] != "ok" else None)
-    assert answer.status_code == 200 and answer.json() == {"status": "degraded", "missing": ["decode-1"]}
+    answer = poll(
+        lambda: health if (health := pool.get("/health")).json()["status"] != "ok" else None
+    )
+    assert answer.status_code == 200 and answer.json() == {
+        "status": "degraded",
+        "missing": ["decode-1"],
+    }
     assert pool.metric("counterpoint_worker_up", worker="decode-1") == 0
     assert stream(pool, "meanwhile ", max_tokens=50).end()[-1] == "[DONE]"
 
@@ -110,8 +122,15 @@ def test_a_killed_prefill_worker_costs_time_alone(pool: Pool):
 
     async def ask_all() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            asked = [asyncio.create_task(http.post(f"{pool.url}/v1/completions", json=body | {"prompt": p})) for p in prompts]
-            while not await asyncio.to_thread(pool.metric, "counterpoint_worker_requests_running", worker="prefill-0"):
+            asked = [
+                asyncio.create_task(
+                    http.post(f"{pool.url}/v1/completions", json=body | {"prompt": p})
+                )
+                for p in prompts
+            ]
+            while not await asyncio.to_thread(
+                pool.metric, "counterpoint_worker_requests_running", worker="prefill-0"
+            ):
                 assert not all(task.done() for task in asked)
             pool_worker.kill()
             return await asyncio.gather(*asked)
@@ -131,7 +150,10 @@ def test_a_decode_worker_that_stands_still_is_given_up(pool: Pool):
     failed = [end for end in ends if end != "[DONE]"]
     assert failed and len(failed) < 4
     assert all("decode-1 was lost" in end["error"]["message"] for end in failed)
-    poll(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="it stands there for ever")
+    poll(
+        lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE,
+        what="it stands there for ever",
+    )
 
 
 def test_without_any_worker_it_is_not_healthy(pool: Pool):
@@ -149,14 +171,18 @@ def test_clients_that_leave_while_kv_moves_leak_nothing(pool: Pool):
 
     async def ask_and_leave(http: httpx.AsyncClient, n: int) -> bool:
         prompt = f"{n} " + "to be left behind " * (10 + n % 40)
-        asked = asyncio.create_task(http.post(f"{pool.url}/v1/completions", json=body | {"prompt": prompt}))
+        asked = asyncio.create_task(
+            http.post(f"{pool.url}/v1/completions", json=body | {"prompt": prompt})
+        )
         done, _ = await asyncio.wait((asked,), timeout=0.004 * n)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         return not done
 
     async def ask_all() -> list[bool]:
-        async with httpx.AsyncClient(timeout=60, trust_env=False, limits=httpx.Limits(max_connections=200)) as http:
+        async with httpx.AsyncClient(
+            timeout=60, trust_env=False, limits=httpx.Limits(max_connections=200)
+        ) as http:
             return await asyncio.gather(*(ask_and_leave(http, n) for n in range(120)))
 
     left = asyncio.run(ask_all())

@@ -8,30 +8,30 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from counterpoint.cluster.control import Address
-from counterpoint.cluster.digest import make_digest
-from counterpoint.cluster.messages import HandoffId
-from counterpoint.cluster.nouns import engine_id
 from counterpoint.config import Config
-from counterpoint.serve.answer import Piece
-from counterpoint.serve.guard import Queue
-from counterpoint.serve.intake import Ask, Intake
-from counterpoint.serve.metrics import Metrics
-from counterpoint.serve.openai import CompletionRequest, parse
-from counterpoint.serve.pool.joining import Ready, Said
-from counterpoint.serve.pool.pool import Pool
-from counterpoint.serve.pool.roster import Member
-from counterpoint.serve.pulse import Pulse
-from counterpoint.serve.stream import Generation
-from counterpoint.serve.structure.check import Checker
-from counterpoint.serve.tokenizer import byte_text
-from counterpoint.serve.wire import Hello
+from counterpoint.disagg.compatibility import make_digest
+from counterpoint.disagg.handoff_events import engine_id
+from counterpoint.disagg.messages import HandoffId
+from counterpoint.disagg.peer_connection import Address
+from counterpoint.serve.api.limits import AdmissionQueue
+from counterpoint.serve.api.openai import CompletionRequest, parse
+from counterpoint.serve.api.streaming import Generation
+from counterpoint.serve.observability.metrics import Metrics
+from counterpoint.serve.observability.rolling_stats import RollingStats
+from counterpoint.serve.structured_output.checker import GrammarChecker
+from counterpoint.serve.text.output_processor import OutputPiece
+from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor
+from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.registry import RegisteredWorker
+from counterpoint.serve.worker.wire import EngineInfo
+from counterpoint.serve.worker.worker_protocol import WorkerReady, WorkerReport
 from counterpoint.spec.presets import PRESETS
-from counterpoint.spec.source import Source
-from counterpoint.types import Delta, Finish, Part, Role, Stats
+from counterpoint.spec.source import ModelSource
+from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role, Stats
 
-SPEC, SOURCE, TEXT = PRESETS["smollm2-135m"], Source("spec", "", "smollm2-135m"), byte_text()
-HELLO = Hello(
+SPEC, SOURCE, TEXT = PRESETS["smollm2-135m"], ModelSource("spec", "", "smollm2-135m"), byte_text()
+HELLO = EngineInfo(
     pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256, page_tokens=4, kv_tokens=4096,
     eos_token_ids=(257,),
 )  # fmt: skip
@@ -49,32 +49,57 @@ class Front:
     """A pool of one worker, and what a server has beside it. To be made within an event loop."""
 
     def __init__(self) -> None:
-        self.metrics, self.pulse = Metrics("m"), Pulse()
-        self.pool = Pool(Config().replace(replicas=1), SOURCE, self.metrics.observe, listener=self.pulse)
+        self.metrics, self.pulse = Metrics("m"), RollingStats()
+        self.pool = Pool(
+            Config().replace(replicas=1), SOURCE, self.metrics.observe, listener=self.pulse
+        )
         digest = make_digest(SPEC, "dummy 0", "float16", 4)
-        ready = Ready(hello=HELLO, address=Address("127.0.0.1", 1), digest=digest, kinds=("tcp",), units=2, kv_bytes_per_token=64)
-        self.member = self.pool.roster.members["replica-0"] = Member("replica-0", Role.BOTH, Line(), ready)  # type: ignore[arg-type]
+        ready = WorkerReady(
+            hello=HELLO,
+            address=Address("127.0.0.1", 1),
+            digest=digest,
+            kinds=("tcp",),
+            units=2,
+            kv_bytes_per_token=64,
+        )
+        self.member = self.pool.roster.members["replica-0"] = RegisteredWorker(
+            "replica-0", Role.BOTH, Line(), ready
+        )  # type: ignore[arg-type]
         self.pool.ready(self.member, ready)
 
-    async def ask(self, **fields: object) -> Ask:
-        checker = Checker(SOURCE, HELLO.vocab, HELLO.eos_token_ids)
+    async def ask(self, **fields: object) -> PreparedRequest:
+        checker = GrammarChecker(SOURCE, HELLO.vocab, HELLO.eos_token_ids)
         try:
-            request = parse(CompletionRequest, msgspec.json.encode({"prompt": "one, two", "max_tokens": 50} | fields))
-            return await Intake(TEXT, HELLO, "m", checker).completion(request)
+            request = parse(
+                CompletionRequest,
+                msgspec.json.encode({"prompt": "one, two", "max_tokens": 50} | fields),
+            )
+            return await Preprocessor(TEXT, HELLO, "m", checker).completion(request)
         finally:
             checker.close()
 
-    def say(self, ask: Ask, text: str, finish: Finish | None = None) -> None:
+    def say(self, ask: PreparedRequest, text: str, finish: FinishReason | None = None) -> None:
         """The worker says more of the ask's one answer."""
-        name = engine_id(HandoffId(ask.arrives[0].id, 1), Part.WHOLE)
-        self.pool.said(self.member, Said([Delta(name, tuple(TEXT.encode([text])[0]), finish=finish)]), Stats())
+        name = engine_id(HandoffId(ask.arrives[0].id, 1), DisaggRole.WHOLE)
+        self.pool.said(
+            self.member,
+            WorkerReport([OutputDelta(name, tuple(TEXT.encode([text])[0]), finish=finish)]),
+            Stats(),
+        )
 
     def clean(self) -> bool:
-        return not (self.metrics.cut_short or self.pulse._last_s or self.pool._lives or self.pool.front.requests)
+        return not (
+            self.metrics.cut_short
+            or self.pulse._last_s
+            or self.pool._lives
+            or self.pool.front.requests
+        )
 
 
-async def pieces_of(front: Front, ask: Ask) -> list[Piece]:
-    generation = Generation(front.pool, ask, TEXT, Queue().enter(ask.arrives), front.metrics.cut_short)
+async def pieces_of(front: Front, ask: PreparedRequest) -> list[OutputPiece]:
+    generation = Generation(
+        front.pool, ask, TEXT, AdmissionQueue().enter(ask.arrives), front.metrics.cut_short
+    )
     return [piece async for _, piece, _ in generation.pieces()]
 
 
@@ -82,8 +107,12 @@ def in_loop(work):
     asyncio.run(asyncio.wait_for(work(), 20))
 
 
-@pytest.mark.parametrize(("said", "finish"), [(["a", "b"], Finish.LENGTH), (["three, st", "op and more"], None)])
-def test_an_answer_that_a_stop_string_ends_has_stopped_and_leaves_nothing(said: Sequence[str], finish):
+@pytest.mark.parametrize(
+    ("said", "finish"), [(["a", "b"], FinishReason.LENGTH), (["three, st", "op and more"], None)]
+)
+def test_an_answer_that_a_stop_string_ends_has_stopped_and_leaves_nothing(
+    said: Sequence[str], finish
+):
     async def work() -> None:
         front = Front()
         ask = await front.ask(stop="stop")
@@ -92,9 +121,14 @@ def test_an_answer_that_a_stop_string_ends_has_stopped_and_leaves_nothing(said: 
         for text in said:
             front.say(ask, text, finish if text is said[-1] else None)
         pieces = await reading
-        ends = Finish.STOP if finish is None else finish
-        assert "".join(piece.text for piece in pieces) == "".join(said).partition("stop")[0] and pieces[-1].finish == ends
-        assert {reason: count for reason, count in front.metrics.finished.items() if count} == {ends: 1}
+        ends = FinishReason.STOP if finish is None else finish
+        assert (
+            "".join(piece.text for piece in pieces) == "".join(said).partition("stop")[0]
+            and pieces[-1].finish == ends
+        )
+        assert {reason: count for reason, count in front.metrics.finished.items() if count} == {
+            ends: 1
+        }
         assert front.clean()
 
     in_loop(work)
@@ -110,6 +144,6 @@ def test_a_client_that_leaves_leaves_nothing_behind():
         await asyncio.sleep(0)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        assert front.metrics.finished[Finish.ABORT] == 1 and front.clean()
+        assert front.metrics.finished[FinishReason.ABORT] == 1 and front.clean()
 
     in_loop(work)

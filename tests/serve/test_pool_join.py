@@ -20,14 +20,22 @@ from serve_process import ROOT, poll
 from test_process_life import Reading
 
 LONG = {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True, "stream": True}
-WORKER_FLAGS = {name: value for name, value in FLAGS.items() if name not in ("port", "local-tokens")}
+WORKER_FLAGS = {
+    name: value for name, value in FLAGS.items() if name not in ("port", "local-tokens")
+}
 
 
 class Worker:
     """`counterpoint worker` as a process."""
 
-    def __init__(self, log: Path, model: str, front: str, role: str, token: str, **flags: Any) -> None:
-        given = WORKER_FLAGS | {"join": front, "role": role, "name": role} | {k.replace("_", "-"): str(v) for k, v in flags.items()}
+    def __init__(
+        self, log: Path, model: str, front: str, role: str, token: str, **flags: Any
+    ) -> None:
+        given = (
+            WORKER_FLAGS
+            | {"join": front, "role": role, "name": role}
+            | {k.replace("_", "-"): str(v) for k, v in flags.items()}
+        )
         words = [word for name, value in given.items() for word in (f"--{name}", value)]
         self.log = log
         env = os.environ | {"PYTHONPATH": str(ROOT), "COUNTERPOINT_CLUSTER_TOKEN": token}
@@ -51,7 +59,9 @@ def start(tmp_path: Path, tiny: str) -> Iterator[Callable[..., Any]]:
         token = tmp_path / "token"
         token.write_text("a secret\n")
         if role:
-            one: Any = Worker(log, tiny, role=role, token=options.pop("token", "a secret"), **options)
+            one: Any = Worker(
+                log, tiny, role=role, token=options.pop("token", "a secret"), **options
+            )
         else:
             one = Pool(log, tiny, cluster_token_file=str(token), **options)
         processes.append(one.process)
@@ -76,7 +86,10 @@ def test_workers_join_are_refused_leave_and_find_a_new_front(start):
     front.wait_ready()
     poll(lambda: front.metric("counterpoint_worker_up") == 2, 60, "a worker has not joined")
     whole = Reading(front, LONG | {"prompt": "over two workers "}).end()
-    assert whole[-1] == "[DONE]" and front.metric("counterpoint_handoffs_ended_total", outcome="adopted") == 1
+    assert (
+        whole[-1] == "[DONE]"
+        and front.metric("counterpoint_handoffs_ended_total", outcome="adopted") == 1
+    )
 
     thief = start("both", front=address, token="a guess")
     other = start("both", front=address, weights_seed=5)
@@ -94,7 +107,11 @@ def test_workers_join_are_refused_leave_and_find_a_new_front(start):
             nobody.accept()[0].close()
     again: Pool = start(cluster_listen=address)
     again.wait_ready()
-    poll(lambda: again.metric("counterpoint_worker_up") == 2, 60, "a worker does not find the new front")
+    poll(
+        lambda: again.metric("counterpoint_worker_up") == 2,
+        60,
+        "a worker does not find the new front",
+    )
     assert text_of(Reading(again, LONG | {"prompt": "over two workers "}).end()) == text_of(whole)
 
     stream = Reading(again, LONG | {"prompt": "a last one "})
@@ -102,8 +119,12 @@ def test_workers_join_are_refused_leave_and_find_a_new_front(start):
     assert stream.end()[-1] == "[DONE]", "a worker left before it had finished"
     status, said = workers[1].ends()
     assert status == 0
-    missed = [line.partition("no front at")[2] for line in said.splitlines() if "no front at" in line]
-    assert missed and all(one != other for one, other in itertools.pairwise(missed)), "the same is said each second"
+    missed = [
+        line.partition("no front at")[2] for line in said.splitlines() if "no front at" in line
+    ]
+    assert missed and all(one != other for one, other in itertools.pairwise(missed)), (
+        "the same is said each second"
+    )
     assert again.get("/health").status_code == 200, "one worker does it all"
     assert Reading(again, LONG | {"prompt": "on one worker "}).end()[-1] == "[DONE]"
     assert again.stop() == 0

@@ -20,12 +20,18 @@ def test_a_worker_whose_pages_are_lost_is_started_again(tmp_path: Path):
         worker = pool.at("reserved")
         pages = pool.metric("counterpoint_handoff_pages", worker=worker, hold="receiving")
         pool.worker("prefill-0").kill()
-        poll(lambda: pool.metric("counterpoint_handoff_pages", worker=worker, hold="quarantine") == pages)
+        poll(
+            lambda: (
+                pool.metric("counterpoint_handoff_pages", worker=worker, hold="quarantine") == pages
+            )
+        )
         pool.let_go()
         assert text_of(stream.end()) == whole
         poll(lambda: pool.sum_of("worker_starts_total", worker="prefill-0") == 2)
         ended = pool.worker(worker)
-        poll(lambda: pool.sum_of("worker_starts_total", worker=worker) == 2, 30, "it is not replaced")
+        poll(
+            lambda: pool.sum_of("worker_starts_total", worker=worker) == 2, 30, "it is not replaced"
+        )
         poll(pool.well, 60, "it does not come back")
         assert pool.worker(worker) != ended and "Replace" in pool.said()
         poll(lambda: pool.at_rest, 20, "something is still held")

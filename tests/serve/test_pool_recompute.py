@@ -22,10 +22,15 @@ def test_with_recompute_every_answer_goes_on(tmp_path: Path, role: str):
             decode = pool.at(state)
             worker = "prefill-0" if role == "prefill" else decode
             pool.worker(worker).kill()
-            poll(lambda worker=worker: not pool.metric("counterpoint_worker_up", worker=worker), what="nobody has noticed")
+            poll(
+                lambda worker=worker: not pool.metric("counterpoint_worker_up", worker=worker),
+                what="nobody has noticed",
+            )
             pool.let_go()
             ends_whole(stream, whole)
             poll(pool.well, 60, "a worker does not come back")
             poll(lambda: pool.at_rest, 20, "something is still held")
         places = re.findall(r"worker (\S+) \(\w+\) is ready at (\S+):", pool.said())
-        assert len(places) > 4 and len(set(places)) == 3, "a worker does not come back to its address"
+        assert len(places) > 4 and len(set(places)) == 3, (
+            "a worker does not come back to its address"
+        )

@@ -33,7 +33,9 @@ def test_a_worker_finishes_what_it_decodes_before_it_prefills(elastic: HeldPool)
     late = asked(pool, slo=EASY)
     poll(lambda: "StartDrain" in pool.said(), what="no worker is asked to change")
     donor = next(name for name in DECODES if f"StartDrain(worker='{name}')" in pool.said())
-    assert "Commit" not in pool.said() and pool.metric("counterpoint_role_changes_total") == 0, "it still decodes"
+    assert "Commit" not in pool.said() and pool.metric("counterpoint_role_changes_total") == 0, (
+        "it still decodes"
+    )
     assert pool.metric("counterpoint_worker_up", worker=donor, role="decode") == 1
     pool.let_go()
     assert [text_of(stream.end()) for stream in (*held, late)] == [whole] * 3
@@ -48,11 +50,22 @@ def test_choices_of_one_prompt_send_its_kv_once(tmp_path: Path):
 
         def sent(beginning: str, n: int) -> float:
             before = pool.metric("counterpoint_worker_handoff_sent_bytes_total")
-            body = ASKED | {"prompt": beginning + ASKED["prompt"], "n": n, "stream": False, "max_tokens": 5}
+            body = ASKED | {
+                "prompt": beginning + ASKED["prompt"],
+                "n": n,
+                "stream": False,
+                "max_tokens": 5,
+            }
             answer = pool.post("/v1/completions", body).json()
-            assert len({choice["text"] for choice in answer["choices"]}) == 1 and len(answer["choices"]) == n
+            assert (
+                len({choice["text"] for choice in answer["choices"]}) == 1
+                and len(answer["choices"]) == n
+            )
             assert answer["usage"]["completion_tokens"] == 5 * n
-            poll(lambda: pool.metric("counterpoint_worker_handoff_sent_bytes_total") > before, what="nothing was sent")
+            poll(
+                lambda: pool.metric("counterpoint_worker_handoff_sent_bytes_total") > before,
+                what="nothing was sent",
+            )
             poll(lambda: pool.at_rest, 20, "something is still held")
             return pool.metric("counterpoint_worker_handoff_sent_bytes_total") - before
 

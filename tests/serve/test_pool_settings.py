@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from counterpoint.build import link_bytes_per_s, movers, sharers, take_gpu
-from counterpoint.cluster.control import Address
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.pool.crew import Crew, Processes, divided
-from counterpoint.serve.pool.pool import make_elastic
-from counterpoint.serve.pool.roster import shared_token
-from counterpoint.serve.totals import counters, total
+from counterpoint.disagg.peer_connection import Address
+from counterpoint.serve.observability.merge_stats import counters, total
+from counterpoint.serve.worker.pool import make_elastic
+from counterpoint.serve.worker.registry import shared_token
+from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divided
 from counterpoint.types import Stats
 
 
@@ -44,9 +44,14 @@ def test_other_machines_need_a_token(tmp_path):
     with pytest.raises(ConfigError, match="token"):
         shared_token(Config(), "0.0.0.0")
     assert shared_token(Config().replace(cluster_token="a secret"), "0.0.0.0") == "a secret"
-    assert shared_token(Config(), "127.0.0.1") != shared_token(Config(), "127.0.0.1"), "a token that could be known"
+    assert shared_token(Config(), "127.0.0.1") != shared_token(Config(), "127.0.0.1"), (
+        "a token that could be known"
+    )
     (tmp_path / "token").write_text("from a file\n")
-    assert shared_token(Config().replace(cluster_token_file=str(tmp_path / "token")), "10.0.0.1") == "from a file"
+    assert (
+        shared_token(Config().replace(cluster_token_file=str(tmp_path / "token")), "10.0.0.1")
+        == "from a file"
+    )
     with pytest.raises(ConfigError, match="cluster_token_file"):
         shared_token(Config().replace(cluster_token_file=str(tmp_path / "none")), "127.0.0.1")
 
@@ -76,14 +81,19 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
 
     async def work() -> list[str]:
         ended: asyncio.Queue[str] = asyncio.Queue()
-        crew = Crew(Config().replace(replicas=1), "", Processes(1), lambda name, how: ended.put_nowait(how))
+        crew = Supervisor(
+            Config().replace(replicas=1),
+            "",
+            ProcessLauncher(1),
+            lambda name, how: ended.put_nowait(how),
+        )
         await crew.open()
         crew.start(Address("127.0.0.1", 1), "token")
         hows = [await asyncio.wait_for(ended.get(), 10) for _ in range(2)]
         await crew.close()
         return hows
 
-    monkeypatch.setattr("counterpoint.serve.pool.crew.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("counterpoint.serve.worker.supervisor.PAUSE_S", (0.01, 0.01))
     monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
     assert all("Resource temporarily unavailable" in how for how in asyncio.run(work()))
 
@@ -111,14 +121,47 @@ def test_a_transport_fits_its_device():
 
 def test_a_link_is_priced_by_its_transport():
     set_by_hand = Config().replace(link_bytes_per_s=5e9)
-    assert [link_bytes_per_s(config, "NVIDIA H200") for config in (Config(), set_by_hand)] == [1e11, 5e9]
-    assert link_bytes_per_s(Config(), "") == link_bytes_per_s(Config().replace(transport="tcp"), "NVIDIA H200") == 1e9
+    assert [link_bytes_per_s(config, "NVIDIA H200") for config in (Config(), set_by_hand)] == [
+        1e11,
+        5e9,
+    ]
+    assert (
+        link_bytes_per_s(Config(), "")
+        == link_bytes_per_s(Config().replace(transport="tcp"), "NVIDIA H200")
+        == 1e9
+    )
 
 
 def test_counters_do_not_fall_when_a_worker_goes():
-    a = Stats(running=1, steps=5, generated_tokens=7, pages_total=10, page_tokens=16, finished={"stop": 2}, split_s=((1, 0, 2.0),))
-    b = Stats(running=2, steps=1, generated_tokens=3, pages_total=10, page_tokens=16, finished={"stop": 1}, split_s=((1, 0, 1.0),))
+    a = Stats(
+        running=1,
+        steps=5,
+        generated_tokens=7,
+        pages_total=10,
+        page_tokens=16,
+        finished={"stop": 2},
+        split_s=((1, 0, 2.0),),
+    )
+    b = Stats(
+        running=2,
+        steps=1,
+        generated_tokens=3,
+        pages_total=10,
+        page_tokens=16,
+        finished={"stop": 1},
+        split_s=((1, 0, 1.0),),
+    )
     both, left = total([a, b]), total([counters(a), b])
-    assert (both.steps, both.generated_tokens, both.finished, both.split_s) == (6, 10, {"stop": 3}, ((1, 0, 3.0),))
-    assert (left.steps, left.generated_tokens, left.finished, left.split_s) == (6, 10, {"stop": 3}, ((1, 0, 3.0),))
+    assert (both.steps, both.generated_tokens, both.finished, both.split_s) == (
+        6,
+        10,
+        {"stop": 3},
+        ((1, 0, 3.0),),
+    )
+    assert (left.steps, left.generated_tokens, left.finished, left.split_s) == (
+        6,
+        10,
+        {"stop": 3},
+        ((1, 0, 3.0),),
+    )
     assert (both.running, left.running, both.pages_total, left.pages_total) == (3, 2, 20, 10)

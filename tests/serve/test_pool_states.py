@@ -13,14 +13,21 @@ from pool_process import text_of
 from serve_process import poll
 from test_process_life import Reading
 
-LOST_S = {"killed": 4.0, "stopped": 1.5}  # where workers only stand still for a moment, that moment has room
+LOST_S = {
+    "killed": 4.0,
+    "stopped": 1.5,
+}  # where workers only stand still for a moment, that moment has room
 
 
 @pytest.fixture(scope="module", params=["killed", "stopped"])
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldPool]:
+def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HeldPool]:
     """One for each signal, over different transports."""
     transport = {"killed": "shm", "stopped": "tcp"}[request.param]
-    with held_pool(tmp_path_factory.mktemp("held"), worker_lost_s=LOST_S[request.param], transport=transport) as pool:
+    with held_pool(
+        tmp_path_factory.mktemp("held"), worker_lost_s=LOST_S[request.param], transport=transport
+    ) as pool:
         yield pool
 
 
@@ -47,11 +54,16 @@ def whole(pool: HeldPool) -> str:
 @pytest.fixture
 def strike(pool: HeldPool, request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Sends the pool's signal to a worker, and returns when that is known to be lost or to stand still."""
-    signal = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend}[request.node.callspec.params["pool"]]
+    signal = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend}[
+        request.node.callspec.params["pool"]
+    ]
 
     def strike(worker: str) -> None:
         signal(pool.worker(worker))
-        poll(lambda: not pool.metric("counterpoint_worker_up", worker=worker), what="nobody has noticed")
+        poll(
+            lambda: not pool.metric("counterpoint_worker_up", worker=worker),
+            what="nobody has noticed",
+        )
 
     return strike
 
@@ -61,7 +73,9 @@ def ends_with_an_error(stream: Reading, worker: str) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_prefill_worker_is_struck(pool: HeldPool, whole: str, state: str, strike: Callable[[str], None]):
+def test_the_prefill_worker_is_struck(
+    pool: HeldPool, whole: str, state: str, strike: Callable[[str], None]
+):
     pool.hold(*STATES[state][0])
     stream = asked(pool)
     pool.at(state)
@@ -74,7 +88,9 @@ def test_the_prefill_worker_is_struck(pool: HeldPool, whole: str, state: str, st
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_decode_worker_is_struck(pool: HeldPool, whole: str, state: str, strike: Callable[[str], None]):
+def test_the_decode_worker_is_struck(
+    pool: HeldPool, whole: str, state: str, strike: Callable[[str], None]
+):
     pool.hold(*STATES[state][0])
     prefilled = pool.metric("counterpoint_worker_prompt_tokens_total", worker="prefill-0")
     stream = asked(pool)
@@ -85,13 +101,20 @@ def test_the_decode_worker_is_struck(pool: HeldPool, whole: str, state: str, str
         ends_with_an_error(stream, worker)
         return
     ends_whole(stream, whole)
-    poll(lambda: pool.metric("counterpoint_worker_prompt_tokens_total", worker="prefill-0") == prefilled + len(PROMPT))
+    poll(
+        lambda: (
+            pool.metric("counterpoint_worker_prompt_tokens_total", worker="prefill-0")
+            == prefilled + len(PROMPT)
+        )
+    )
 
 
 @pytest.mark.parametrize("pool", ["killed"], indirect=True)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("state", STATES)
-def test_a_worker_that_stands_still_for_a_moment_goes_on(pool: HeldPool, whole: str, state: str, role: str):
+def test_a_worker_that_stands_still_for_a_moment_goes_on(
+    pool: HeldPool, whole: str, state: str, role: str
+):
     pool.hold(*STATES[state][0])
     stream = asked(pool)
     decode = pool.at(state)
@@ -112,9 +135,14 @@ def test_a_client_that_leaves_in_any_window_leaves_nothing(pool: HeldPool, state
     body = json.dumps(ASKED).encode()
     aborted = pool.sum_of("requests_finished_total", finished_reason="abort")
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        )
         client.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         pool.at(state)
-    poll(lambda: pool.sum_of("requests_finished_total", finished_reason="abort") > aborted, what="nobody has noticed")
+    poll(
+        lambda: pool.sum_of("requests_finished_total", finished_reason="abort") > aborted,
+        what="nobody has noticed",
+    )
     pool.let_go()
     poll(lambda: pool.at_rest, 20, "something is still held")

@@ -20,8 +20,8 @@ import pytest
 from serve_process import Running, data_of, poll
 
 from counterpoint.core.loop import read_log
-from counterpoint.serve.client import FROZEN_S, TURN_S
-from counterpoint.types import Arrive
+from counterpoint.serve.worker.engine_client import FROZEN_S, TURN_S
+from counterpoint.types import AddRequest
 
 ENDLESS = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 Start = Callable[..., Running]
@@ -39,7 +39,9 @@ class Reading:
         assert not begun or self.begun.wait(20)
 
     def _read(self) -> None:
-        with httpx.stream("POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60) as response:
+        with httpx.stream(
+            "POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60
+        ) as response:
             for line in response.iter_lines():
                 if line:
                     self.events.append(data_of(line))
@@ -73,7 +75,11 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(own_server: Start):
         port = taken.getsockname()[1]
         server = own_server(port=port)
         assert server.process.wait(30) == 2
-    assert f"port {port}" in server.said() and "starting" not in server.said() and "Traceback" not in server.said()
+    assert (
+        f"port {port}" in server.said()
+        and "starting" not in server.said()
+        and "Traceback" not in server.said()
+    )
 
 
 def test_while_loading_it_answers_503(own_server: Start, tmp_path: Path):
@@ -89,9 +95,17 @@ def test_while_loading_it_answers_503(own_server: Start, tmp_path: Path):
         return None
 
     response = poll(health, 30)
-    assert response is not None and response.status_code == 503 and response.json()["status"] == "loading"
+    assert (
+        response is not None
+        and response.status_code == 503
+        and response.json()["status"] == "loading"
+    )
     refusal = server.post("/v1/completions", {"prompt": "hi"})
-    assert refusal.status_code == 503 and int(refusal.headers["retry-after"]) > 0 and "loaded" in refusal.json()["error"]["message"]
+    assert (
+        refusal.status_code == 503
+        and int(refusal.headers["retry-after"]) > 0
+        and "loaded" in refusal.json()["error"]["message"]
+    )
     loaded.touch()
     server.wait_ready()
     assert server.get("/health").status_code == 200
@@ -114,14 +128,24 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(own_server: Start):
     server = own_server(event_log="/dev/full", timeline="/dev/full").wait_ready()
     for number in range(20):  # more than a file's buffer holds
         prompt = f"{number} " + "x" * 2000
-        assert server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
+        assert (
+            server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
+        )
     assert server.stop() == 0
     said = server.said()
-    assert said.count("event_log /dev/full: No space left on device") == 1 and "timeline /dev/full: No space" in said
+    assert (
+        said.count("event_log /dev/full: No space left on device") == 1
+        and "timeline /dev/full: No space" in said
+    )
 
 
-@pytest.mark.parametrize(("system", "status", "words"), [("refusing", 2, "page_tokens"), ("broken", 1, "a fault, as asked")])
-def test_an_engine_that_cannot_start_ends_the_server(own_server: Start, system: str, status: int, words: str):
+@pytest.mark.parametrize(
+    ("system", "status", "words"),
+    [("refusing", 2, "page_tokens"), ("broken", 1, "a fault, as asked")],
+)
+def test_an_engine_that_cannot_start_ends_the_server(
+    own_server: Start, system: str, status: int, words: str
+):
     server = own_server(system=f"fake_engine:{system}_system")
     assert server.process.wait(30) == status
     assert words in server.said()
@@ -143,7 +167,9 @@ def test_a_killed_engine(own_server: Start):
     stream = Reading(server, ENDLESS)
     server.engine.kill()
     assert "ended" in stream.fails()["message"]
-    response = poll(lambda: server.get("/health") if server.get("/health").status_code == 503 else None)
+    response = poll(
+        lambda: server.get("/health") if server.get("/health").status_code == 503 else None
+    )
     assert response is not None and response.json()["status"] == "dead"
     assert server.post("/v1/completions", {"prompt": "hi"}).status_code == 503
     assert server.metric("counterpoint_requests_running") == 0
@@ -169,7 +195,10 @@ def test_a_frozen_engine(own_server: Start):
     server.engine.resume()
     poll(lambda: server.get("/health").status_code == 200)
     assert server.post("/v1/completions", {"prompt": "hi"}).json()["choices"][0]["text"] == "hi"
-    poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the given-up request still runs")
+    poll(
+        lambda: server.metric("counterpoint_requests_running") == 0,
+        what="the given-up request still runs",
+    )
     assert server.stop() == 0
 
 
@@ -179,7 +208,11 @@ def test_a_stuck_loop(own_server: Start, tmp_path: Path):
     stream = Reading(server, ENDLESS)
     go = tmp_path / "go"
     refused: list[httpx.Response] = []
-    stuck = threading.Thread(target=lambda: refused.append(server.post("/v1/completions", {"prompt": f"STICK UNTIL {go} "})))
+    stuck = threading.Thread(
+        target=lambda: refused.append(
+            server.post("/v1/completions", {"prompt": f"STICK UNTIL {go} "})
+        )
+    )
     stuck.start()
     poll(lambda: server.get("/health").status_code == 503, 20, "stuck, yet healthy")
     assert server.get("/health").json()["status"] == "frozen"
@@ -189,7 +222,10 @@ def test_a_stuck_loop(own_server: Start, tmp_path: Path):
     go.touch()
     poll(lambda: server.get("/health").status_code == 200)
     assert server.post("/v1/completions", {"prompt": "hi"}).json()["choices"][0]["text"] == "hi"
-    poll(lambda: server.metric("counterpoint_requests_running") == 0, what="the given-up request still runs")
+    poll(
+        lambda: server.metric("counterpoint_requests_running") == 0,
+        what="the given-up request still runs",
+    )
     assert server.stop() == 0
 
 
@@ -198,7 +234,11 @@ def test_a_long_step_is_not_a_stuck_loop(own_server: Start, tmp_path: Path):
     server = own_server().wait_ready()
     go = tmp_path / "go"
     answered: list[httpx.Response] = []
-    busy = threading.Thread(target=lambda: answered.append(server.post("/v1/completions", {"prompt": f"HOLD UNTIL {go} "})))
+    busy = threading.Thread(
+        target=lambda: answered.append(
+            server.post("/v1/completions", {"prompt": f"HOLD UNTIL {go} "})
+        )
+    )
     busy.start()
     poll(lambda: server.metric("counterpoint_requests_running") == 1)
     begun_s = time.monotonic()
@@ -214,7 +254,9 @@ def test_a_long_step_is_not_a_stuck_loop(own_server: Start, tmp_path: Path):
 
 def test_a_busy_engine_is_healthy(server: Running):
     """A step longer than a frozen engine would be let be."""
-    thread = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "TAKE LONG", "max_tokens": 1}))
+    thread = threading.Thread(
+        target=server.post, args=("/v1/completions", {"prompt": "TAKE LONG", "max_tokens": 1})
+    )
     thread.start()
     polled = 0
     while thread.is_alive():
@@ -242,7 +284,9 @@ def test_a_signal_drains(own_server: Start, tmp_path: Path):
     log = tmp_path / "events"
     timeline = tmp_path / "timeline.json"
     server = own_server(event_log=str(log), timeline=str(timeline)).wait_ready()
-    stream = Reading(server, {"prompt": "a last word ", "max_tokens": 1000, "ignore_eos": True, "stream": True})
+    stream = Reading(
+        server, {"prompt": "a last word ", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    )
     for process in (server.process.pid, server.engine.pid):
         os.kill(process, signal.SIGINT)
 
@@ -258,7 +302,9 @@ def test_a_signal_drains(own_server: Start, tmp_path: Path):
     assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
     assert len("".join(event["choices"][0]["text"] for event in events[:-1])) == 1000
     assert server.process.wait(20) == 0
-    arrived = [event for _, turn in read_log(log) for event in turn if isinstance(event, Arrive)]
+    arrived = [
+        event for _, turn in read_log(log) for event in turn if isinstance(event, AddRequest)
+    ]
     assert [bytes(arrive.prompt) for arrive in arrived] == [b"a last word "]
     assert len(json.loads(timeline.read_text())["traceEvents"]) > 1000
 
@@ -296,7 +342,10 @@ def left_behind(server: Running) -> Iterator[Running]:
     poll(lambda: running(server) == 0)
     yield server
     poll(lambda: running(server) == 0, 5, "a request runs though its client has left")
-    assert server.metric("counterpoint_kv_pages_free") + server.metric("counterpoint_kv_pages_cached") == 1024
+    assert (
+        server.metric("counterpoint_kv_pages_free") + server.metric("counterpoint_kv_pages_cached")
+        == 1024
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -21,19 +21,31 @@ from serve_process import ROOT, poll
 from test_process_life import Reading
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.pool.ray_crew import Actors, bundle
+from counterpoint.serve.worker.ray_launcher import RayLauncher, bundle
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra cluster)")
-GREEDY = {"prompt": "to be continued elsewhere ", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra cluster)"
+)
+GREEDY = {
+    "prompt": "to be continued elsewhere ",
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "ignore_eos": True,
+}
 WELL = {"status": "ok"}
 
 
 def test_each_worker_has_an_even_share():
     assert bundle([{"CPU": 16.0}], 4, "cpu", None) == {"CPU": 4}
-    assert bundle([{"CPU": 16.0}, {"CPU": 4.0}], 3, "cpu", None) == {"CPU": 5}, "six each would be two on the first machine"
+    assert bundle([{"CPU": 16.0}, {"CPU": 4.0}], 3, "cpu", None) == {"CPU": 5}, (
+        "six each would be two on the first machine"
+    )
     assert bundle([{"CPU": 2.0}], 4, "cpu", None) == {"CPU": 0.5}
     assert bundle([{"CPU": 16.0}], 4, "cpu", 3) == {"CPU": 3}
-    assert bundle([{"CPU": 16.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 1.0}], 2, "auto", None) == {"CPU": 16, "GPU": 1}
+    assert bundle([{"CPU": 16.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 1.0}], 2, "auto", None) == {
+        "CPU": 16,
+        "GPU": 1,
+    }
     assert bundle([{"CPU": 16.0, "GPU": 1.0}], 2, "auto", None) == {"CPU": 8}
     assert bundle([{"CPU": 16.0, "GPU": 2.0}], 2, "cpu", None) == {"CPU": 8}
 
@@ -55,7 +67,7 @@ def test_wrong_settings(settings: dict[str, Any], says: str):
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # what Python itself does for "not here"
     with pytest.raises(ConfigError, match=r"pip install 'counterpoint\[cluster\]'"):
-        Actors(Config().replace(ray_address="local", replicas=1))
+        RayLauncher(Config().replace(ray_address="local", replicas=1))
 
 
 @pytest.fixture
@@ -85,7 +97,9 @@ def is_well(pool: Pool) -> bool:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return not [
+        one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @needs_ray
@@ -99,7 +113,10 @@ def test_a_killed_worker_comes_back_and_nothing_is_left(start):
     poll(lambda: not is_well(pool))
     assert answer(pool) == before, "the other one does it all"
     poll(lambda: is_well(pool), 60, "it does not come back")
-    assert pool.worker("decode-0").pid != worker.pid and pool.metric("counterpoint_worker_starts_total", worker="decode-0") == 2
+    assert (
+        pool.worker("decode-0").pid != worker.pid
+        and pool.metric("counterpoint_worker_starts_total", worker="decode-0") == 2
+    )
     assert answer(pool) == before
     poll(lambda: pool.at_rest, 20, "something is still held")
     all_of_it = psutil.Process(pool.process.pid).children(recursive=True)
@@ -113,19 +130,37 @@ class Node:
     """`ray start`, as a process with what it starts."""
 
     def __init__(self, log: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            "--num-cpus=2",
+            "--disable-usage-stats",
+            *words,
+        ]
         self.log = log
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            )
 
     def wait_ready(self) -> Node:
-        poll(lambda: "--block" in self.log.read_text() or self.process.poll() is not None, 60, "a Ray node does not start")
+        poll(
+            lambda: "--block" in self.log.read_text() or self.process.poll() is not None,
+            60,
+            "a Ray node does not start",
+        )
         assert self.process.poll() is None, self.log.read_text()
         return self
 
     def kill(self) -> None:
         """All at once, as with a machine that loses power."""
-        tree = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        tree = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         for process in tree:
             process.kill()
         self.process.wait()
@@ -137,14 +172,23 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     """A cluster of two nodes on this machine, and its address. All that is started here has its token."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # pytest's are too long for the sockets in it
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp"
+    )  # pytest's are too long for the sockets in it
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     here, small = "--node-ip-address=127.0.0.1", f"--object-store-memory={80 << 20}"
     nodes = []
     try:
         port = address.rpartition(":")[2]
-        words = ("--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false", here, small)
+        words = (
+            "--head",
+            f"--port={port}",
+            f"--temp-dir={folder}",
+            "--include-dashboard=false",
+            here,
+            small,
+        )
         nodes.append(Node(tmp_path / "head", *words).wait_ready())
         nodes.append(Node(tmp_path / "second", f"--address={address}", here, small).wait_ready())
         yield address, nodes
@@ -161,7 +205,9 @@ def node_of(worker: psutil.Process, nodes: list[Node]) -> int:
 
 
 @needs_ray
-def test_a_lost_head_does_not_end_the_front(start, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def test_a_lost_head_does_not_end_the_front(
+    start, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     """Nodes end when they have missed it for a while (here 5 s), and with them the workers; the front says so, and stops well."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     address, (head, other) = request.getfixturevalue("nodes")

@@ -47,7 +47,9 @@ def test_services_of_the_compose_file_fit_each_other():
     for name, service in tree["services"].items():
         words = service["command"]
         assert set(service["secrets"]) <= tree["secrets"].keys()
-        assert flag(words, "--cluster-token-file") in {f"/run/secrets/{secret}" for secret in service["secrets"]}
+        assert flag(words, "--cluster-token-file") in {
+            f"/run/secrets/{secret}" for secret in service["secrets"]
+        }
         assert name == "front" or flag(words, "--join") == f"front:{port}"
         assert name == "front" or service["restart"] == "always"
 
@@ -57,7 +59,10 @@ def test_objects_of_the_kubernetes_file_fit_each_other():
     service = objects.pop(("Service", "counterpoint"))["spec"]
     for (kind, name), tree in objects.items():
         assert kind == "Deployment"
-        labels, pod = tree["spec"]["template"]["metadata"]["labels"], tree["spec"]["template"]["spec"]
+        labels, pod = (
+            tree["spec"]["template"]["metadata"]["labels"],
+            tree["spec"]["template"]["spec"],
+        )
         (container,) = pod["containers"]
         words = container["command"]
         assert tree["spec"]["selector"]["matchLabels"] == labels
@@ -71,4 +76,6 @@ def test_objects_of_the_kubernetes_file_fit_each_other():
             assert int(flag(words, "--cluster-listen").rpartition(":")[2]) in open_ports
         else:
             host, _, port = flag(words, "--join").partition(":")
-            assert host == "counterpoint" and int(port) in {port["port"] for port in service["ports"]}
+            assert host == "counterpoint" and int(port) in {
+                port["port"] for port in service["ports"]
+            }

@@ -32,11 +32,27 @@ def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_whole_response(server: Running):
     answer = respond(server)
-    assert answer.object == "response" and answer.id.startswith("resp_") and answer.status == "completed"
-    assert answer.output_text == "hello there" and answer.error is None and answer.incomplete_details is None
+    assert (
+        answer.object == "response"
+        and answer.id.startswith("resp_")
+        and answer.status == "completed"
+    )
+    assert (
+        answer.output_text == "hello there"
+        and answer.error is None
+        and answer.incomplete_details is None
+    )
     (item,) = answer.output
-    assert item.type == "message" and item.role == "assistant" and item.status == "completed" and item.id
-    assert answer.usage.output_tokens == len("hello there") + 1 and answer.usage.output_tokens_details.reasoning_tokens == 0
+    assert (
+        item.type == "message"
+        and item.role == "assistant"
+        and item.status == "completed"
+        and item.id
+    )
+    assert (
+        answer.usage.output_tokens == len("hello there") + 1
+        and answer.usage.output_tokens_details.reasoning_tokens == 0
+    )
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.tools == [] and answer.tool_choice == "auto" and answer.parallel_tool_calls
 
@@ -59,13 +75,21 @@ def test_a_streamed_response_is_the_whole_one(server: Running):
         "response.output_item.done",
         "response.completed",
     ]
-    assert len(deltas) > 1 and "".join(event.delta for event in deltas) == "hello there" == final.output_text
-    assert events[0].response.status == "in_progress" and events[0].response.output == [] and events[0].response.usage is None
+    assert (
+        len(deltas) > 1
+        and "".join(event.delta for event in deltas) == "hello there" == final.output_text
+    )
+    assert (
+        events[0].response.status == "in_progress"
+        and events[0].response.output == []
+        and events[0].response.usage is None
+    )
     item_id = events[2].item.id
     assert {event.item_id for event in deltas} == {item_id} == {final.output[0].id}
     whole = respond(server)
     assert [o.model_dump(exclude={"id"}) for o in whole.output] == [
-        o.model_dump(exclude={"id", "content"}) | {"content": [c.model_dump(exclude={"parsed"}) for c in o.content]}
+        o.model_dump(exclude={"id", "content"})
+        | {"content": [c.model_dump(exclude={"parsed"}) for c in o.content]}
         for o in final.output
     ]
     assert final.usage.output_tokens == whole.usage.output_tokens
@@ -73,7 +97,9 @@ def test_a_streamed_response_is_the_whole_one(server: Running):
 
 def test_async_whole_and_streamed(server: Running):
     async def both() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             whole = await client.responses.create(model=MODEL, input="hello there")
             async with client.responses.stream(model=MODEL, input="hello there") as stream:
                 return whole.output_text, (await stream.get_final_response()).output_text
@@ -83,11 +109,23 @@ def test_async_whole_and_streamed(server: Running):
 
 def test_an_answer_that_is_cut_is_incomplete(server: Running):
     answer = respond(server, max_output_tokens=4)
-    assert answer.output_text == "hell" and answer.status == "incomplete" and answer.usage.output_tokens == 4
-    assert answer.incomplete_details.reason == "max_output_tokens" and answer.output[0].status == "incomplete"
+    assert (
+        answer.output_text == "hell"
+        and answer.status == "incomplete"
+        and answer.usage.output_tokens == 4
+    )
+    assert (
+        answer.incomplete_details.reason == "max_output_tokens"
+        and answer.output[0].status == "incomplete"
+    )
     last = raw_events(server, {"input": "hello there", "max_output_tokens": 4})[-1]
-    assert last["type"] == "response.incomplete" and last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert last["response"]["completed_at"] and last["response"]["output"][0]["content"][0]["text"] == "hell"
+    assert last["type"] == "response.incomplete" and last["response"]["incomplete_details"] == {
+        "reason": "max_output_tokens"
+    }
+    assert (
+        last["response"]["completed_at"]
+        and last["response"]["output"][0]["content"][0]["text"] == "hell"
+    )
 
 
 def test_an_answer_of_no_text_has_one_empty_message(server: Running):
@@ -104,22 +142,50 @@ def test_logprobs(server: Running):
     assert bytes(b for entry in logprobs[:3] for b in entry.bytes).decode() == "hé"
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
     events = raw_events(server, {"input": "hé", "top_logprobs": 2})
-    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
-    assert streamed == [entry.model_dump() for entry in logprobs] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    streamed = [
+        entry
+        for event in events
+        if event["type"].endswith("text.delta")
+        for entry in event["logprobs"]
+    ]
+    assert (
+        streamed
+        == [entry.model_dump() for entry in logprobs]
+        == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    )
 
 
 def test_stops_and_seeds(server: Running):
     assert respond(server, "one two three", extra_body={"stop": " two"}).output_text == "one"
-    seeded = [respond(server, "random", max_output_tokens=20, extra_body={"seed": 5}).output_text for _ in range(2)]
+    seeded = [
+        respond(server, "random", max_output_tokens=20, extra_body={"seed": 5}).output_text
+        for _ in range(2)
+    ]
     unseeded = [respond(server, "random", max_output_tokens=20).output_text for _ in range(2)]
     assert seeded[0] == seeded[1] and unseeded[0] != unseeded[1]
 
 
 def test_what_was_asked_for_is_told(server: Running):
     sampling = {"temperature": 0.5, "top_p": 0.25}
-    answer = respond(server, metadata={"a": "b"}, user="u", instructions="be brief", store=True, truncation="disabled", **sampling)
-    assert answer.metadata == {"a": "b"} and answer.user == "u" and (answer.temperature, answer.top_p) == (0.5, 0.25)
-    assert answer.instructions == "be brief" and answer.text.format.type == "text" and answer.background is False
+    answer = respond(
+        server,
+        metadata={"a": "b"},
+        user="u",
+        instructions="be brief",
+        store=True,
+        truncation="disabled",
+        **sampling,
+    )
+    assert (
+        answer.metadata == {"a": "b"}
+        and answer.user == "u"
+        and (answer.temperature, answer.top_p) == (0.5, 0.25)
+    )
+    assert (
+        answer.instructions == "be brief"
+        and answer.text.format.type == "text"
+        and answer.background is False
+    )
     assert answer.model_extra["store"] is False, "nothing is stored, and that is said"
 
 
@@ -136,7 +202,14 @@ ITEMS = [
         "status": "completed",
         "content": [{"type": "output_text", "text": "said", "annotations": [], "logprobs": []}],
     },
-    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": '{"a":1}', "status": "completed"},
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "c1",
+        "name": "f",
+        "arguments": '{"a":1}',
+        "status": "completed",
+    },
     {"type": "function_call_output", "call_id": "c1", "output": "4"},
     {
         "type": "message",
@@ -154,16 +227,26 @@ def test_items_are_the_chat_that_they_are(server: Running):
         {"role": "user", "content": "first"},
         {"role": "assistant", "content": "said", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
-        {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "text", "text": "turn"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "last"}, {"type": "text", "text": "turn"}],
+        },
     ]
     answer = respond(server, ITEMS, instructions="be brief")
     assert answer.output_text == "last\nturn"
-    assert answer.usage.input_tokens == server.client.chat.completions.create(model=MODEL, messages=chat).usage.prompt_tokens
+    assert (
+        answer.usage.input_tokens
+        == server.client.chat.completions.create(model=MODEL, messages=chat).usage.prompt_tokens
+    )
 
 
 def test_an_answer_goes_back_in(server: Running):
     first = respond(server, "one")
-    said = [{"role": "user", "content": "one"}, *(item.model_dump() for item in first.output), {"role": "user", "content": "two"}]
+    said = [
+        {"role": "user", "content": "one"},
+        *(item.model_dump() for item in first.output),
+        {"role": "user", "content": "two"},
+    ]
     assert respond(server, said).output_text == "two"
 
 
@@ -177,8 +260,14 @@ def test_an_answer_goes_back_in(server: Running):
         ({"input": [{"type": 5}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]},
+            "input",
+        ),
         ({"input": [{"type": "function_call_output", "output": "1"}]}, "input"),
         ({"input": "x" * 200_000}, "input"),
         ({"instructions": 5}, "instructions"),
@@ -211,7 +300,10 @@ def test_wrong_fields_of_a_response_are_named(server: Running, body: dict[str, A
 
 
 def test_what_needs_a_store_says_what_to_do(server: Running):
-    assert "send the earlier turns in input" in refused(server, {"previous_response_id": "resp_1"})["message"]
+    assert (
+        "send the earlier turns in input"
+        in refused(server, {"previous_response_id": "resp_1"})["message"]
+    )
     with pytest.raises(openai.BadRequestError, match="earlier turns"):
         respond(server, previous_response_id="resp_1")
     for way in ("get", "delete"):
@@ -226,12 +318,21 @@ def test_a_failed_step_fails_the_response(server: Running):
     assert "a failed step" in refused(server, {"input": "FAIL THE STEP"}, 500)["message"]
     *before, last = raw_events(server, {"input": "FAIL THE STEP"})
     assert [event["type"] for event in before] == ["response.created", "response.in_progress"]
-    assert last["type"] == "response.failed" and last["response"]["status"] == "failed" and last["sequence_number"] == 2
-    assert last["response"]["error"]["code"] == "server_error" and "a failed step" in last["response"]["error"]["message"]
+    assert (
+        last["type"] == "response.failed"
+        and last["response"]["status"] == "failed"
+        and last["sequence_number"] == 2
+    )
+    assert (
+        last["response"]["error"]["code"] == "server_error"
+        and "a failed step" in last["response"]["error"]["message"]
+    )
 
 
 def test_leaving_a_response_ends_it(server: Running):
-    stream = server.client.responses.create(model=MODEL, input="on and on ", stream=True, extra_body={"ignore_eos": True})
+    stream = server.client.responses.create(
+        model=MODEL, input="on and on ", stream=True, extra_body={"ignore_eos": True}
+    )
     assert next(iter(stream)).type == "response.created"
     poll(lambda: server.metric("counterpoint_requests_running") == 1)
     stream.close()

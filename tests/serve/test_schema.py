@@ -33,7 +33,11 @@ def test_the_document_and_the_server_agree(server: Running, tmp_path: Path):
     options += ["--suppress-health-check", "all", "--request-timeout", "60", "--no-color"]
     engine = server.engine.pid
     found = subprocess.run(
-        [SCHEMATHESIS, "run", f"{server.url}/openapi.json", *options], cwd=tmp_path, capture_output=True, text=True, timeout=280
+        [SCHEMATHESIS, "run", f"{server.url}/openapi.json", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
     assert server.engine.pid == engine

@@ -21,13 +21,20 @@ from serve_process import Running, poll
 
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.openai import ApiError
-from counterpoint.serve.speech.dialects import dialect_of
-from counterpoint.serve.speech.listener import hearing_of
-from counterpoint.serve.speech.tools import thinking_first
-from counterpoint.serve.structure.grammar import ANSWER, following, from_choice, from_json_schema, from_regex, vocabulary_of
-from counterpoint.serve.text import Text
-from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.output_parsing.chat_formats import dialect_of
+from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.tools import thinking_first
+from counterpoint.serve.structured_output.grammar import (
+    ANSWER,
+    following,
+    from_choice,
+    from_json_schema,
+    from_regex,
+    vocabulary_of,
+)
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.serve.text.tokenizer_loader import byte_text
 from counterpoint.spec.model import ModelError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -138,7 +145,10 @@ def test_patterns_lists_and_grammars(bound: Running, path: str, body: dict[str, 
     assert re.fullmatch(pattern, text(bound, path, **body))
 
 
-@pytest.mark.parametrize("body", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}])
+@pytest.mark.parametrize(
+    "body",
+    [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}],
+)
 def test_json_mode_begins_an_object(bound: Running, body: dict[str, Any]):
     (choice,) = answer(bound, max_tokens=60, temperature=2, **body)["choices"]
     assert choice["text"].lstrip().startswith("{")
@@ -148,7 +158,12 @@ def test_json_mode_begins_an_object(bound: Running, body: dict[str, Any]):
 
 def test_text_is_free(bound: Running):
     free = answer(bound, temperature=0, max_tokens=20)["choices"][0]["text"]
-    for body in ({"response_format": {"type": "text"}}, {"regex": ""}, {"choice": []}, {"structured_outputs": {}}):
+    for body in (
+        {"response_format": {"type": "text"}},
+        {"regex": ""},
+        {"choice": []},
+        {"structured_outputs": {}},
+    ):
         assert answer(bound, temperature=0, max_tokens=20, **body)["choices"][0]["text"] == free
 
 
@@ -156,11 +171,15 @@ def test_choices_streams_and_logprobs(bound: Running):
     found = answer(bound, regex="[a-f]{6}", n=5, logprobs=2, seed=1)
     texts = [choice["text"] for choice in found["choices"]]
     assert all(re.fullmatch("[a-f]{6}", each) for each in texts) and len(set(texts)) > 1
-    assert texts == [choice["text"] for choice in answer(bound, regex="[a-f]{6}", n=5, seed=1)["choices"]], "a seed reproduces"
+    assert texts == [
+        choice["text"] for choice in answer(bound, regex="[a-f]{6}", n=5, seed=1)["choices"]
+    ], "a seed reproduces"
     for choice in found["choices"]:
         assert "".join(choice["logprobs"]["tokens"]).startswith(choice["text"])
         assert all(logprob <= 0 for logprob in choice["logprobs"]["token_logprobs"])
-    events = bound.events({"prompt": "hello", "regex": "[a-f]{6}", "n": 5, "seed": 1, "max_tokens": 20})
+    events = bound.events(
+        {"prompt": "hello", "regex": "[a-f]{6}", "n": 5, "seed": 1, "max_tokens": 20}
+    )
     pieces = [each for event in events[:-1] for each in event["choices"]]  # type: ignore[index]
     assert ["".join(p["text"] for p in pieces if p["index"] == i) for i in range(5)] == texts
 
@@ -172,17 +191,23 @@ def test_a_cut_answer_is_the_beginning_of_one(bound: Running):
 
 def test_other_apis(bound: Running):
     form = {"type": "json_schema", "name": "s", "schema": PERSON, "strict": True}
-    response = bound.post("/v1/responses", {"input": "hello", "max_output_tokens": 300, "text": {"format": form}})
+    response = bound.post(
+        "/v1/responses", {"input": "hello", "max_output_tokens": 300, "text": {"format": form}}
+    )
     assert response.status_code == 200 and response.json()["text"]["format"]["schema"] == PERSON
     (item,) = response.json()["output"]
     jsonschema.validate(json.loads(item["content"][0]["text"]), PERSON)
     config = {"format": {"type": "json_schema", "schema": PERSON}}
-    response = bound.post("/v1/messages", {"messages": SAID, "max_tokens": 300, "output_config": config})
+    response = bound.post(
+        "/v1/messages", {"messages": SAID, "max_tokens": 300, "output_config": config}
+    )
     jsonschema.validate(json.loads(response.json()["content"][0]["text"]), PERSON)
     wrong = {"type": "json_schema", "name": "s", "schema": {"type": "not-a-type"}}
     response = bound.post("/v1/responses", {"input": "hello", "text": {"format": wrong}})
     assert response.status_code == 400 and response.json()["error"]["param"] == "text"
-    response = bound.post("/v1/responses", {"input": "hello", "response_format": {"type": "json_object"}})
+    response = bound.post(
+        "/v1/responses", {"input": "hello", "response_format": {"type": "json_object"}}
+    )
     assert response.status_code == 400 and "text.format" in response.json()["error"]["message"]
 
 
@@ -190,13 +215,20 @@ def test_other_apis(bound: Running):
 
 
 def members(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    names = st.lists(st.text('abcé" \\', min_size=1, max_size=4), min_size=1, max_size=3, unique=True)
+    names = st.lists(
+        st.text('abcé" \\', min_size=1, max_size=4), min_size=1, max_size=3, unique=True
+    )
 
     @st.composite
     def objects(draw: Callable[[Any], Any]) -> dict[str, Any]:
         properties = {name: draw(schemas) for name in draw(names)}
         required = [name for name in properties if draw(st.booleans())]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
 
     return objects()
 
@@ -208,10 +240,14 @@ def ranges(kind: str) -> st.SearchStrategy[Any]:
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-99, 99), st.text(max_size=4))
 leaves = st.one_of(
-    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": "string", "pattern": "^[a-f]{2}x?$"}]),
+    st.sampled_from(
+        [{"type": "null"}, {"type": "boolean"}, {"type": "string", "pattern": "^[a-f]{2}x?$"}]
+    ),
     ranges("integer"),
     st.integers(0, 5).map(lambda size: {"type": "string", "maxLength": size}),
-    st.integers(0, 3).map(lambda size: {"type": "string", "minLength": size, "maxLength": size + 2}),
+    st.integers(0, 3).map(
+        lambda size: {"type": "string", "minLength": size, "maxLength": size + 2}
+    ),
     st.lists(values, min_size=1, max_size=3).map(lambda options: {"enum": options}),
     values.map(lambda value: {"const": value}),
 )
@@ -219,16 +255,22 @@ schemas = st.recursive(
     leaves,
     lambda inner: st.one_of(
         members(inner),
-        st.tuples(inner, st.integers(0, 3)).map(lambda it: {"type": "array", "items": it[0], "maxItems": it[1]}),
+        st.tuples(inner, st.integers(0, 3)).map(
+            lambda it: {"type": "array", "items": it[0], "maxItems": it[1]}
+        ),
         st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
     ),
     max_leaves=5,
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(schema=schemas, seed=st.integers(0, 2**30), temperature=st.sampled_from([0, 1, 2]))
-def test_any_schema_is_satisfied(bound: Running, schema: dict[str, Any], seed: int, temperature: float):
+def test_any_schema_is_satisfied(
+    bound: Running, schema: dict[str, Any], seed: int, temperature: float
+):
     (choice,) = answer(bound, guided_json=schema, seed=seed, temperature=temperature)["choices"]
     if choice["finish_reason"] == "stop":  # bounded but for blanks, of which there may be many
         jsonschema.validate(json.loads(choice["text"]), schema)
@@ -268,27 +310,48 @@ def chain(length: int) -> dict[str, Any]:
 def test_a_wrong_schema_is_named(bound: Running, schema: Any, word: str):
     for field, value in (("response_format", schema_format(schema)), ("guided_json", schema)):
         error = refused(bound, **{field: value})
-        assert error["param"] == field and word in error["message"] and len(error["message"]) > len(field) + 5, error
+        assert (
+            error["param"] == field
+            and word in error["message"]
+            and len(error["message"]) > len(field) + 5
+        ), error
 
 
 @pytest.mark.parametrize(
     ("schema", "word"),
-    [({"type": "not-a-type"}, "not-a-type"), ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf"), ({"not": {}}, '"not"')],
+    [
+        ({"type": "not-a-type"}, "not-a-type"),
+        ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf"),
+        ({"not": {}}, '"not"'),
+    ],
 )
-def test_a_wrong_schema_of_a_tool_is_named_and_no_grammar_of_ours_shown(bound: Running, schema: Any, word: str):
-    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": schema}}}
-    body = {"messages": SAID, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+def test_a_wrong_schema_of_a_tool_is_named_and_no_grammar_of_ours_shown(
+    bound: Running, schema: Any, word: str
+):
+    function = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"a": schema}},
+    }
+    body = {
+        "messages": SAID,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
     error = bound.post(CHAT, body).json()["error"]
     assert error["param"] == "tools" and word in error["message"]
-    assert all(hidden not in error["message"] for hidden in ("x-guidance", "call0")) and ("oneOf" in error["message"]) == (
-        word == "oneOf"
-    )
+    assert all(hidden not in error["message"] for hidden in ("x-guidance", "call0")) and (
+        "oneOf" in error["message"]
+    ) == (word == "oneOf")
 
 
 def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     assert "uniqueItems" in refused(bound, response_format=schema_format(schema))["message"]
-    assert set(json.loads(text(bound, response_format=schema_format(schema, strict=False)))) <= {1, 2}
+    assert set(json.loads(text(bound, response_format=schema_format(schema, strict=False)))) <= {
+        1,
+        2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -304,11 +367,21 @@ def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
         ({"grammar": "root ::= b"}, "grammar"),
         ({"grammar": "start: " + "(" * 5000}, "grammar"),
         ({"grammar": "\\"}, "grammar"),
-        ({"guided_grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(8000)) + '\na8000: "x"'}, "guided_grammar"),
+        (
+            {
+                "guided_grammar": "start: a0\n"
+                + "\n".join(f"a{i}: a{i + 1}" for i in range(8000))
+                + '\na8000: "x"'
+            },
+            "guided_grammar",
+        ),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[" * 50_000}, "guided_json"),
         ({"regex": "a", "choice": ["b"]}, "choice"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+        ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ],
 )
@@ -318,7 +391,11 @@ def test_what_nobody_can_be_held_to_is_named(bound: Running, body: dict[str, Any
 
 
 def test_an_empty_schema_is_an_object(bound: Running):
-    for body in ({"response_format": schema_format({})}, {"guided_json": {}}, {"guided_json": "{}"}):
+    for body in (
+        {"response_format": schema_format({})},
+        {"guided_json": {}},
+        {"guided_json": "{}"},
+    ):
         (choice,) = answer(bound, max_tokens=30, **body)["choices"]
         assert choice["text"].lstrip().startswith("{"), "not a number that never ends"
 
@@ -341,13 +418,23 @@ def test_json_mode_spoils_nothing(bound: Running):
         answer(bound, response_format={"type": "json_object"}, max_tokens=12)
         assert plain() == before
     with ThreadPoolExecutor(8) as pool:
-        mixed = [pool.submit(plain) if i % 2 else pool.submit(text, bound, regex="[0-9]{9}") for i in range(40)]
-    assert all(each.result() == before if i % 2 else each.result().isdigit() for i, each in enumerate(mixed))
+        mixed = [
+            pool.submit(plain) if i % 2 else pool.submit(text, bound, regex="[0-9]{9}")
+            for i in range(40)
+        ]
+    assert all(
+        each.result() == before if i % 2 else each.result().isdigit()
+        for i, each in enumerate(mixed)
+    )
 
 
 def trier(server: Running) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if "counterpoint.serve.structure.process" in child.cmdline())
+    return next(
+        child
+        for child in children
+        if "counterpoint.serve.structured_output.checker_process" in child.cmdline()
+    )
 
 
 def ended(process: psutil.Process) -> bool:
@@ -374,7 +461,11 @@ def test_who_fells_the_checker_harms_nobody(bound: Running):
 
 
 def test_what_proves_too_costly_on_the_way_fails_alone(bound: Running):
-    many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(800)}, "required": ["p799"]}
+    many = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "null"} for i in range(800)},
+        "required": ["p799"],
+    }
     grammar = f"start: X many\nX: /[xy]{{40}}/\nmany: %json {json.dumps(many)}"
     blanks = {str(byte): -100 for byte in b" \n\t\r"}
     body = {"prompt": "hello", "grammar": grammar, "max_tokens": 100, "logit_bias": blanks}
@@ -382,7 +473,11 @@ def test_what_proves_too_costly_on_the_way_fails_alone(bound: Running):
         other = pool.submit(text, bound, regex="[a-z]{90}")
         response = bound.post(COMPLETIONS, body)
         error = response.json()["error"]
-        assert response.status_code == 400 and error["code"] == "invalid_structure" and "costs too much" in error["message"]
+        assert (
+            response.status_code == 400
+            and error["code"] == "invalid_structure"
+            and "costs too much" in error["message"]
+        )
         assert len(other.result()) == 90
     events = bound.events(body)
     assert "costs too much" in events[-1]["error"]["message"] and len(events) > 40  # type: ignore[index]
@@ -399,8 +494,12 @@ def test_the_checker_ends_with_its_server(own_server: Callable[..., Running]):
 def test_a_server_without_structures_has_no_checker(own_server: Callable[..., Running]):
     server = own_server().wait_ready()
     assert server.post(COMPLETIONS, {"prompt": "hello"}).status_code == 200
-    commands = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
-    assert commands and not any("counterpoint.serve.structure.process" in command for command in commands)
+    commands = [
+        child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)
+    ]
+    assert commands and not any(
+        "counterpoint.serve.structured_output.checker_process" in command for command in commands
+    )
 
 
 # ---------------------------------------------------------------- models that think
@@ -424,8 +523,13 @@ THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think><
 )
 def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: bool):
     plain = byte_text()
-    text = Text(plain.tokenizer, THINKS, plain.special)
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    text = ModelTokenizer(plain.tokenizer, THINKS, plain.special)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     hearing = hearing_of(dialect_of(text), None, True, "<think>" if inside else "")
     assert hearing is not None
     before = thinking_first(ANSWER, hearing, text, prompt)
@@ -442,7 +546,9 @@ def test_what_forces_a_call_is_tried_too(bound: Running):
     body = {"messages": SAID, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
     response = bound.post(CHAT, body)
     assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
-    response = bound.post(CHAT, body | {"tools": [{"type": "function", "function": {"name": "f"}}], "regex": "a"})
+    response = bound.post(
+        CHAT, body | {"tools": [{"type": "function", "function": {"name": "f"}}], "regex": "a"}
+    )
     assert response.status_code == 400 and response.json()["error"]["param"] == "regex"
 
 
@@ -451,7 +557,9 @@ def test_what_forces_a_call_is_tried_too(bound: Running):
 
 def test_in_a_program(tiny: str):
     with LLM(tiny, load_format="dummy", policy="chunked", cores=1) as llm:
-        (one,) = llm.generate("hello", SamplingParams(max_tokens=400, structured_outputs={"json": PERSON}))
+        (one,) = llm.generate(
+            "hello", SamplingParams(max_tokens=400, structured_outputs={"json": PERSON})
+        )
         jsonschema.validate(json.loads(one.text), PERSON)
         (two,) = llm.generate("hello", SamplingParams(choice=["left", "right"], n=3))
         assert {choice.text for choice in two.outputs} <= {"left", "right"}

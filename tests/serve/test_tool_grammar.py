@@ -6,15 +6,27 @@ import pytest
 from test_listener import D, heard, shown_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.speech.calls import Offer
-from counterpoint.serve.speech.dialects import dialect_of
-from counterpoint.serve.speech.listener import hearing_of
-from counterpoint.serve.speech.tools import lark_of
-from counterpoint.serve.structure.grammar import ANSWER, following, from_choice, from_json_schema, from_lark, vocabulary_of
-from counterpoint.serve.text import Text
-from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.output_parsing.chat_formats import dialect_of
+from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
+from counterpoint.serve.output_parsing.tools import lark_of
+from counterpoint.serve.structured_output.grammar import (
+    ANSWER,
+    following,
+    from_choice,
+    from_json_schema,
+    from_lark,
+    vocabulary_of,
+)
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.serve.text.tokenizer_loader import byte_text
 
-CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "additionalProperties": False}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 CITY |= {"$defs": {"city": {"type": "string"}}}
 TOOLS = (
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
@@ -35,15 +47,21 @@ ANSWERS = {  # two calls in each form; by the marks in a chat template
 }
 
 
-def text_of(template: str) -> Text:
+def text_of(template: str) -> ModelTokenizer:
     """With a chat template that writes these marks."""
     tokenizer = byte_text().tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
-    return Text(tokenizer, shown_with(template))
+    return ModelTokenizer(tokenizer, shown_with(template))
 
 
 def takes(
-    template: str, answer: str, *, prompt: str = "", begun: str = "", offer: Offer | None = Offer(TOOLS), wanted: str = ""
+    template: str,
+    answer: str,
+    *,
+    prompt: str = "",
+    begun: str = "",
+    offer: AllowedTools | None = AllowedTools(TOOLS),
+    wanted: str = "",
 ) -> bool:
     """Whether `answer` is a whole one."""
     text = text_of(template)
@@ -62,11 +80,22 @@ def takes(
 def test_calls_in_the_form_that_the_model_knows(template: str):
     answer = ANSWERS[template]
     assert takes(template, answer)
-    assert not takes(template, "Paris") and not takes(template, answer[:-1]) and not takes(template, answer + "!")
-    for wrong in (answer.replace("weather", "whether"), answer.replace('"Paris"', "7"), answer.replace("city", "town")):
+    assert (
+        not takes(template, "Paris")
+        and not takes(template, answer[:-1])
+        and not takes(template, answer + "!")
+    )
+    for wrong in (
+        answer.replace("weather", "whether"),
+        answer.replace('"Paris"', "7"),
+        answer.replace("city", "town"),
+    ):
         assert not takes(template, wrong)
     dialect = dialect_of(text_of(template)).writable()
-    assert [name for name, _ in heard(dialect, answer, offer=Offer(TOOLS))[2]] == ["weather", "time"]
+    assert [name for name, _ in heard(dialect, answer, offer=AllowedTools(TOOLS))[2]] == [
+        "weather",
+        "time",
+    ]
 
 
 def test_llama_calls_once():
@@ -75,8 +104,12 @@ def test_llama_calls_once():
 
 
 def test_one_tool_and_one_call():
-    assert not takes(HERMES, TWO, offer=Offer(TOOLS, parallel=False)) and takes(HERMES, ONE, offer=Offer(TOOLS, parallel=False))
-    assert not takes(HERMES, TWO, offer=Offer(TOOLS[:1])) and takes(HERMES, f"{ONE}\n{ONE}", offer=Offer(TOOLS[:1]))
+    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS, parallel=False)) and takes(
+        HERMES, ONE, offer=AllowedTools(TOOLS, parallel=False)
+    )
+    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS[:1])) and takes(
+        HERMES, f"{ONE}\n{ONE}", offer=AllowedTools(TOOLS[:1])
+    )
 
 
 def test_blanks_in_arguments_are_bounded():
@@ -86,25 +119,47 @@ def test_blanks_in_arguments_are_bounded():
 
 def test_a_model_may_think_before_it_calls():
     assert takes(HERMES, f"<think>\nhm, </thin\n</think>\n\n{ONE}")
-    assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(HERMES, ONE, begun="<think>")
-    assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), "the prompt has put an end to it"
+    assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(
+        HERMES, ONE, begun="<think>"
+    )
+    assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), (
+        "the prompt has put an end to it"
+    )
     assert not takes("<tool_call>", f"<think>hm</think>{ONE}"), "this one does not think"
-    assert takes("[TOOL_CALLS] [ARGS] [/THINK]", '[THINK]hm[/THINK]\n[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
+    assert takes(
+        "[TOOL_CALLS] [ARGS] [/THINK]",
+        '[THINK]hm[/THINK]\n[TOOL_CALLS]weather[ARGS]{"city": "Paris"}',
+    )
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
     ("wanted", "answer"),
-    [(from_json_schema(SCHEMA), '{"a": 1}'), (from_choice(["yes", "no"]), "yes"), (from_lark('start: "a" b\nb: "b"*'), "abb")],
+    [
+        (from_json_schema(SCHEMA), '{"a": 1}'),
+        (from_choice(["yes", "no"]), "yes"),
+        (from_lark('start: "a" b\nb: "b"*'), "abb"),
+    ],
 )
 def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str):
-    assert takes(HERMES, answer, offer=None, wanted=wanted) and not takes(HERMES, ONE, offer=None, wanted=wanted)
+    assert takes(HERMES, answer, offer=None, wanted=wanted) and not takes(
+        HERMES, ONE, offer=None, wanted=wanted
+    )
     assert takes(HERMES, f"<think>hm</think>\n{answer}", offer=None, wanted=wanted)
     assert takes(HERMES, f"hm</think>{answer}", begun="<think>", offer=None, wanted=wanted)
-    assert not takes(HERMES, answer, begun="<think>", offer=None, wanted=wanted), "it would be taken for a thought"
-    assert takes(HERMES, answer, wanted=wanted) and takes(HERMES, f"<think>hm</think>{TWO}", wanted=wanted)
+    assert not takes(HERMES, answer, begun="<think>", offer=None, wanted=wanted), (
+        "it would be taken for a thought"
+    )
+    assert takes(HERMES, answer, wanted=wanted) and takes(
+        HERMES, f"<think>hm</think>{TWO}", wanted=wanted
+    )
     assert not takes(HERMES, "else", wanted=wanted)
 
 

@@ -17,19 +17,29 @@ from serve_process import Running, poll
 from test_api import CHAT, refused
 
 from counterpoint.build import cache_folder
-from counterpoint.serve.chat import show
-from counterpoint.serve.speech.speech import Content, Reasoning
-from counterpoint.serve.tokenizer import byte_text
+from counterpoint.serve.offline.chat import show
+from counterpoint.serve.output_parsing.output_parser import ContentDelta, ReasoningDelta
+from counterpoint.serve.text.tokenizer_loader import byte_text
 from counterpoint.spec.source import find_named
 
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather.",
+            "parameters": PARAMETERS,
+        },
+    },
     {"type": "function", "function": {"name": "time"}},
 ]
 WRONG_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}
@@ -78,7 +88,11 @@ def ask(server: Running, said: str, **options: Any) -> Any:
 
 def chunks_of(server: Running, said: str, **options: Any) -> list[Any]:
     messages = [{"role": "user", "content": said}]
-    return list(server.client.chat.completions.create(model="echo", messages=messages, stream=True, **options))  # type: ignore[arg-type]
+    return list(
+        server.client.chat.completions.create(
+            model="echo", messages=messages, stream=True, **options
+        )
+    )  # type: ignore[arg-type]
 
 
 def put_together(chunks: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
@@ -96,9 +110,15 @@ def put_together(chunks: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]
             for call in delta.get("tool_calls") or ():
                 if call["index"] == len(calls):
                     assert call["id"] and call["type"] == "function" and call["function"]["name"]
-                    calls.append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+                    calls.append(
+                        {"id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                    )
                 else:
-                    assert call["index"] == len(calls) - 1 and not call["id"] and not call["function"]["name"]
+                    assert (
+                        call["index"] == len(calls) - 1
+                        and not call["id"]
+                        and not call["function"]["name"]
+                    )
                 calls[-1]["arguments"] += call["function"]["arguments"]
     return text, calls, finish
 
@@ -120,7 +140,9 @@ def test_whole_calls(thinker: Running):
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me look."
     calls = choice.message.tool_calls
     assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
-    assert len({call.id for call in calls}) == 2 and all(call.id.startswith("call_") for call in calls)
+    assert len({call.id for call in calls}) == 2 and all(
+        call.id.startswith("call_") for call in calls
+    )
     assert ask(thinker, ONE, tools=TOOLS)["choices"][0]["message"]["content"] is None
 
 
@@ -149,23 +171,37 @@ def test_a_call_that_max_tokens_cuts(thinker: Running, tokens: int):
     text, calls, finish = put_together(chunks_of(thinker, TWO, tools=TOOLS, max_tokens=tokens))
     assert finish == whole["finish_reason"] == ("length" if tokens <= len(TWO) else "tool_calls")
     assert (whole["message"]["content"] or "") == text["content"]
-    assert [(c["function"]["name"], c["function"]["arguments"]) for c in whole["message"].get("tool_calls", [])] == pairs(calls)
+    assert [
+        (c["function"]["name"], c["function"]["arguments"])
+        for c in whole["message"].get("tool_calls", [])
+    ] == pairs(calls)
     for (name, arguments), (full_name, full_arguments) in zip(pairs(calls), CALLS, strict=False):
         assert name == full_name and full_arguments.startswith(arguments)
 
 
 def test_one_call_at_most_where_the_client_says_so(thinker: Running):
     before = thinker.metric("counterpoint_requests_finished_total", finished_reason="stop")
-    text, calls, finish = put_together(chunks_of(thinker, TWO + " and more", tools=TOOLS, parallel_tool_calls=False))
+    text, calls, finish = put_together(
+        chunks_of(thinker, TWO + " and more", tools=TOOLS, parallel_tool_calls=False)
+    )
     assert pairs(calls) == CALLS[:1] and finish == "tool_calls" and not text["content"]
     poll(lambda: thinker.metric("counterpoint_requests_running") == 0)
-    poll(lambda: thinker.metric("counterpoint_requests_finished_total", finished_reason="stop") == before + 1)
+    poll(
+        lambda: (
+            thinker.metric("counterpoint_requests_finished_total", finished_reason="stop")
+            == before + 1
+        )
+    )
 
 
 def test_no_call_where_none_is_wanted(thinker: Running):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {}):
         choice = ask(thinker, TWO, **options)["choices"][0]
-        assert choice["message"]["content"] == TWO and "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+        assert (
+            choice["message"]["content"] == TWO
+            and "tool_calls" not in choice["message"]
+            and choice["finish_reason"] == "stop"
+        )
 
 
 def test_a_tool_that_was_not_offered_is_no_call(thinker: Running):
@@ -176,9 +212,16 @@ def test_a_tool_that_was_not_offered_is_no_call(thinker: Running):
 
 def test_stop_strings_count_in_content_alone(thinker: Running):
     choice = ask(thinker, f"Now look. {ONE}", tools=TOOLS, stop="Paris")["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["arguments"] == CALLS[0][1]
+    assert (
+        choice["finish_reason"] == "tool_calls"
+        and choice["message"]["tool_calls"][0]["function"]["arguments"] == CALLS[0][1]
+    )
     choice = ask(thinker, f"Now Paris. {ONE}", tools=TOOLS, stop="Paris")["choices"][0]
-    assert choice["finish_reason"] == "stop" and choice["message"]["content"] == "Now " and choice["stop_reason"] == "Paris"
+    assert (
+        choice["finish_reason"] == "stop"
+        and choice["message"]["content"] == "Now "
+        and choice["stop_reason"] == "Paris"
+    )
 
 
 def test_log_probabilities_are_of_all_tokens(thinker: Running):
@@ -186,7 +229,9 @@ def test_log_probabilities_are_of_all_tokens(thinker: Running):
     whole = ask(thinker, said, tools=TOOLS, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == said
     chunks = chunks_of(thinker, said, tools=TOOLS, logprobs=True)
-    entries = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
+    entries = [
+        entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content
+    ]
     assert [entry.bytes for entry in entries] == [entry["bytes"] for entry in whole]
 
 
@@ -196,10 +241,18 @@ def test_a_server_whose_template_knows_no_tools(server: Running):
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     prompt = prompt_of(server, HISTORY, tools=TOOLS)
     assert prompt.index("Be brief.") < prompt.index('"name":"weather"') < prompt.index("How warm?")
-    assert '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris"}}\n</tool_call><|im_end|>' in prompt
-    assert "<|im_start|>user\n<tool_response>\n21\n</tool_response>\n<tool_response>\n22\n</tool_response><|im_end|>" in prompt
+    assert (
+        '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris"}}\n</tool_call><|im_end|>'
+        in prompt
+    )
+    assert (
+        "<|im_start|>user\n<tool_response>\n21\n</tool_response>\n<tool_response>\n22\n</tool_response><|im_end|>"
+        in prompt
+    )
     answer = server.post(CHAT, {"messages": HISTORY, "max_tokens": 12})
-    assert answer.json()["choices"][0]["message"]["content"] == "<tool_respon", "the last turn is the result"
+    assert answer.json()["choices"][0]["message"]["content"] == "<tool_respon", (
+        "the last turn is the result"
+    )
 
 
 # ---------------------------------------------------------------- what the model is shown
@@ -211,7 +264,13 @@ HISTORY = [
         "role": "assistant",
         "content": None,
         "reasoning": "I look.",
-        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+        "tool_calls": [
+            {
+                "id": "a",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+            }
+        ],
     },
     {"role": "tool", "tool_call_id": "a", "content": "21"},
     {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "22"}]},
@@ -227,14 +286,20 @@ def test_templates_get_tools_calls_and_results(thinker: Running):
     prompt = prompt_of(thinker, HISTORY, tools=TOOLS)
     shown = json.loads(prompt.partition("system\n")[2].partition(" as <tool_call>")[0])
     assert shown == TOOLS
-    assert '<think>I look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
+    assert (
+        '<think>I look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+        in prompt
+    )
     assert "<|im_start|>tool\n21<|im_end|>" in prompt and "<|im_start|>tool\n22<|im_end|>" in prompt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"), [("", "{}"), ({"a": 1}, '{"a": 1}'), (None, "{}"), ('{"a": ', r'"{\"a\": "'), ("7", '"7"')]
+    ("arguments", "shown"),
+    [("", "{}"), ({"a": 1}, '{"a": 1}'), (None, "{}"), ('{"a": ', r'"{\"a\": "'), ("7", '"7"')],
 )
-def test_arguments_that_the_model_got_wrong_may_be_sent_back(thinker: Running, arguments: Any, shown: str):
+def test_arguments_that_the_model_got_wrong_may_be_sent_back(
+    thinker: Running, arguments: Any, shown: str
+):
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     prompt = prompt_of(thinker, [HISTORY[1], {"role": "assistant", "tool_calls": [call]}])
     assert f'"arguments": {shown}}}' in prompt
@@ -255,7 +320,10 @@ def test_tools_that_must_not_be_called_are_not_shown(thinker: Running):
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
         ({"tools": "weather"}, "tools"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
@@ -270,7 +338,12 @@ def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param:
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000])
 def test_numbers_in_tools_are_finite(thinker: Running, number: str):
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
-    refused(thinker.post(CHAT, f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'.encode()))
+    refused(
+        thinker.post(
+            CHAT,
+            f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'.encode(),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +357,9 @@ def test_numbers_in_tools_are_finite(thinker: Running, number: str):
     ],
 )
 def test_wrong_calls_in_messages_are_named(thinker: Running, calls: Any):
-    error = refused(thinker.post(CHAT, {"messages": [*HISTORY[:2], {"role": "assistant", "tool_calls": calls}]}))
+    error = refused(
+        thinker.post(CHAT, {"messages": [*HISTORY[:2], {"role": "assistant", "tool_calls": calls}]})
+    )
     assert error["param"] == "messages" and "tool_calls" in error["message"]
 
 
@@ -296,8 +371,13 @@ THOUGHT = "<think>\nIs 9.8 more?\n</think>\n\nIt is 9.8."
 def test_reasoning_is_told_apart(thinker: Running):
     answer = ask(thinker, THOUGHT)
     message = answer["choices"][0]["message"]
-    assert message["reasoning_content"] == message["reasoning"] == "Is 9.8 more?" and message["content"] == "It is 9.8."
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nIs 9.8 more?\n</think>") - 6}
+    assert (
+        message["reasoning_content"] == message["reasoning"] == "Is 9.8 more?"
+        and message["content"] == "It is 9.8."
+    )
+    assert answer["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": len("<think>\nIs 9.8 more?\n</think>") - 6
+    }
     chunks = chunks_of(thinker, THOUGHT, stream_options={"include_usage": True})
     text, _, finish = put_together(chunks)
     assert text == {key: message[key] for key in text} and finish == "stop"
@@ -307,7 +387,10 @@ def test_reasoning_is_told_apart(thinker: Running):
 def test_a_stop_string_in_the_reasoning_ends_nothing(thinker: Running):
     """Case 3."""
     choice = ask(thinker, THOUGHT, stop="9.8")["choices"][0]
-    assert choice["message"]["reasoning"] == "Is 9.8 more?" and choice["message"]["content"] == "It is "
+    assert (
+        choice["message"]["reasoning"] == "Is 9.8 more?"
+        and choice["message"]["content"] == "It is "
+    )
     text, _, finish = put_together(chunks_of(thinker, THOUGHT, stop="9.8"))
     assert text["reasoning"] == "Is 9.8 more?" and text["content"] == "It is " and finish == "stop"
     asked_for = ask(thinker, THOUGHT, stop="9.8", separate_reasoning=False)["choices"][0]
@@ -316,32 +399,54 @@ def test_a_stop_string_in_the_reasoning_ends_nothing(thinker: Running):
 
 def test_reasoning_that_the_prompt_began(thinker: Running):
     said = "hm\n</think>\n\nyes"
-    message = ask(thinker, said, chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"]
+    message = ask(thinker, said, chat_template_kwargs={"enable_thinking": True})["choices"][0][
+        "message"
+    ]
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
-    message = ask(thinker, "yes", chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
+    message = ask(thinker, "yes", chat_template_kwargs={"enable_thinking": False})["choices"][0][
+        "message"
+    ]
     assert message["content"] == "yes" and "reasoning" not in message
-    cut = ask(thinker, said, chat_template_kwargs={"enable_thinking": True}, max_tokens=2)["choices"][0]
-    assert cut["message"]["reasoning"] == "hm" and cut["message"]["content"] is None and cut["finish_reason"] == "length"
+    cut = ask(thinker, said, chat_template_kwargs={"enable_thinking": True}, max_tokens=2)[
+        "choices"
+    ][0]
+    assert (
+        cut["message"]["reasoning"] == "hm"
+        and cut["message"]["content"] is None
+        and cut["finish_reason"] == "length"
+    )
 
 
 def test_reasoning_goes_on_with_the_final_message(thinker: Running):
-    messages = [{"role": "user", "content": "a</think>b"}, {"role": "assistant", "content": "<think>so far"}]
-    message = thinker.post(CHAT, {"messages": messages, "continue_final_message": True}).json()["choices"][0]["message"]
+    messages = [
+        {"role": "user", "content": "a</think>b"},
+        {"role": "assistant", "content": "<think>so far"},
+    ]
+    message = thinker.post(CHAT, {"messages": messages, "continue_final_message": True}).json()[
+        "choices"
+    ][0]["message"]
     assert (message["reasoning"], message["content"]) == ("a", "b")
 
 
 def test_reasoning_may_be_left_out(thinker: Running):
     answer = ask(thinker, THOUGHT, include_reasoning=False)
-    assert "reasoning" not in answer["choices"][0]["message"] and answer["choices"][0]["message"]["content"] == "It is 9.8."
+    assert (
+        "reasoning" not in answer["choices"][0]["message"]
+        and answer["choices"][0]["message"]["content"] == "It is 9.8."
+    )
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
     text, _, _ = put_together(chunks_of(thinker, THOUGHT, extra_body={"include_reasoning": False}))
     assert text == {"content": "It is 9.8.", "reasoning": "", "reasoning_content": ""}
 
 
 def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
-    message = ask(thinker, "<think>", chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
+    message = ask(thinker, "<think>", chat_template_kwargs={"enable_thinking": False})["choices"][
+        0
+    ]["message"]
     assert message["content"] is None or "<think>" not in message["content"]
-    message = ask(thinker, "plain", chat_template_kwargs={"note": "<think>"})["choices"][0]["message"]
+    message = ask(thinker, "plain", chat_template_kwargs={"note": "<think>"})["choices"][0][
+        "message"
+    ]
     assert message["content"] == "plain"
 
 
@@ -356,7 +461,20 @@ def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
     )
     assert "hm, hm\n\none\n" in done.stdout, done.stderr
     console = Console(quiet=True)
-    assert show(iter([Reasoning("hm"), Reasoning(", hm"), Content("one"), Content("!")]), console) == "one!"
+    assert (
+        show(
+            iter(
+                [
+                    ReasoningDelta("hm"),
+                    ReasoningDelta(", hm"),
+                    ContentDelta("one"),
+                    ContentDelta("!"),
+                ]
+            ),
+            console,
+        )
+        == "one!"
+    )
 
 
 # ---------------------------------------------------------------- a model that is made to call
@@ -366,7 +484,17 @@ def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not find_named("smollm2", cache_folder()).exists():
         pytest.skip("smollm2 is not here: counterpoint pull smollm2")
-    command = [sys.executable, "-m", "counterpoint", "serve", "smollm2", "--port", "0", "--max-context-tokens", "2048"]
+    command = [
+        sys.executable,
+        "-m",
+        "counterpoint",
+        "serve",
+        "smollm2",
+        "--port",
+        "0",
+        "--max-context-tokens",
+        "2048",
+    ]
     running = Running(tmp_path_factory.mktemp("smollm2") / "log", command=command)
     try:
         yield running.wait_ready()
@@ -391,7 +519,11 @@ def call(server: Running, **options: Any) -> Any:
 
 def fits(arguments: str) -> bool:
     value = json.loads(arguments)
-    return value.keys() == {"city", "days"} and isinstance(value["city"], str) and 1 <= value["days"] <= 9
+    return (
+        value.keys() == {"city", "days"}
+        and isinstance(value["city"], str)
+        and 1 <= value["days"] <= 9
+    )
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
@@ -401,7 +533,9 @@ def test_a_model_that_must_call_does(smollm2: Running, choice: Any):
     assert whole.finish_reason == "tool_calls" and not whole.message.content
     assert called.function.name == "weather" or choice == "required"
     assert fits(called.function.arguments) or called.function.name == "time"
-    text, calls, finish = put_together(list(call(smollm2, tool_choice=choice, parallel_tool_calls=False, stream=True)))
+    text, calls, finish = put_together(
+        list(call(smollm2, tool_choice=choice, parallel_tool_calls=False, stream=True))
+    )
     assert pairs(calls) == [(called.function.name, called.function.arguments)]
     assert finish == "tool_calls" and not text["content"]
 
@@ -422,8 +556,13 @@ def test_a_forced_call_that_max_tokens_cuts(smollm2: Running):
 
 
 def test_a_model_may_call_or_answer_in_a_form(smollm2: Running):
-    schema = {"name": "answer", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    schema = {
+        "name": "answer",
+        "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    }
     options = {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 60}
     choice = call(smollm2, **options).choices[0]
     assert choice.message.tool_calls or choice.message.content.lstrip().startswith("{")
-    assert call(smollm2, tool_choice="required", **options).choices[0].message.tool_calls, "a call that must be goes first"
+    assert call(smollm2, tool_choice="required", **options).choices[0].message.tool_calls, (
+        "a call that must be goes first"
+    )

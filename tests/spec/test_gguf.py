@@ -65,7 +65,11 @@ def test_a_header_is_read_as_the_package_reads_it(file: Path):
     }
     for tensor in reader.tensors:
         entry = header.tensors[tensor.name]
-        assert (entry.offset, entry.type, entry.shape) == (tensor.data_offset, tensor.tensor_type, tensor.data.shape)
+        assert (entry.offset, entry.type, entry.shape) == (
+            tensor.data_offset,
+            tensor.tensor_type,
+            tensor.data.shape,
+        )
 
 
 def test_broken_files(file: Path, tmp_path: Path):
@@ -94,7 +98,12 @@ def test_an_alignment_that_is_none(tmp_path: Path, alignment: int | str):
 
 def test_lists_in_lists_without_end(file: Path, tmp_path: Path):
     """An array's items may be arrays: 12 bytes each."""
-    nested = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9) + struct.pack("<IQ", 9, 1) * 10_000
+    nested = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 1)
+        + struct.pack("<Q1sI", 1, b"a", 9)
+        + struct.pack("<IQ", 9, 1) * 10_000
+    )
     (tmp_path / "deep.gguf").write_bytes(nested)
     with pytest.raises(ModelError, match=r"deep\.gguf"):
         read_gguf_header(tmp_path / "deep.gguf")
@@ -102,8 +111,21 @@ def test_lists_in_lists_without_end(file: Path, tmp_path: Path):
 
 def test_the_fields():
     spec = from_gguf(METADATA, {"output.weight"})
-    assert (spec.name, spec.family, spec.layers, spec.hidden, spec.ffn, spec.vocab) == ("Tiny", "llama", 2, 64, 128, 100)
-    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps, spec.rope.theta) == (4, 2, 16, 1e-6, 5e5)
+    assert (spec.name, spec.family, spec.layers, spec.hidden, spec.ffn, spec.vocab) == (
+        "Tiny",
+        "llama",
+        2,
+        64,
+        128,
+        100,
+    )
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps, spec.rope.theta) == (
+        4,
+        2,
+        16,
+        1e-6,
+        5e5,
+    )
     assert (spec.eos_token_ids, spec.bos_token_id, spec.tied_embeddings) == ((2, 7), 1, False)
     assert from_gguf(METADATA).tied_embeddings
 
@@ -129,8 +151,15 @@ def test_what_is_not_supported_is_refused_by_name(key: str, value: object):
 
 def test_rope_scaling_and_windows():
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    assert (from_gguf({**METADATA, **linear}).rope.kind, from_gguf({**METADATA, **linear}).rope.factor) == ("linear", 4.0)
-    yarn = {**linear, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 128}
+    assert (
+        from_gguf({**METADATA, **linear}).rope.kind,
+        from_gguf({**METADATA, **linear}).rope.factor,
+    ) == ("linear", 4.0)
+    yarn = {
+        **linear,
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.original_context_length": 128,
+    }
     assert from_gguf({**METADATA, **yarn}).rope.original_max_tokens == 128
     windowed = {**METADATA, "llama.attention.sliding_window": 128}
     assert from_gguf(windowed, max_context_tokens=128).max_context_tokens == 128

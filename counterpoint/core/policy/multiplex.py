@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from counterpoint.core.policy.pick import whole_prompts
-from counterpoint.core.state import Pass, State
-from counterpoint.ports import Fill, Policy
+from counterpoint.core.policy.batching import whole_prompts
+from counterpoint.core.state import EngineState, Pass
+from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role, Step, StepDone
 
 FORGET = 0.2  # weight of the newest step in a moving average
@@ -22,10 +22,18 @@ FORGET = 0.2  # weight of the newest step in a moving average
 
 class Multiplex(Policy):
     def __init__(
-        self, max_pass_tokens: int, units: int, split: int, layers: int, layer_group: int | None = None, depth: int = 1
+        self,
+        max_pass_tokens: int,
+        units: int,
+        split: int,
+        layers: int,
+        layer_group: int | None = None,
+        depth: int = 1,
     ) -> None:
         if not 0 < split < units:
-            raise ValueError(f"split is {split}: the decode lane must get 1 to {units - 1} of the {units} units")
+            raise ValueError(
+                f"split is {split}: the decode lane must get 1 to {units - 1} of the {units} units"
+            )
         self.lanes = (Lane(0, Role.DECODE, depth), Lane(1, Role.PREFILL, depth))
         self.max_pass_tokens = max_pass_tokens
         self.units = units
@@ -34,20 +42,24 @@ class Multiplex(Policy):
         self.layers = layers
         self.layer_group = layer_group
         self._decode_s = 0.0  # a decode step, moving average
-        self._token_layer_unit_s = 0.0  # prefill: seconds x units per token and layer, moving average
+        self._token_layer_unit_s = (
+            0.0  # prefill: seconds x units per token and layer, moving average
+        )
 
-    def fill(self, lane: Lane, state: State, now: float) -> Fill | None:
+    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         if lane.role is Role.DECODE:
             picks = [(r, 1) for r in state.decodes(lane)]
             units = min(self.split if state.has_prefill else self.units, state.free_units(lane))
-            return Fill(picks, units) if picks and units else None
+            return BatchPlan(picks, units) if picks and units else None
         picks = whole_prompts(state.prefills(lane), self.max_pass_tokens)
         units = self._prefill_units(lane, state)
         if not picks or not units:
             return None
-        return Fill(picks, units, self._group(sum(tokens for _, tokens in picks), units))
+        return BatchPlan(picks, units, self._group(sum(tokens for _, tokens in picks), units))
 
-    def advance(self, lane: Lane, open_pass: Pass, state: State, now: float) -> tuple[int, int] | None:
+    def advance(
+        self, lane: Lane, open_pass: Pass, state: EngineState, now: float
+    ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
         return (units, self._group(open_pass.work.prefill_tokens, units)) if units else None
 
@@ -59,9 +71,11 @@ class Multiplex(Policy):
             self._decode_s = _blend(self._decode_s, took)
         else:
             token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
-            self._token_layer_unit_s = _blend(self._token_layer_unit_s, took * step.units / token_layers)
+            self._token_layer_unit_s = _blend(
+                self._token_layer_unit_s, took * step.units / token_layers
+            )
 
-    def _prefill_units(self, lane: Lane, state: State) -> int:
+    def _prefill_units(self, lane: Lane, state: EngineState) -> int:
         """All that decode leaves: its share is kept for it as long as it has requests, in flight or not."""
         kept = self.split if state.has_decode else 0
         return min(self.units - kept, state.free_units(lane))

@@ -77,7 +77,7 @@ class Driver(Protocol):
         ...
 
 
-class Slabs:
+class PinnedSlabs:
     """Pinned memory that is cut from large pieces and never freed. CUDA, when asked for more, waits until the device has nothing to
     do (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used
     it, which would spoil a capture that another thread is making there. `get`: so many bytes, uint8. `give_back` may be called from
@@ -115,7 +115,9 @@ class CudaDriver:
 
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
-        self._pinned = Slabs(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._pinned = PinnedSlabs(
+            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        )
         self._borrowed: list[Tensor] = []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -146,7 +148,11 @@ class CudaDriver:
         source = torch.from_numpy(array)
         pinned = self._borrow(source)
         pinned.copy_(source)
-        return pinned.to(self.device, non_blocking=True) if to is None else to.copy_(pinned, non_blocking=True)
+        return (
+            pinned.to(self.device, non_blocking=True)
+            if to is None
+            else to.copy_(pinned, non_blocking=True)
+        )
 
     def download(self, tensor: Tensor) -> Tensor:
         return self._borrow(tensor).copy_(tensor, non_blocking=True)

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from counterpoint.device.cuda.decode_graphs import DecodeGraphs
+from counterpoint.device.cuda.device_tables import DeviceTables, SampledRows
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.cuda.graphs import DecodeGraphs
-from counterpoint.device.cuda.passes import Pass, Passes
-from counterpoint.device.cuda.places import Place, Places
+from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, PrefillPass
 from counterpoint.device.cuda.sampling import (
-    Download,
+    SamplingDownload,
     asks_for_prompts,
     download_chosen,
     download_prompts,
@@ -38,18 +38,18 @@ from counterpoint.device.cuda.sampling import (
     told_chosen,
     told_prompts,
 )
-from counterpoint.device.cuda.tables import DeviceTables, Sampled
+from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.grammar import Grammars
-from counterpoint.device.tables import PassRows, pass_rows
+from counterpoint.device.slot_tables import PassRows, pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
-from counterpoint.types import Close, Command, Drop, Event, Lane, Open, Step, StepDone
+from counterpoint.types import Command, DiscardPass, Event, FreeSlot, InitSlot, Lane, Step, StepDone
 
 log = logging.getLogger(__name__)
 
 
-class Reports(Protocol):
-    """What the executor asks of the inbox (device/wall.py)."""
+class CompletionQueue(Protocol):
+    """What the executor asks of the inbox (device/event_queue.py)."""
 
     def put(self, event: Event) -> None: ...
 
@@ -57,13 +57,13 @@ class Reports(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenPass:
+class CudaPass:
     rows: PassRows
-    way: Pass
+    way: PrefillPass
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """A step on the device. `ids` are on their way to the host; `held` is what must live until the step is over."""
 
     step: Step
@@ -72,8 +72,8 @@ class Flight:
     ended: Any = None
     ids: Tensor | None = None
     rows: int = 0
-    logprobs: Download | None = None
-    prompt_logprobs: list[Download] = field(default_factory=list)
+    logprobs: SamplingDownload | None = None
+    prompt_logprobs: list[SamplingDownload] = field(default_factory=list)
     held: Any = None
     borrowed: list[Tensor] = field(default_factory=list)
     over: Callable[[], None] | None = None
@@ -89,11 +89,11 @@ class CudaExecutor:
         kv: KVPool,
         tables: DeviceTables,
         graphs: DecodeGraphs,
-        passes: Passes,
-        places: Places,
+        passes: PiecewiseGraphs,
+        places: StreamPartitions,
         lanes: Sequence[Lane],
         driver: Driver,
-        inbox: Reports,
+        inbox: CompletionQueue,
     ) -> None:
         self.decoder = decoder
         self.kv = kv
@@ -102,21 +102,23 @@ class CudaExecutor:
         self.passes = passes
         self.places = places
         self.driver = driver
-        self._open: dict[int, OpenPass] = {}
+        self._open: dict[int, CudaPass] = {}
         clock = DeviceClock(driver, inbox.clock)
         grammars = tables.settings.grammars
-        self._lanes = {lane.id: LaneFlights(lane, driver, clock, inbox, grammars) for lane in lanes}
+        self._lanes = {
+            lane.id: LaneInFlight(lane, driver, clock, inbox, grammars) for lane in lanes
+        }
 
     def submit(self, command: Command) -> None:
         """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
         match command:
             case Step():
                 self._launch(command)
-            case Open():
+            case InitSlot():
                 self.tables.open(command)
-            case Close():
+            case FreeSlot():
                 self.tables.close(command.slot)
-            case Drop():
+            case DiscardPass():
                 dropped = self._open.pop(command.batch, None)
                 if dropped is not None:
                     dropped.way.inputs.plan.close()
@@ -131,7 +133,7 @@ class CudaExecutor:
     def _launch(self, step: Step) -> None:
         lane = self._lanes[step.lane]
         place = self.places.choose(lane.role, step.units)
-        flight = Flight(step, place.units)
+        flight = InFlightStep(step, place.units)
         self.driver.use(place.stream)
         lane.follow(place)
         flight.started = self.driver.mark(place.stream)
@@ -145,7 +147,7 @@ class CudaExecutor:
         flight.ended = self.driver.mark(place.stream)
         lane.took_off(flight, place)
 
-    def _fill(self, flight: Flight, place: Place) -> None:
+    def _fill(self, flight: InFlightStep, place: StreamPartition) -> None:
         step = flight.step
         whole = step.first_layer == 0 and step.last_layer == self.decoder.spec.layers
         if whole and step.work.decode_batch == len(step.segments):
@@ -153,7 +155,7 @@ class CudaExecutor:
         else:
             self._layers(flight, place)
 
-    def _decode(self, flight: Flight, place: Place) -> None:
+    def _decode(self, flight: InFlightStep, place: StreamPartition) -> None:
         """A pass of decodes alone: a graph."""
         segments = flight.step.segments
         graph, feed = self.graphs.launch(place, segments)
@@ -161,30 +163,38 @@ class CudaExecutor:
         if graph.logits_BV is None:
             flight.ids, flight.rows = feed.ids_B, len(segments)
             if feed.chosen is not None:
-                flight.logprobs = spread_chosen(feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.settings)
+                flight.logprobs = spread_chosen(
+                    feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.settings
+                )
             return
         rows = pass_rows(segments)
-        sampled = Sampled(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
+        sampled = SampledRows(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
     @torch.inference_mode()
-    def _layers(self, flight: Flight, place: Place) -> None:
+    def _layers(self, flight: InFlightStep, place: StreamPartition) -> None:
         """Some layers of any pass."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
             rows = pass_rows(step.segments)
             self.tables.send(step.segments)
-            way = self.passes.start(self.tables.inputs(rows, place.planner, place.decode, self.passes.size))
+            way = self.passes.start(
+                self.tables.inputs(rows, place.planner, place.decode, self.passes.size)
+            )
         else:
             held = self._open.pop(step.batch, None)
             if held is None:
-                raise RuntimeError(f"pass {step.batch} has no hidden states before layer {step.first_layer}")
+                raise RuntimeError(
+                    f"pass {step.batch} has no hidden states before layer {step.first_layer}"
+                )
             rows, way = held.rows, held.way
         inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
         flight.held, flight.over = inputs, inputs.plan.close
-        x_TD = way.run(place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N)
+        x_TD = way.run(
+            place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
+        )
         if x_TD is None:
-            self._open[step.batch] = OpenPass(rows, way)
+            self._open[step.batch] = CudaPass(rows, way)
             flight.over = None  # it goes on
             return
         if every:
@@ -194,33 +204,44 @@ class CudaExecutor:
             self._sample(flight, decoder.head(x_TD)[: len(rows.slot_B)], rows, inputs.sampled)
 
     @torch.inference_mode()
-    def _sample(self, flight: Flight, logits_BV: Tensor, rows: PassRows, sampled: Sampled) -> None:
+    def _sample(
+        self, flight: InFlightStep, logits_BV: Tensor, rows: PassRows, sampled: SampledRows
+    ) -> None:
         ids_B = sample_any(logits_BV, rows, self.tables)
         self.tables.put_sampled(sampled, ids_B)
         flight.ids, flight.rows = self.driver.download(ids_B), len(rows.slot_B)
         flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.settings, self.driver)
 
 
-class LaneFlights:
+class LaneInFlight:
     """The steps of one lane on the device, and the thread that waits for them."""
 
-    def __init__(self, lane: Lane, driver: Driver, clock: DeviceClock, inbox: Reports, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        driver: Driver,
+        clock: DeviceClock,
+        inbox: CompletionQueue,
+        grammars: Grammars,
+    ) -> None:
         self.role = lane.role
         self._driver = driver
         self._clock = clock
         self._inbox = inbox
         self._grammars = grammars
-        self._last: tuple[Place, Any] | None = None  # where the previous step runs, and its end
-        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._last: tuple[StreamPartition, Any] | None = (
+            None  # where the previous step runs, and its end
+        )
+        self._flights: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name=f"lane{lane.id}", daemon=True)
         self._thread.start()
 
-    def follow(self, place: Place) -> None:
+    def follow(self, place: StreamPartition) -> None:
         """Let the place's stream wait for the lane's previous step, if that runs elsewhere."""
         if self._last is not None and self._last[0] is not place:
             self._driver.follow(place.stream, self._last[1])
 
-    def took_off(self, flight: Flight, place: Place) -> None:
+    def took_off(self, flight: InFlightStep, place: StreamPartition) -> None:
         self._last = (place, flight.ended)
         self._flights.put(flight)
 
@@ -232,7 +253,7 @@ class LaneFlights:
         while (flight := self._flights.get()) is not None:
             self._inbox.put(self._report(flight))
 
-    def _report(self, flight: Flight) -> StepDone:
+    def _report(self, flight: InFlightStep) -> StepDone:
         step = flight.step
         started_s = ended_s = self._clock.now()
         tokens, chosen, prompts = (), (), ()
@@ -243,7 +264,9 @@ class LaneFlights:
                 ids_B = flight.ids[: flight.rows].numpy()
                 tokens = tuple(ids_B.tolist())
                 chosen = told_chosen(flight.logprobs, ids_B)
-                self._grammars.follow([segment.slot for segment in step.segments if segment.sample], tokens)
+                self._grammars.follow(
+                    [segment.slot for segment in step.segments if segment.sample], tokens
+                )
             if not flight.error:
                 prompts = told_prompts(flight.prompt_logprobs, len(step.segments))
         except Exception as error:  # the device's own errors come up here
@@ -291,6 +314,8 @@ class DeviceClock:
             ended_s = now_s
             if self._known is not None:
                 event, at_s = self._known
-                ended_s = min(now_s, max(now_s - self.SLACK_S, at_s + self._driver.seconds(event, ended)))
+                ended_s = min(
+                    now_s, max(now_s - self.SLACK_S, at_s + self._driver.seconds(event, ended))
+                )
             self._known = (ended, ended_s)
         return ended_s - took_s, ended_s

@@ -1,4 +1,4 @@
-"""CudaGpu: copies between KV pools, and pools of other processes, on one GPU (device/link/gpu.py is the seam).
+"""CudaCopier: copies between KV pools, and pools of other processes, on one GPU (kv_transfer/gpu.py is the seam).
 
 Owns: a stream of the lowest priority, and the memory that copies pass through. Promises: no copy waits for a step, nor a step for a
 copy, beyond what they share of the GPU; nothing is allocated after `prepare`, so no copy meets a graph that is being captured.
@@ -22,21 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from counterpoint.device.link.gpu import ROW, DeviceMemory
-from counterpoint.device.link.port import LinkError
+from counterpoint.kv_transfer.gpu import ROW, GpuKvMemory
+from counterpoint.kv_transfer.transport import TransportError
 
 PIECE_BYTES = 64 << 20
 HANDLE_BYTES = 64
 
 
-class Exported(msgspec.Struct, frozen=True):
+class ExportedMemory(msgspec.Struct, frozen=True):
     """`offset` of the pool in the allocation that `handle` names."""
 
     handle: bytes
     offset: int
 
 
-class Raw:
+class RawPointer:
     """Memory at an address, for torch to look at (the CUDA array interface, version 3)."""
 
     def __init__(self, address: int, rows: int, words: int) -> None:
@@ -49,14 +49,16 @@ class Raw:
         }
 
 
-class CudaGpu:
-    """`staged`: pages go through host memory (`read`, `write`). Raises LinkError if cuda-bindings is missing."""
+class CudaCopier:
+    """`staged`: pages go through host memory (`read`, `write`). Raises TransportError if cuda-bindings is missing."""
 
     def __init__(self, device: int = 0, staged: bool = False) -> None:
         try:
             from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise LinkError("CUDA IPC needs the package cuda-bindings: pip install 'counterpoint[cuda]'") from None
+            raise TransportError(
+                "CUDA IPC needs the package cuda-bindings: pip install 'counterpoint[cuda]'"
+            ) from None
         self._driver: Any = driver
         self.device = torch.device("cuda", device)
         self.most_rows = 0
@@ -65,7 +67,7 @@ class CudaGpu:
         self._context: Any = None
         self._opened: dict[int, int] = {}  # address of rows -> address of the allocation
 
-    def prepare(self, memory: DeviceMemory) -> None:
+    def prepare(self, memory: GpuKvMemory) -> None:
         if self.most_rows:
             return
         words = memory.rows_RW.shape[1]
@@ -73,32 +75,38 @@ class CudaGpu:
         self._piece_NW = torch.empty(self.most_rows, words, dtype=ROW, device=self.device)
         self._rows_2N = torch.empty(2, self.most_rows, dtype=torch.int64, device=self.device)
         self._host_2N = torch.empty(2, self.most_rows, dtype=torch.int64, pin_memory=True)
-        self._host_NW = torch.empty(self.most_rows if self._staged else 0, words, dtype=ROW, pin_memory=True)
+        self._host_NW = torch.empty(
+            self.most_rows if self._staged else 0, words, dtype=ROW, pin_memory=True
+        )
         one = np.zeros(1, np.int64)
-        self.wait(self.copy(memory.rows_RW, one, memory.rows_RW, one))  # the kernels are loaded now, not in someone's capture
+        self.wait(
+            self.copy(memory.rows_RW, one, memory.rows_RW, one)
+        )  # the kernels are loaded now, not in someone's capture
 
     # ------------------------------------------------------------ pools of other processes
 
-    def export(self, memory: DeviceMemory) -> bytes:
+    def export(self, memory: GpuKvMemory) -> bytes:
         address = memory.rows_RW.data_ptr()
         self._context = self._call(self._driver.cuCtxGetCurrent)
         base = int(self._call(self._driver.cuMemGetAddressRange, address)[0])
         handle = self._call(self._driver.cuIpcGetMemHandle, address)
-        return msgspec.msgpack.encode(Exported(bytes(handle.reserved), address - base))
+        return msgspec.msgpack.encode(ExportedMemory(bytes(handle.reserved), address - base))
 
     def open(self, exported: bytes, rows: int, words: int) -> Tensor:
-        theirs = msgspec.msgpack.decode(exported, type=Exported)
+        theirs = msgspec.msgpack.decode(exported, type=ExportedMemory)
         if len(theirs.handle) != HANDLE_BYTES:
-            raise LinkError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(theirs.handle)}")
+            raise TransportError(
+                f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(theirs.handle)}"
+            )
         handle = self._driver.CUipcMemHandle()
         handle.reserved = theirs.handle
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
         self._call(self._driver.cuCtxSetCurrent, self._context)  # any thread may open
         base = int(self._call(self._driver.cuIpcOpenMemHandle, handle, flags))
         address = base + theirs.offset
-        rows_RW = torch.as_tensor(Raw(address, rows, words))
+        rows_RW = torch.as_tensor(RawPointer(address, rows, words))
         if rows_RW.data_ptr() != address:  # a copy of it, which nobody would ever see
-            raise LinkError("torch does not take another process's memory as its own")
+            raise TransportError("torch does not take another process's memory as its own")
         self._opened[address] = base
         return rows_RW
 
@@ -108,16 +116,24 @@ class CudaGpu:
         self._call(self._driver.cuIpcCloseMemHandle, base)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The values of a driver call. Raises LinkError."""
+        """The values of a driver call. Raises TransportError."""
         result = function(*arguments)
         if int(result[0]):
-            raise LinkError(f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's memory, or it is gone")
+            raise TransportError(
+                f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's memory, or it is gone"
+            )
         return result[1] if len(result) == 2 else result[1:]
 
     # ------------------------------------------------------------ copies
 
     @torch.inference_mode()
-    def copy(self, source_RW: Tensor, sources: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]) -> Any:
+    def copy(
+        self,
+        source_RW: Tensor,
+        sources: NDArray[np.int64],
+        target_RW: Tensor,
+        targets: NDArray[np.int64],
+    ) -> Any:
         count = len(sources)
         self._host_2N[0, :count] = torch.from_numpy(np.ascontiguousarray(sources))
         self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
@@ -137,12 +153,16 @@ class CudaGpu:
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._host_2N[0, : len(sources)] = torch.from_numpy(np.ascontiguousarray(sources))
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
-            torch.index_select(source_RW, 0, self._rows_2N[0, : len(sources)], out=self._piece_NW[: len(sources)])
+            torch.index_select(
+                source_RW, 0, self._rows_2N[0, : len(sources)], out=self._piece_NW[: len(sources)]
+            )
             host_NW.copy_(self._piece_NW[: len(sources)], non_blocking=True)
             self._mark().synchronize()
         return host_NW.numpy()
 
-    def write(self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]) -> None:
+    def write(
+        self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]
+    ) -> None:
         count = len(targets)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._host_NW[:count] = torch.from_numpy(content_NW)

@@ -12,13 +12,17 @@ from counterpoint.config import ConfigError, DeviceConfig
 from counterpoint.spec import ModelSpec
 
 MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
-CONTEXT_BYTES = 1 << 30  # of a process on the GPU, where others come and go and it can't be measured
+CONTEXT_BYTES = (
+    1 << 30
+)  # of a process on the GPU, where others come and go and it can't be measured
 GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share
-PIECE_BYTES = 384 << 10  # of one piece of a captured pass, in the same way: 0.30 GiB were seen for 896
+PIECE_BYTES = (
+    384 << 10
+)  # of one piece of a captured pass, in the same way: 0.30 GiB were seen for 896
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """Bytes. `total` of the whole device, or this process's share of it; `taken` by other processes and by libraries of this one
     (of a share: by this one alone); `activations` of all streams that may run passes; `graphs` and `tables` of this executor."""
 
@@ -32,7 +36,15 @@ class Budget:
     @property
     def free(self) -> int:
         """What is left for the KV cache."""
-        return self.total - self.taken - self.weights - self.activations - self.graphs - self.tables - MARGIN_BYTES
+        return (
+            self.total
+            - self.taken
+            - self.weights
+            - self.activations
+            - self.graphs
+            - self.tables
+            - MARGIN_BYTES
+        )
 
     def __str__(self) -> str:
         return (
@@ -61,7 +73,9 @@ def refuse_weights(weights: int, total: int, free: int) -> None:
         )
 
 
-def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_pages: int) -> int:
+def choose_pages(
+    device: DeviceConfig, page_bytes: int, budget: MemoryBudget, useful_pages: int
+) -> int:
     """Pages of the KV pool: `kv_pages`, else what `kv_memory_bytes` holds, else all that is free, but no more than `useful_pages`.
     Raises ConfigError with the budget if they do not fit or there is none."""
     room = budget.free // page_bytes
@@ -74,7 +88,9 @@ def choose_pages(device: DeviceConfig, page_bytes: int, budget: Budget, useful_p
     if pages < 1 and flag != "max_pass_tokens":
         raise ConfigError(f"{flag} leaves no room for a page of {page_bytes} bytes: set it to more")
     if pages < 1 or pages > room:
-        wanted = f"{gib(pages * page_bytes)} of KV were asked for" if pages else "no page of KV fits"
+        wanted = (
+            f"{gib(pages * page_bytes)} of KV were asked for" if pages else "no page of KV fits"
+        )
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",
             "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",

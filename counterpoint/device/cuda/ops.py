@@ -6,7 +6,7 @@ Must not: hold state between calls.
 
 Passes launched one operation after another take their matrix products from cuBLAS, through torch. Decode places have a record each
 (`decode_ops`), whose products were chosen by measurement on their SMs. What stands between the products is in kernels/layer.py, or
-for shapes and dtypes that it lacks in fused.py.
+for shapes and dtypes that it lacks in triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.device.cuda.attend import Attention, Plan, Planner, Prompts, best_planner, decode_by_torch
+from counterpoint.device.cuda.attention import (
+    Attention,
+    AttentionPlan,
+    AttentionPlanner,
+    PromptRows,
+    best_planner,
+    decode_by_torch,
+)
+from counterpoint.device.cuda.gemm_autotune import (
+    GemmAutotuner,
+    Packed,
+    Quantise,
+    quantised,
+    scaled,
+)
 from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
-from counterpoint.device.cuda.products import Packed, Products, Quantise, quantised, scaled
-from counterpoint.model.fp8 import MULTIPLE, Scaled, quantise_rows
+from counterpoint.model.fp8 import MULTIPLE, ScaledWeight, quantise_rows
 from counterpoint.model.ops import Ops, pack_linear, reference_ops
 from counterpoint.spec import ModelSpec
 
@@ -47,21 +60,33 @@ def cuda_ops(
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
     fixed: bool = False,
-) -> tuple[Ops, Planner]:
+) -> tuple[Ops, AttentionPlanner]:
     """The record of passes launched one operation after another, and the planner of their prefill attention. `kv_dtype`: of the
     pool (None: `dtype`). `quantise`: the layers' matrices are e4m3, and what is multiplied with them. `fixed`: no sum's order
-    depends on what shares the pass (invariant.py). Raises ConfigError if Triton is missing."""
+    depends on what shares the pass (batch_invariant.py). Raises ConfigError if Triton is missing."""
     try:
-        from counterpoint.device.cuda import fused, invariant
+        from counterpoint.device.cuda import batch_invariant, triton_kernels
     except ImportError as error:
-        raise ConfigError(f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}") from None
+        raise ConfigError(
+            f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}"
+        ) from None
     if quantise:
         refuse_quantisation(spec, dtype)
-    planner = invariant.FixedPlanner(spec, device) if fixed else best_planner(spec, dtype, device)
+    planner = (
+        batch_invariant.InvariantPlanner(spec, device)
+        if fixed
+        else best_planner(spec, dtype, device)
+    )
     layer = None if fixed else layer_kernels(spec, dtype, device, units=0, chained=False)
-    gather = functools.partial(fused.gather_context, dtype=dtype) if layer is None else layer.gather_context
+    gather = (
+        functools.partial(triton_kernels.gather_context, dtype=dtype)
+        if layer is None
+        else layer.gather_context
+    )
 
-    def plan_attention(start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int) -> Plan:
+    def plan_attention(
+        start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int
+    ) -> AttentionPlan:
         """For callers outside the executor: every segment is a prefill. Tensors are on the CPU."""
         ends_S = start_S + tokens_S
         rows = [
@@ -71,7 +96,12 @@ def cuda_ops(
         none = torch.zeros(0, 1, dtype=torch.int32, device=device)
         prefill = planner.plan(tokens_S.tolist(), ends_S.tolist())
         context_L = torch.cat(rows).to(device, torch.int32)
-        return Plan(none, none[:, 0], decode_by_torch, (Prompts(0, int(tokens_S.sum()), prefill, context_L),))
+        return AttentionPlan(
+            none,
+            none[:, 0],
+            decode_by_torch,
+            (PromptRows(0, int(tokens_S.sum()), prefill, context_L),),
+        )
 
     record = dataclasses.replace(
         reference_ops(),
@@ -81,21 +111,23 @@ def cuda_ops(
         kv_dtype=dtype if kv_dtype is None else kv_dtype,
         pack_linear=pack_quantised if quantise else pack_linear,
         pack_head=pack_head,
-        linear=invariant.linear if fixed else linear_with(quantise_rows if layer is None else layer.quantise),
+        linear=batch_invariant.linear
+        if fixed
+        else linear_with(quantise_rows if layer is None else layer.quantise),
         embed=embed,
-        rms_norm=fused.rms_norm,
-        add_rms_norm=fused.add_rms_norm,
+        rms_norm=triton_kernels.rms_norm,
+        add_rms_norm=triton_kernels.add_rms_norm,
         add=add,
-        silu_mul=fused.silu_mul,
+        silu_mul=triton_kernels.silu_mul,
         rope_angles=rope_angles,
-        rope_and_append=fused.rope_and_append,
+        rope_and_append=triton_kernels.rope_and_append,
         plan_attention=plan_attention,
         attention=Attention(gather),
     )
     return with_layer_kernels(record, layer), planner
 
 
-def decode_ops(record: Ops, layer: LayerKernels | None, products: Products) -> Ops:
+def decode_ops(record: Ops, layer: LayerKernels | None, products: GemmAutotuner) -> Ops:
     """The record of a decode place: `record` with the place's own kernels."""
     return dataclasses.replace(with_layer_kernels(record, layer), linear=products.linear)
 
@@ -109,7 +141,9 @@ def pack_head(weight: Tensor) -> Packed:
     return pack_linear(weight, None)
 
 
-def layer_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, chained: bool) -> LayerKernels | None:
+def layer_kernels(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, units: int, chained: bool
+) -> LayerKernels | None:
     """The kernels between matrix products for `units` SMs, where they have the shape and can be built; None: Triton's do it."""
     try:
         return LayerKernels(dtype, spec.hidden, spec.head_dim, units, device.index or 0, chained)
@@ -121,8 +155,14 @@ def layer_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, uni
 def refuse_quantisation(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError unless this model's matrices can be multiplied in e4m3."""
     if dtype != torch.bfloat16:
-        raise ConfigError(f"quantization is fp8, dtype {str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or auto")
-    for name, size in (("hidden", spec.hidden), ("ffn", spec.ffn), ("qkv_features", spec.qkv_features)):
+        raise ConfigError(
+            f"quantization is fp8, dtype {str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or auto"
+        )
+    for name, size in (
+        ("hidden", spec.hidden),
+        ("ffn", spec.ffn),
+        ("qkv_features", spec.qkv_features),
+    ):
         if size % MULTIPLE or size > MOST_QUANTISED:
             raise ConfigError(
                 f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {MULTIPLE} up to "
@@ -146,7 +186,7 @@ def with_layer_kernels(record: Ops, layer: LayerKernels | None) -> Ops:
 def linear_with(quantise: Quantise) -> Callable[[Any, Packed], Tensor]:
     def linear(x: Any, packed: Packed) -> Tensor:
         weight, bias = packed
-        if isinstance(weight, Scaled):
+        if isinstance(weight, ScaledWeight):
             out = scaled(quantised(x, quantise), weight)
             return out if bias is None else out.add_(bias)
         return F.linear(x, weight, bias)
@@ -162,7 +202,9 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
     return x.add_(delta)
 
 
-def rope_angles(positions_T: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def rope_angles(
+    positions_T: Tensor, inverse_frequencies: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, A / 2], times `scale`, float32."""
     angles = positions_T.to(torch.float32)[:, None] * inverse_frequencies
     cos, sin = angles.cos(), angles.sin()

@@ -1,7 +1,7 @@
 """Sampling of a pass on the device, without a look at it.
 
 Owns: the way from the host's sampling settings to the sampler's tensors on the device, and from log-probabilities on the device to
-TokenLogprobs. Promises: launching never waits; what must be read on the host is a `Download`, read when the step's event has come.
+TokenLogprobs. Promises: launching never waits; what must be read on the host is a `SamplingDownload`, read when the step's event has come.
 Must not: launch the model (but for the LM head over a prompt whose log-probabilities are asked for).
 
 Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
@@ -19,19 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from counterpoint.device.cuda.device_tables import ADJUSTED, DeviceTables
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.cuda.tables import ADJUSTED, DeviceTables
-from counterpoint.device.settings import Settings, Stage, column
-from counterpoint.device.tables import PassRows
+from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, column
+from counterpoint.device.slot_tables import PassRows
 from counterpoint.model.decoder import Decoder
-from counterpoint.model.sample import Choice, Draw, Filters, drawn, logprobs, sample
+from counterpoint.model.sample import DrawParams, Filters, SamplerInputs, drawn, logprobs, sample
 from counterpoint.types import TokenLogprobs
 
 BLOCK = 512  # rows of a prompt's logits at a time
 MOST_TOP = 20  # alternatives that a captured step has of each token
 
 
-class Tail(enum.Flag):
+class SamplingMode(enum.Flag):
     """How the rows of a decode step are sampled: no more than any of them asks for. Nothing of it is the best logit of each. ANY is
     outside the graph."""
 
@@ -43,46 +43,62 @@ class Tail(enum.Flag):
     ANY = enum.auto()
 
 
-IN_GRAPH = Stage.DRAW | Stage.MIN_P | Stage.TOP_K | Stage.TOP_P | ADJUSTED | Stage.LOGPROBS | Stage.PROMPT_LOGPROBS
+IN_GRAPH = (
+    SamplingStage.DRAW
+    | SamplingStage.MIN_P
+    | SamplingStage.TOP_K
+    | SamplingStage.TOP_P
+    | ADJUSTED
+    | SamplingStage.LOGPROBS
+    | SamplingStage.PROMPT_LOGPROBS
+)
 
 
 @functools.cache  # it is asked for every step, and flags are slow
-def tail_for(stages: int) -> Tail:
+def tail_for(stages: int) -> SamplingMode:
     """`stages`: what any of the rows asks for, as settings.Stage."""
     if stages & ~int(IN_GRAPH):  # also what this device has never heard of
-        return Tail.ANY
-    tail = Tail.GREEDY
-    if stages & Stage.DRAW:
-        tail |= Tail.DRAWN | (Tail.FILTERED if stages & (Stage.TOP_K | Stage.TOP_P) else Tail.GREEDY)
+        return SamplingMode.ANY
+    tail = SamplingMode.GREEDY
+    if stages & SamplingStage.DRAW:
+        tail |= SamplingMode.DRAWN | (
+            SamplingMode.FILTERED
+            if stages & (SamplingStage.TOP_K | SamplingStage.TOP_P)
+            else SamplingMode.GREEDY
+        )
     if stages & ADJUSTED:
-        tail |= Tail.ADJUSTED
-    return tail | Tail.LOGPROBS if stages & Stage.LOGPROBS else tail
+        tail |= SamplingMode.ADJUSTED
+    return tail | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else tail
 
 
-def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: Tail) -> Tensor:
+def sample_in_graph(
+    logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: SamplingMode
+) -> Tensor:
     """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
     logits_BV = logits_BV[:, : tables.settings.vocab]
-    if not tail & (Tail.DRAWN | Tail.ADJUSTED):
-        return sample(logits_BV, Choice())
+    if not tail & (SamplingMode.DRAWN | SamplingMode.ADJUSTED):
+        return sample(logits_BV, SamplerInputs())
     temperature_B, top_p_B, min_p_B, *penalties = tables.floats[slot_B].unbind(1)
     top_k_B, seed_B, prompt_tokens_B, min_tokens_B = tables.integers[slot_B].unbind(1)
     made_B = end_B - prompt_tokens_B
     finite_B = logits_BV.sum(1).isfinite()
-    if tail & Tail.ADJUSTED:
+    if tail & SamplingMode.ADJUSTED:
         repetition_B, presence_B, frequency_B = penalties
         settings = (repetition_B, presence_B, frequency_B, min_tokens_B)
         logits_BV = tables.adjustments.adjust(logits_BV, slot_B, made_B, settings)
     ids_B = logits_BV.argmax(1)
-    if tail & Tail.DRAWN:
+    if tail & SamplingMode.DRAWN:
         filters = None
-        if tail & Tail.FILTERED:
+        if tail & SamplingMode.FILTERED:
             every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
             filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
         draws_B = temperature_B > 0
-        draw = Draw(None, seed_B, made_B, torch.where(draws_B, temperature_B, 1.0), min_p_B, filters)
+        draw = DrawParams(
+            None, seed_B, made_B, torch.where(draws_B, temperature_B, 1.0), min_p_B, filters
+        )
         ids_B = torch.where(draws_B, drawn(logits_BV, draw), ids_B)
     ids_B = torch.where(finite_B, ids_B, -1)
-    if tail & Tail.ADJUSTED:
+    if tail & SamplingMode.ADJUSTED:
         tables.adjustments.count(slot_B, ids_B)
     return ids_B
 
@@ -90,10 +106,14 @@ def sample_in_graph(logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: De
 def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
     """Ids by all that the host knows of each slot."""
     settings = tables.settings
-    if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(Stage.LOGPROBS | Stage.PROMPT_LOGPROBS):
-        return sample(logits_BV, Choice(), settings.vocab)
+    if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(
+        SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS
+    ):
+        return sample(logits_BV, SamplerInputs(), settings.vocab)
     # The settings index the token table on the host; the device's is put in its place.
-    placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(settings.rows.shape[0], int(rows.end_B.max()))
+    placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(
+        settings.rows.shape[0], int(rows.end_B.max())
+    )
     choice = settings.choice(rows.slot_B, rows.end_B, placeholder)
     penalties, draw = choice.penalties, choice.draw
     if penalties is not None:
@@ -104,9 +124,13 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
         tokens_RL = tables.tokens[:, :length][tables.driver.upload(slot_R.numpy())].long()
         penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
     if draw is not None and draw.filters is not None:
-        draw = dataclasses.replace(draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor))
-    added, masks, draw = (on_device(part, tables.driver) for part in (choice.added, choice.masks, draw))
-    return sample(logits_BV, Choice(penalties, added, masks, draw), settings.vocab)
+        draw = dataclasses.replace(
+            draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor)
+        )
+    added, masks, draw = (
+        on_device(part, tables.driver) for part in (choice.added, choice.masks, draw)
+    )
+    return sample(logits_BV, SamplerInputs(penalties, added, masks, draw), settings.vocab)
 
 
 def on_device(value: Any, driver: Driver) -> Any:
@@ -116,7 +140,9 @@ def on_device(value: Any, driver: Driver) -> Any:
     if isinstance(value, tuple):
         return tuple(on_device(each, driver) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: on_device(getattr(value, f.name), driver) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: on_device(getattr(value, f.name), driver) for f in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **fields)
     return value
 
@@ -125,7 +151,7 @@ def on_device(value: Any, driver: Driver) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
+class SamplingDownload:
     """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
     they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them. `spread`: the tensors
     have all rows of the step, and those of `row` are meant."""
@@ -141,53 +167,80 @@ class Download:
         tensors = (self.own_R, self.ids_RN, self.values_RN)
         own_R, ids_RN, values_RN = (x[list(self.row)] for x in tensors) if self.spread else tensors
         lists = (own_R.tolist(), ids_RN.tolist(), values_RN.tolist(), self.top_R)
-        return [TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top])) for own, ids, values, top in zip(*lists, strict=True)]
+        return [
+            TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top]))
+            for own, ids, values, top in zip(*lists, strict=True)
+        ]
 
 
-def download_chosen(logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: Settings, driver: Driver) -> Download | None:
+def download_chosen(
+    logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: SamplingTables, driver: Driver
+) -> SamplingDownload | None:
     """Log-probabilities of the sampled ids of the rows that ask."""
-    if not settings.stages(rows.slot_B) & Stage.LOGPROBS:
+    if not settings.stages(rows.slot_B) & SamplingStage.LOGPROBS:
         return None
-    rows_R = settings.having(rows.slot_B, Stage.LOGPROBS)
+    rows_R = settings.having(rows.slot_B, SamplingStage.LOGPROBS)
     top_R = settings.rows["logprobs"][rows.slot_B[rows_R].numpy()].tolist()
     at_R = driver.upload(rows_R.numpy())
-    own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab))
-    return Download(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
+    own_R, ids_RN, values_RN = map(
+        driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab)
+    )
+    return SamplingDownload(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
 
 
-def spread_chosen(chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: Settings) -> Download:
+def spread_chosen(
+    chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: SamplingTables
+) -> SamplingDownload:
     """The same from a captured step, whose buffers on the host have all rows: of those that ask."""
     rows = settings.rows[slot_B]
-    (asking,) = np.nonzero(rows["stages"] & Stage.LOGPROBS)
-    return Download(*chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True)
+    (asking,) = np.nonzero(rows["stages"] & SamplingStage.LOGPROBS)
+    return SamplingDownload(
+        *chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True
+    )
 
 
 def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
     """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
-    return bool(tables.settings.stages(rows.slot_S) & Stage.PROMPT_LOGPROBS)
+    return bool(tables.settings.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
 
 
-def download_prompts(decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor) -> list[Download]:
+def download_prompts(
+    decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor
+) -> list[SamplingDownload]:
     """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
     goes. `x_TD` are the hidden states behind the last layer."""
     settings, driver = tables.settings, tables.driver
     downloads = []
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
-    asking_R = settings.having(rows.slot_S, Stage.PROMPT_LOGPROBS)
+    asking_R = settings.having(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
     settings_R = settings.rows[rows.slot_S[asking_R].numpy()]
-    last_R = torch.minimum(rows.start_S[asking_R] + rows.tokens_S[asking_R], column(settings_R, "prompt_tokens") - 1)
-    for segment, last, top in zip(asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True):
-        slot, start, first = int(rows.slot_S[segment]), int(rows.start_S[segment]), int(first_S[segment])
+    last_R = torch.minimum(
+        rows.start_S[asking_R] + rows.tokens_S[asking_R], column(settings_R, "prompt_tokens") - 1
+    )
+    for segment, last, top in zip(
+        asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True
+    ):
+        slot, start, first = (
+            int(rows.slot_S[segment]),
+            int(rows.start_S[segment]),
+            int(first_S[segment]),
+        )
         for at in range(start, last, BLOCK):
             end = min(at + BLOCK, last)
             hidden_RD = x_TD[first + at - start : first + end - start]
             logits_RV, ids_R = decoder.head(hidden_RD), tables.tokens[slot, at + 1 : end + 1].long()
-            own_R, ids_RN, values_RN = map(driver.download, logprobs(logits_RV, ids_R, top, settings.vocab))
-            downloads.append(Download(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,)))
+            own_R, ids_RN, values_RN = map(
+                driver.download, logprobs(logits_RV, ids_R, top, settings.vocab)
+            )
+            downloads.append(
+                SamplingDownload(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,))
+            )
     return downloads
 
 
-def told_chosen(download: Download | None, ids_B: np.ndarray) -> tuple[TokenLogprobs | None, ...]:
+def told_chosen(
+    download: SamplingDownload | None, ids_B: np.ndarray
+) -> tuple[TokenLogprobs | None, ...]:
     """One entry per sampled row, as StepDone has them."""
     if download is None:
         return ()
@@ -197,7 +250,9 @@ def told_chosen(download: Download | None, ids_B: np.ndarray) -> tuple[TokenLogp
     return tuple(result)
 
 
-def told_prompts(downloads: list[Download], segments: int) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+def told_prompts(
+    downloads: list[SamplingDownload], segments: int
+) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
     """One entry per segment, as StepDone has them."""
     if not downloads:
         return ()

@@ -13,7 +13,9 @@ import torch
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
 
-SPIN_CYCLES = 20_000  # a block stays for about 10 microseconds, so that the next ones go to other SMs
+SPIN_CYCLES = (
+    20_000  # a block stays for about 10 microseconds, so that the next ones go to other SMs
+)
 
 
 class SmidProbe:
@@ -48,4 +50,7 @@ class SmidProbe:
         return frozenset(self.seen.tolist())
 
     def _launch(self, stream: torch.cuda.Stream) -> None:
-        check(self.launch(self.seen.data_ptr(), self.blocks, SPIN_CYCLES, stream.cuda_stream), "SM probe")
+        check(
+            self.launch(self.seen.data_ptr(), self.blocks, SPIN_CYCLES, stream.cuda_stream),
+            "SM probe",
+        )

@@ -29,11 +29,30 @@ FP8_CAPABILITY = (8, 9)  # the first that converts e4m3
 ENTRY_EXTRA = 16  # floats of a partial result beside its G * D accumulators
 
 
-class _Args(ctypes.Structure):  # struct Args of attention.cu
+class _AttentionArgs(ctypes.Structure):  # struct Args of attention.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "table", "lengths", "partial", "arrived", "rows_arrived")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "out_stride", "page_stride", "head_stride", "token_stride")),
-        *((name, ctypes.c_int) for name in ("table_stride", "seqs", "kv_heads", "group", "page_tokens", "pages")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q",
+                "out",
+                "k",
+                "v",
+                "table",
+                "lengths",
+                "partial",
+                "arrived",
+                "rows_arrived",
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("q_stride", "out_stride", "page_stride", "head_stride", "token_stride")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("table_stride", "seqs", "kv_heads", "group", "page_tokens", "pages")
+        ),
         *((name, ctypes.c_float) for name in ("scale_log2", "per_v_scale")),
         *((name, ctypes.c_int) for name in ("head_dim", "is_bf16", "kv_fp8", "sms", "chained")),
     ]
@@ -70,12 +89,20 @@ class DecodeAttention:
         refuse_shape(heads, kv_heads, head_dim, dtype, kv_dtype)
         if max_seqs > MOST_SEQS:
             raise ValueError(f"max_seqs is {max_seqs}: this kernel takes {MOST_SEQS} at most")
-        self.heads, self.kv_heads, self.head_dim, self.dtype, self.kv_dtype = heads, kv_heads, head_dim, dtype, kv_dtype
+        self.heads, self.kv_heads, self.head_dim, self.dtype, self.kv_dtype = (
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            kv_dtype,
+        )
         self.layout: Layout = layout
         self.sms, self.max_seqs = sms, max_seqs
         capability = torch.cuda.get_device_capability(device)
         if kv_dtype == FP8 and capability < FP8_CAPABILITY:
-            raise ValueError(f"a KV cache of e4m3 takes compute capability 8.9, and the device has {capability}")
+            raise ValueError(
+                f"a KV cache of e4m3 takes compute capability 8.9, and the device has {capability}"
+            )
         roomy = capability[0] in (9, 10)  # 227 KiB of shared memory to an SM, not about 100
         warps = 12 if roomy else 6
         flags = [f"-DWARPS={warps}", f"-DWITH_FP8={int(capability >= FP8_CAPABILITY)}"]
@@ -85,16 +112,22 @@ class DecodeAttention:
         group = heads // kv_heads
         where = torch.device("cuda", device)
         entries = warps * sms + max_seqs * kv_heads  # partial results: see attention.cu
-        self._partial = torch.empty(entries, group * head_dim + ENTRY_EXTRA, dtype=torch.float32, device=where)
-        self._arrived = torch.zeros(entries, dtype=torch.int32, device=where)  # the kernel leaves all counters zero
+        self._partial = torch.empty(
+            entries, group * head_dim + ENTRY_EXTRA, dtype=torch.float32, device=where
+        )
+        self._arrived = torch.zeros(
+            entries, dtype=torch.int32, device=where
+        )  # the kernel leaves all counters zero
         self._rows_arrived = torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=where)
-        self._args = _Args(
+        self._args = _AttentionArgs(
             partial=self._partial.data_ptr(),
             arrived=self._arrived.data_ptr(),
             rows_arrived=self._rows_arrived.data_ptr(),
             kv_heads=kv_heads,
             group=group,
-            scale_log2=(head_dim**-0.5 if scale is None else scale) * math.log2(math.e) * (KV_SCALE if kv_dtype == FP8 else 1.0),
+            scale_log2=(head_dim**-0.5 if scale is None else scale)
+            * math.log2(math.e)
+            * (KV_SCALE if kv_dtype == FP8 else 1.0),
             per_v_scale=1 / KV_SCALE if kv_dtype == FP8 else 1.0,
             head_dim=head_dim,
             is_bf16=int(dtype == torch.bfloat16),
@@ -134,15 +167,27 @@ class DecodeAttention:
         self._refuse(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
         if not q_SHD.shape[0]:
             return lambda k_pool, v_pool: None
-        args = _Args.from_buffer_copy(self._args)
+        args = _AttentionArgs.from_buffer_copy(self._args)
         page_stride, a, b, _ = k_pool.stride()
         args.head_stride, args.token_stride = (a, b) if self.layout == "HND" else (b, a)
         args.page_stride, args.pages = page_stride, k_pool.shape[0]
         args.page_tokens = k_pool.shape[2 if self.layout == "HND" else 1]
         args.q, args.out = q_SHD.data_ptr(), out_SHD.data_ptr()
-        args.table, args.lengths, args.table_stride = tables_SP.data_ptr(), lengths_S.data_ptr(), tables_SP.stride(0)
-        args.q_stride, args.out_stride, args.seqs = q_SHD.stride(0), out_SHD.stride(0), q_SHD.shape[0]
-        stream, where, launch = torch.cuda.current_stream(q_SHD.device).cuda_stream, ctypes.byref(args), self._launch
+        args.table, args.lengths, args.table_stride = (
+            tables_SP.data_ptr(),
+            lengths_S.data_ptr(),
+            tables_SP.stride(0),
+        )
+        args.q_stride, args.out_stride, args.seqs = (
+            q_SHD.stride(0),
+            out_SHD.stride(0),
+            q_SHD.shape[0],
+        )
+        stream, where, launch = (
+            torch.cuda.current_stream(q_SHD.device).cuda_stream,
+            ctypes.byref(args),
+            self._launch,
+        )
 
         def attend(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
             args.k, args.v = k_pool.data_ptr(), v_pool.data_ptr()
@@ -151,16 +196,29 @@ class DecodeAttention:
         return attend
 
     def _refuse(
-        self, q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
         inner = (self.heads, self.head_dim)
         for name, x in (("q_SHD", q), ("out_SHD", out)):
-            if x.shape[1:] != inner or x.dtype != self.dtype or x.stride()[1:] != (self.head_dim, 1) or x.stride(0) % 2:
+            if (
+                x.shape[1:] != inner
+                or x.dtype != self.dtype
+                or x.stride()[1:] != (self.head_dim, 1)
+                or x.stride(0) % 2
+            ):
                 raise ValueError(
                     f"{name} must be {self.dtype} [S, {self.heads}, {self.head_dim}] with contiguous heads: {_text(x)}"
                 )
         if out.shape != q.shape or q.shape[0] > self.max_seqs:
-            raise ValueError(f"q_SHD {tuple(q.shape)}, out_SHD {tuple(out.shape)}: equal, and S at most max_seqs = {self.max_seqs}")
+            raise ValueError(
+                f"q_SHD {tuple(q.shape)}, out_SHD {tuple(out.shape)}: equal, and S at most max_seqs = {self.max_seqs}"
+            )
         heads_axis, tokens_axis = (1, 2) if self.layout == "HND" else (2, 1)
         for name, x in (("k_pool", k), ("v_pool", v)):
             fits = x.dim() == 4 and x.dtype == self.kv_dtype and x.stride(3) == 1
@@ -173,23 +231,42 @@ class DecodeAttention:
                     f"{TILE_TOKENS} tokens to a page, rows of 16-byte alignment, under 64 GiB: {_text(x)}"
                 )
         if k.shape != v.shape or k.stride() != v.stride():
-            raise ValueError(f"k_pool and v_pool must have one shape and strides: {_text(k)} and {_text(v)}")
-        if tables.dtype != torch.int32 or tables.dim() != 2 or tables.shape[0] != q.shape[0] or tables.stride(1) != 1:
-            raise ValueError(f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: {_text(tables)}")
-        if lengths.dtype != torch.int32 or lengths.shape != q.shape[:1] or not lengths.is_contiguous():
+            raise ValueError(
+                f"k_pool and v_pool must have one shape and strides: {_text(k)} and {_text(v)}"
+            )
+        if (
+            tables.dtype != torch.int32
+            or tables.dim() != 2
+            or tables.shape[0] != q.shape[0]
+            or tables.stride(1) != 1
+        ):
+            raise ValueError(
+                f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: {_text(tables)}"
+            )
+        if (
+            lengths.dtype != torch.int32
+            or lengths.shape != q.shape[:1]
+            or not lengths.is_contiguous()
+        ):
             raise ValueError(f"lengths_S must be contiguous int32 [{q.shape[0]}]: {_text(lengths)}")
 
 
-def refuse_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def refuse_shape(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     """Raise ValueError unless the kernel has this model's attention shape."""
     if heads % kv_heads or not 1 <= heads // kv_heads <= 8:
-        raise ValueError(f"{heads} query heads on {kv_heads} KV heads: this kernel takes 1 to 8 per KV head, a whole number")
+        raise ValueError(
+            f"{heads} query heads on {kv_heads} KV heads: this kernel takes 1 to 8 per KV head, a whole number"
+        )
     if head_dim not in (64, 128):
         raise ValueError(f"head_dim is {head_dim}: this kernel takes 64 or 128")
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype}: this kernel takes bfloat16 or float16")
     if kv_dtype not in (dtype, FP8) or (kv_dtype == FP8 and head_dim != 128):
-        raise ValueError(f"the KV cache is {kv_dtype}: this kernel takes that of the queries, or e4m3 with heads of 128")
+        raise ValueError(
+            f"the KV cache is {kv_dtype}: this kernel takes that of the queries, or e4m3 with heads of 128"
+        )
 
 
 def _text(x: torch.Tensor) -> str:

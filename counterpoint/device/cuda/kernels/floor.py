@@ -23,15 +23,34 @@ class FilterFloor:
     def __init__(self, device: int = 0, cache: Path | None = None) -> None:
         self._launch = load("floor", architecture(device), cache=cache).counterpoint_filter_floor
         pointer = ctypes.c_void_p
-        self._launch.argtypes = [pointer, ctypes.c_longlong, ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, pointer]
+        self._launch.argtypes = [
+            pointer,
+            ctypes.c_longlong,
+            ctypes.c_int,
+            ctypes.c_int,
+            pointer,
+            pointer,
+            pointer,
+            pointer,
+        ]
 
-    def __call__(self, x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int = 0) -> Tensor:
+    def __call__(
+        self, x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int = 0
+    ) -> Tensor:
         """`x_FV` float32, 0 at each row's best; top_k int64, 0: off; top_p float32, 1: off. `width` is for sorts."""
         floor_F = x_FV.new_empty(x_FV.shape[0])
         if x_FV.shape[0]:
             x_FV, top_k_F = x_FV.contiguous(), top_k_F.contiguous()
             top_p = None if top_p_F is None else top_p_F.contiguous()
             stream = torch.cuda.current_stream(x_FV.device).cuda_stream
-            pointers = (top_k_F.data_ptr(), None if top_p is None else top_p.data_ptr(), floor_F.data_ptr(), stream)
-            check(self._launch(x_FV.data_ptr(), x_FV.stride(0), *x_FV.shape, *pointers), "filter floor")
+            pointers = (
+                top_k_F.data_ptr(),
+                None if top_p is None else top_p.data_ptr(),
+                floor_F.data_ptr(),
+                stream,
+            )
+            check(
+                self._launch(x_FV.data_ptr(), x_FV.stride(0), *x_FV.shape, *pointers),
+                "filter floor",
+            )
         return floor_F

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
-from counterpoint.model.fp8 import FP8, Scaled
+from counterpoint.model.fp8 import FP8, ScaledWeight
 
 MAX_ROWS = 128
 STAGE_BYTES = 128  # of K
 
 
-Rows = torch.Tensor | Scaled
+Rows = torch.Tensor | ScaledWeight
 
 
 class Tile(NamedTuple):
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
         return self.height if wide else self.height * self.groups
 
 
-class _Args(ctypes.Structure):  # struct Args of gemm.cu
+class _GemmArgs(ctypes.Structure):  # struct Args of gemm.cu
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "out", "x_scale", "w_scale")),
         *((name, ctypes.c_int64) for name in ("x_stride", "w_stride", "out_stride")),
@@ -88,13 +88,17 @@ template <> struct Wgmma<{height}> {{
 class SkinnyGemm:
     """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a weight tile's kernel when it is first needed (seconds, then cached)."""
 
-    def __init__(self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None) -> None:
+    def __init__(
+        self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None
+    ) -> None:
         self.sms, self.chained = sms, chained
         self._arch, self._cache = architecture(device), cache
         self._launches: dict[tuple[int, bool], Callable[[Any, Any], int]] = {}
         self._tiles: dict[tuple[int, int], Tile] = {}
         if self._arch != "90a":
-            raise ValueError(f"this kernel is for Hopper (sm_90a), and the device is sm_{self._arch}")
+            raise ValueError(
+                f"this kernel is for Hopper (sm_90a), and the device is sm_{self._arch}"
+            )
 
     def tile(self, n: int, m: int) -> Tile:
         """The tile used for a weight of n rows and m rows of x."""
@@ -104,23 +108,31 @@ class SkinnyGemm:
 
     def __call__(self, x_MK: Rows, w_NK: Rows, out_MN: torch.Tensor | None = None) -> torch.Tensor:
         """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
-        fp8 = isinstance(w_NK, Scaled)
+        fp8 = isinstance(w_NK, ScaledWeight)
         x, x_scale = plain(x_MK)
         w, w_scale = plain(w_NK)
         (m, k), n = x.shape, w.shape[0]
         out = x.new_empty(m, n, dtype=torch.bfloat16) if out_MN is None else out_MN
         dtype = FP8 if fp8 else torch.bfloat16
-        expected = (("x_MK", x, (m, k), dtype), ("w_NK", w, (n, k), dtype), ("out_MN", out, (m, n), torch.bfloat16))
+        expected = (
+            ("x_MK", x, (m, k), dtype),
+            ("w_NK", w, (n, k), dtype),
+            ("out_MN", out, (m, n), torch.bfloat16),
+        )
         for name, of, shape, wanted in expected:
             aligned = of.stride(0) * of.itemsize % 16 == 0 and of.data_ptr() % 16 == 0
             if of.shape != shape or of.dtype != wanted or of.stride(1) != 1 or not aligned:
                 got = f"{of.dtype} {tuple(of.shape)} {of.stride()}"
-                raise ValueError(f"{name} must be {wanted} {shape} with 16-byte aligned rows: got {got}")
+                raise ValueError(
+                    f"{name} must be {wanted} {shape} with 16-byte aligned rows: got {got}"
+                )
         if not 1 <= m <= MAX_ROWS or k * w.itemsize % STAGE_BYTES or n % 8:
             multiple = STAGE_BYTES // w.itemsize
-            raise ValueError(f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of {multiple}")
+            raise ValueError(
+                f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of {multiple}"
+            )
         tile = self.tile(n, m)
-        args = _Args(
+        args = _GemmArgs(
             x=x.data_ptr(),
             w=w.data_ptr(),
             out=out.data_ptr(),
@@ -143,7 +155,12 @@ class SkinnyGemm:
 
     def _kernel(self, height: int, fp8: bool) -> Callable[[Any, Any], int]:
         if (height, fp8) not in self._launches:
-            library = load("gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height, fp8)}, cache=self._cache)
+            library = load(
+                "gemm",
+                self._arch,
+                headers={"wgmma.cuh": wgmma_header(height, fp8)},
+                cache=self._cache,
+            )
             launch = library.counterpoint_skinny_gemm
             launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
             self._launches[height, fp8] = launch
@@ -152,6 +169,6 @@ class SkinnyGemm:
 
 def plain(rows: Rows) -> tuple[torch.Tensor, int | None]:
     """The matrix, and where the scales of its rows are, if it has them."""
-    if isinstance(rows, Scaled):
+    if isinstance(rows, ScaledWeight):
         return rows.values_RK, rows.scale_R.data_ptr()
     return rows, None

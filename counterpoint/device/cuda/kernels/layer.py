@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
-from counterpoint.model.fp8 import FP8, KV_SCALE, Scaled
+from counterpoint.model.fp8 import FP8, KV_SCALE, ScaledWeight
 
 HEAD_DIMS = (64, 128, 256)
 MOST_FEATURES = 16384  # of a norm's row
@@ -28,11 +28,38 @@ FEW_ROWS = (1, 2, 4)
 FEW_BYTES = 200 * 1024  # of the rows together
 
 
-class _Args(ctypes.Structure):  # struct Args of layer.cu
+class _LayerArgs(ctypes.Structure):  # struct Args of layer.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight2", "cos", "sin", "y", "k", "v", "rows", "y8", "scales")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "weight",
+                "weight2",
+                "cos",
+                "sin",
+                "y",
+                "k",
+                "v",
+                "rows",
+                "y8",
+                "scales",
+            )
+        ),
         *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
-        *((name, ctypes.c_int) for name in ("count", "size", "heads", "kv_heads", "head_dim", "page_tokens", "n", "units")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "count",
+                "size",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "page_tokens",
+                "n",
+                "units",
+            )
+        ),
         *((name, ctypes.c_float) for name in ("eps", "k_scale", "v_scale")),
         *((name, ctypes.c_int) for name in ("is_bf16", "chained", "kv_fp8")),
     ]
@@ -56,10 +83,16 @@ class LayerKernels:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}: these kernels take bfloat16 or float16")
         if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MOST_FEATURES:
-            raise ValueError(f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8")
+            raise ValueError(
+                f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8"
+            )
         self._device = device
         self._dtype = dtype
-        self._common: dict[str, Any] = {"is_bf16": int(dtype == torch.bfloat16), "chained": int(chained), "units": units}
+        self._common: dict[str, Any] = {
+            "is_bf16": int(dtype == torch.bfloat16),
+            "chained": int(chained),
+            "units": units,
+        }
         self._common |= {"k_scale": KV_SCALE, "v_scale": KV_SCALE}
         library = load("layer", architecture(device), cache=cache)
         names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_append", "gather", "few_rows")
@@ -72,13 +105,31 @@ class LayerKernels:
         x_TD = x_TD.contiguous()
         y_TD = torch.empty_like(x_TD)
         rows, size = x_TD.shape
-        self._run("rms_norm", rows, x=x_TD.data_ptr(), weight=weight_D.data_ptr(), y=y_TD.data_ptr(), size=size, eps=eps)
+        self._run(
+            "rms_norm",
+            rows,
+            x=x_TD.data_ptr(),
+            weight=weight_D.data_ptr(),
+            y=y_TD.data_ptr(),
+            size=size,
+            eps=eps,
+        )
         return y_TD
 
-    def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """x + delta in place of x, and its norm in place of delta. Both are contiguous."""
         rows, size = x_TD.shape
-        self._run("add_rms_norm", rows, x=x_TD.data_ptr(), weight=weight_D.data_ptr(), y=delta_TD.data_ptr(), size=size, eps=eps)
+        self._run(
+            "add_rms_norm",
+            rows,
+            x=x_TD.data_ptr(),
+            weight=weight_D.data_ptr(),
+            y=delta_TD.data_ptr(),
+            size=size,
+            eps=eps,
+        )
         return x_TD, delta_TD
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
@@ -87,14 +138,16 @@ class LayerKernels:
         self._run("silu_mul", rows, x=x_T2F.data_ptr(), y=y_TF.data_ptr(), size=size)
         return y_TF
 
-    def quantise(self, x_RK: Tensor) -> Scaled:
+    def quantise(self, x_RK: Tensor) -> ScaledWeight:
         """Of at most MOST_QUANTISED features, a multiple of 8."""
         x_RK = x_RK.contiguous()
         rows = self._scaled(x_RK, *x_RK.shape)
         self._run("quantise", x_RK.shape[0], x=x_RK.data_ptr(), size=x_RK.shape[1], **into(rows))
         return rows
 
-    def add_rms_norm_quantised(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Scaled]:
+    def add_rms_norm_quantised(
+        self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, ScaledWeight]:
         """x + delta in place of x, and its norm, quantised."""
         rows, size = x_TD.shape
         normed = self._scaled(x_TD, rows, size)
@@ -102,15 +155,17 @@ class LayerKernels:
         self._run("add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **into(normed))
         return x_TD, normed
 
-    def silu_mul_quantised(self, x_T2F: Tensor) -> Scaled:
+    def silu_mul_quantised(self, x_T2F: Tensor) -> ScaledWeight:
         rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
         gated = self._scaled(x_T2F, rows, size)
         self._run("silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **into(gated))
         return gated
 
     @staticmethod
-    def _scaled(like: Tensor, rows: int, size: int) -> Scaled:
-        return Scaled(like.new_empty(rows, size, dtype=FP8), like.new_empty(rows, dtype=torch.float32))
+    def _scaled(like: Tensor, rows: int, size: int) -> ScaledWeight:
+        return ScaledWeight(
+            like.new_empty(rows, size, dtype=FP8), like.new_empty(rows, dtype=torch.float32)
+        )
 
     def rope_and_append(
         self,
@@ -154,7 +209,9 @@ class LayerKernels:
         )
         return q_THA
 
-    def gather_context(self, k_pages: Tensor, v_pages: Tensor, rows_L: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_context(
+        self, k_pages: Tensor, v_pages: Tensor, rows_L: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The given rows of the pool (page * page tokens + offset, int32) in one piece each, [L, K, A]."""
         _, page_tokens, kv_heads, head_dim = k_pages.shape
         page_stride, token_stride, head_stride, _ = k_pages.stride()
@@ -188,11 +245,11 @@ class LayerKernels:
 
     def _run(self, name: str, count: int, **fields: Any) -> None:
         if count:
-            args = _Args(count=count, **fields, **self._common)
+            args = _LayerArgs(count=count, **fields, **self._common)
             # As torch's own generated code asks; torch.cuda.current_stream takes ten times as long.
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             check(self._launches[name](ctypes.byref(args), stream), name)
 
 
-def into(rows: Scaled) -> dict[str, int]:
+def into(rows: ScaledWeight) -> dict[str, int]:
     return {"y8": rows.values_RK.data_ptr(), "scales": rows.scale_R.data_ptr()}

@@ -51,8 +51,18 @@ def load(
     """
     source = SOURCES / f"{name}.cu"
     headers = dict(headers or {})
-    recipe = ["-O3", "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-shared", "-Xcompiler", "-fPIC", *flags]
-    key = hashlib.sha256(repr([source.read_text(), sorted(headers.items()), recipe]).encode()).hexdigest()[:16]
+    recipe = [
+        "-O3",
+        "-std=c++17",
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        *flags,
+    ]
+    key = hashlib.sha256(
+        repr([source.read_text(), sorted(headers.items()), recipe]).encode()
+    ).hexdigest()[:16]
     built = (cache or CACHE) / f"{name}-{arch}-{key}.so"
     if not built.exists():
         _compile(source, headers, recipe, built)
@@ -87,7 +97,11 @@ def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], bu
             log.info("building %s", built.name)
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise KernelError(f"{' '.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip()}")
+                raise KernelError(
+                    f"{' '.join(command)} failed:\n{done.stderr.strip() or done.stdout.strip()}"
+                )
             os.replace(target, built)
     except OSError as error:
-        raise KernelError(f"{built.name} can't be built in {built.parent}: {error.strerror}") from None
+        raise KernelError(
+            f"{built.name} can't be built in {built.parent}: {error.strerror}"
+        ) from None

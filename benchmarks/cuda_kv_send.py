@@ -1,0 +1,264 @@
+"""How fast KV goes to another process's pool on the same GPU, and how much of that a prefill hides, by CUDA's own events.
+
+    python -m benchmarks.cuda_kv_send [--model NAME] [--tokens N …] [--groups N …] [--json FILE]
+
+Owns: the measurement. Promises: two processes, of which one only owns a pool; prompts through CudaExecutor in layer groups, each
+sent through CudaIpcTransport when its step has come back, as a worker does; pages in random order on both sides; medians.
+Must not: be imported by what serves.
+
+*Inside*: the share of the copies' own time that lies before the end of the prefill. *Visible*: from the end of the prefill to the
+end of the last copy. *Slower*: the prefill beside the copies, against the same one without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.cuda_steps import Bench, show
+from counterpoint.config import Config
+from counterpoint.device.cuda.device_setup import open_cuda
+from counterpoint.device.cuda.ipc import CudaCopier
+from counterpoint.device.kv_memory import memory_of
+from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
+from counterpoint.kv_transfer.transport import Completed
+from counterpoint.model.kv import KVPool
+from counterpoint.spec import ModelSpec
+from counterpoint.spec.source import resolve
+from counterpoint.types import Role
+
+WRITER, READER, GENERATION = 1, 2, 1
+KEEP_PAGES = 256  # of a write, as the handoff cuts them (disagg/handoff_events.py)
+
+
+class TimedGpu(CudaCopier):
+    """Keeps the events of its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def copy(
+        self,
+        source_RW: Tensor,
+        sources: NDArray[np.int64],
+        target_RW: Tensor,
+        targets: NDArray[np.int64],
+    ) -> Any:
+        ticket = super().copy(source_RW, sources, target_RW, targets)
+        self.copies.append(ticket)
+        return ticket
+
+
+def own_a_pool(
+    line: Connection, spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype
+) -> None:
+    """The other process: everything is granted; it says what is in its pages when it is asked."""
+    torch.cuda.set_device(0)
+    pool = KVPool(spec, pages, page_tokens, dtype, "cuda")
+    link = CudaIpcTransport(lambda: None, CudaCopier())
+    line.send(link.register(memory_of(pool)))
+    link.connect(READER, WRITER, line.recv(), False)
+    link.grant(READER, GENERATION, range(pages))
+    line.send(None)
+    while (wanted := line.recv()) is not None:
+        line.send([pool.k[layer][page].float().sum().item() for layer, page in wanted])
+    link.disconnect(READER)
+    link.close()
+
+
+class TimedSender:
+    """A device, a link to the other process, and prompts by hand."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, device = bench, bench.device
+        context = multiprocessing.get_context("spawn")
+        self.line, there = context.Pipe()
+        pages = device.kv.pages
+        shape = (device.spec, pages, device.tables.page_tokens, device.decoder.kv_dtype)
+        self.process = context.Process(target=own_a_pool, args=(there, *shape), daemon=True)
+        self.process.start()
+        self.gpu, self.bell = TimedGpu(), threading.Event()
+        self.link = CudaIpcTransport(self.bell.set, self.gpu)
+        self.memory = memory_of(device.kv)
+        blob, theirs = self.link.register(self.memory), self.line.recv()
+        self.line.send(blob)
+        self.line.recv()
+        self.link.connect(WRITER, READER, theirs, True)
+        self.order = random.Random(2).sample(range(pages), pages)
+        self.ops = 0
+        self.left: set[int] = set()
+
+    def send(self, first_layer: int, last_layer: int, pages: list[int]) -> None:
+        for start in range(0, len(pages), KEEP_PAGES):
+            here = pages[start : start + KEEP_PAGES]
+            there = self.order[start : start + len(here)]
+            self.ops += 1
+            self.left.add(self.ops)
+            self.link.write(
+                WRITER,
+                GENERATION,
+                self.memory.spans(first_layer, last_layer, here, there),
+                self.ops,
+            )
+
+    def wait(self) -> None:
+        while self.left:
+            self.bell.wait()
+            self.bell.clear()
+            for notice in self.link.poll():
+                assert isinstance(notice, Completed) and not notice.error, notice
+                self.left.discard(notice.op)
+
+    def check(self, pages: list[int]) -> None:
+        """Raises RuntimeError if a page is not there as it is here."""
+        wanted = [
+            (layer, index) for layer in (0, self.bench.layers - 1) for index in (0, len(pages) - 1)
+        ]
+        self.line.send([(layer, self.order[index]) for layer, index in wanted])
+        kv = self.bench.device.kv
+        if self.line.recv() != [
+            kv.k[layer][pages[index]].float().sum().item() for layer, index in wanted
+        ]:
+            raise RuntimeError("pages differ from those that were sent")
+
+    def close(self) -> None:
+        self.link.disconnect(WRITER)
+        self.line.send(None)
+        self.process.join(20)
+        self.link.close()
+
+    # ---------------------------------------------------------------- what is measured
+
+    def copy_s(self, tokens: int, times: int = 5) -> tuple[float, float, int]:
+        """(from posting to Completed, the GPU's own time, bytes) of a prompt's pages, with nothing else on the GPU."""
+        pages = self.bench.order[: -(-tokens // self.bench.size)]
+        host, own = [], []
+        for _ in range(times + 1):
+            self.gpu.copies.clear()
+            began_s = time.perf_counter()
+            self.send(0, self.bench.layers, pages)
+            self.wait()
+            host.append(time.perf_counter() - began_s)
+            own.append(sum(a.elapsed_time(b) for a, b in self.gpu.copies) * 1e-3)
+        self.check(pages)
+        return (
+            statistics.median(host[1:]),
+            statistics.median(own[1:]),
+            len(pages) * self.bench.layers * 2 * self.memory.page_bytes,
+        )
+
+    def prefill(self, tokens: int, group: int, sends: bool) -> dict[str, float]:
+        """One prompt in layer groups, each sent as its step comes back. Milliseconds."""
+        bench, driver = self.bench, self.bench.device.driver
+        stream = bench.device.places.choose(Role.PREFILL, bench.device.units).stream
+        steps = bench.prefill_steps(tokens, bench.device.units, group)
+        pages = list(steps[0].segments[0].pages)
+        layers = {step.id: (step.first_layer, step.last_layer) for step in steps}
+        self.gpu.copies.clear()
+        torch.cuda.synchronize()
+        start, waiting, finished, end = driver.mark(stream), list(steps), 0, None
+        for _ in range(min(2, len(waiting))):
+            bench.executor.submit(waiting.pop(0))
+        while finished < len(steps):
+            if not waiting and end is None:
+                end = driver.mark(stream)
+            for done in bench.done():
+                finished += 1
+                if waiting:
+                    bench.executor.submit(waiting.pop(0))
+                if sends:
+                    self.send(*layers[done.step], pages)
+        end = end or driver.mark(stream)
+        self.wait()
+        torch.cuda.synchronize()
+        took = start.elapsed_time(end)
+        if not sends:
+            return {"prefill ms": took}
+        spans = [(start.elapsed_time(a), start.elapsed_time(b)) for a, b in self.gpu.copies]
+        total = sum(b - a for a, b in spans)
+        inside = sum(max(0.0, min(b, took) - a) for a, b in spans)
+        return {
+            "prefill ms": took,
+            "copies ms": total,
+            "inside %": 100 * inside / total,
+            "visible ms": spans[-1][1] - took,
+        }
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8192])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 32])
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    flags = {
+        "policy": "serial",
+        "load_format": "dummy",
+        "max_running": 4,
+        "max_context_tokens": 16384,
+        "kv_memory_bytes": 8 << 30,
+    }
+    device = open_cuda(
+        Config().replace(model=args.model, **flags),
+        resolve(args.model),
+        lambda line: print(line, flush=True),
+    )
+    bench = Bench(device)
+    sender = TimedSender(bench)
+    copies: dict[str, dict[str, float]] = {}
+    overlap: dict[str, dict[str, float]] = {}
+    for tokens in args.tokens:
+        host_s, own_s, size = sender.copy_s(tokens)
+        copies[f"{tokens} tokens"] = {
+            "MB": size / 1e6,
+            "ms": host_s * 1e3,
+            "GPU ms": own_s * 1e3,
+            "GB/s": size / host_s / 1e9,
+            "GPU GB/s": size / own_s / 1e9,
+        }
+    show("KV to another process, alone", copies)
+    for tokens in args.tokens:
+        for group in args.groups:
+            alone, beside = [
+                medians([sender.prefill(tokens, group, sends) for _ in range(args.times + 1)][1:])
+                for sends in (False, True)
+            ]
+            slower = 100 * (beside["prefill ms"] / alone["prefill ms"] - 1)
+            name = "whole" if group >= bench.layers else f"{group} layers at a time"
+            overlap[f"{tokens} tokens, {name}"] = beside | {"slower %": slower}
+    show("KV sent while the prompt is computed", overlap)
+    sender.close()
+    bench.executor.close()
+    if args.json:
+        args.json.write_text(
+            json.dumps(
+                {"device": torch.cuda.get_device_name(), "copies": copies, "overlap": overlap},
+                indent=1,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

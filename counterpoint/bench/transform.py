@@ -1,0 +1,206 @@
+"""A load made to fit: fewer requests, another clock, other lengths.
+
+Owns: the changes a load may undergo between its file and the wire.
+Promises: each returns a new load, in order of arrival from 0 on; common prefixes stay common, whatever is changed.
+Must not: read files, make queries from nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from counterpoint.bench.workload import Arrivals, Query, arrival_times, offered_rate
+from counterpoint.types import Slo
+
+REHEARSED = 1 << 40  # the numbers of warm-up queries begin here, beyond those of any load
+
+
+def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
+    """The same arrivals on a clock stretched or compressed so that `rate` requests arrive per second on average."""
+    if not rate > 0:
+        raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
+    now = offered_rate(queries)
+    if now == float("inf"):
+        raise ValueError(
+            "all requests arrive at once: a rate can't be had by stretching their clock; give --arrivals"
+        )
+    return stretched(queries, now / rate)
+
+
+def stretched(queries: Sequence[Query], factor: float) -> list[Query]:
+    """Every time multiplied by `factor`: 0.1 plays ten times as fast."""
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"time scale is {factor}: it must be more than 0 (0.1 plays ten times as fast)"
+        )
+    return [dataclasses.replace(q, arrival_s=q.arrival_s * factor) for q in queries]
+
+
+def rearrived(
+    queries: Sequence[Query], kind: Arrivals, rate: float, burstiness: float, seed: int
+) -> list[Query]:
+    """The same requests in the same order at made times (see `workload.arrival_times`)."""
+    times = arrival_times(len(queries), kind, rate, np.random.default_rng(seed), burstiness)
+    return [dataclasses.replace(q, arrival_s=float(t)) for q, t in zip(queries, times, strict=True)]
+
+
+def first(queries: Sequence[Query], count: int) -> list[Query]:
+    """The first `count`, their clock from 0 on."""
+    if count < 1:
+        raise ValueError(f"requests is {count}: it must be 1 or more")
+    return _from_zero(queries[:count])
+
+
+def without_first(queries: Sequence[Query], count: int) -> list[Query]:
+    """All but the first `count`, their clock from 0 on."""
+    if not 0 <= count < len(queries):
+        raise ValueError(
+            f"skip is {count}: the workload has {len(queries)} requests, so it must be 0 to {len(queries) - 1}"
+        )
+    return _from_zero(queries[count:])
+
+
+def _from_zero(queries: Sequence[Query]) -> list[Query]:
+    start_s = queries[0].arrival_s if queries else 0.0
+    return [dataclasses.replace(q, arrival_s=q.arrival_s - start_s) for q in queries]
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def scaled(queries: Sequence[Query], factor: float) -> list[Query]:
+    """Prompts and answers `factor` times as long, at least 1 token.
+
+    A block of a common prefix becomes a whole number of tokens; prompts that have blocks are scaled by what that makes of the
+    factor, so that they still end where they did among their blocks.
+    """
+    if not 0 < factor < math.inf:
+        raise ValueError(f"length scale is {factor}: it must be more than 0")
+    if any(q.prompt is not None for q in queries):
+        raise ValueError(
+            "requests with a given text or given tokens can't be scaled in length; cut them with --max-prompt-tokens"
+        )
+
+    def one(query: Query) -> Query:
+        block = max(1, round(query.block_tokens * factor)) if query.prefix_ids else 0
+        by = block / query.block_tokens if query.prefix_ids else factor
+        return dataclasses.replace(
+            query,
+            prompt_tokens=max(1, round(query.prompt_tokens * by)),
+            output_tokens=max(1, round(query.output_tokens * factor)),
+            block_tokens=block,
+        )
+
+    return [one(q) for q in queries]
+
+
+def clipped(
+    queries: Sequence[Query], max_prompt_tokens: int | None, max_output_tokens: int | None
+) -> list[Query]:
+    """Prompts cut at their end and answers cut to a most. Given texts can't be cut: longer ones are left out."""
+    for name, most in (
+        ("max_prompt_tokens", max_prompt_tokens),
+        ("max_output_tokens", max_output_tokens),
+    ):
+        if most is not None and most < 1:
+            raise ValueError(f"{name} is {most}: it must be 1 or more")
+    kept = []
+    for query in queries:
+        length = min(query.prompt_tokens, max_prompt_tokens or query.prompt_tokens)
+        if length < query.prompt_tokens and query.prompt is not None and query.ids is None:
+            continue
+        blocks = query.prefix_ids[: -(-length // query.block_tokens)] if query.prefix_ids else ()
+        kept.append(
+            dataclasses.replace(
+                query,
+                prompt_tokens=length,
+                output_tokens=min(query.output_tokens, max_output_tokens or query.output_tokens),
+                prefix_ids=blocks,
+                prompt=query.prompt if query.ids is None else query.ids[:length],
+            )
+        )
+    return _from_zero(kept)
+
+
+# ---------------------------------------------------------------- contents and targets
+
+
+def without_texts(queries: Sequence[Query]) -> list[Query]:
+    """Given texts replaced by made tokens of their (estimated) length, for a target that takes token ids alone."""
+    return [
+        q if q.prompt is None or q.ids is not None else dataclasses.replace(q, prompt=None)
+        for q in queries
+    ]
+
+
+def rehearsal(queries: Sequence[Query], count: int) -> list[Query]:
+    """`count` queries like the first ones to warm a system up with: other tokens, nothing in common, at most 8 tokens of output.
+    Given texts and ids stay as they are."""
+    return [
+        dataclasses.replace(
+            q,
+            number=REHEARSED + q.number,
+            arrival_s=0.0,
+            prefix_ids=(),
+            output_tokens=min(q.output_tokens, 8),
+        )
+        for q in queries[:count]
+    ]
+
+
+def with_targets(queries: Sequence[Query], slo: Slo) -> list[Query]:
+    """Each query with the targets of `slo` where it has none of its own."""
+    return [dataclasses.replace(q, slo=q.slo.over(slo)) for q in queries]
+
+
+# ---------------------------------------------------------------- fewer requests
+
+
+def prefix_groups(queries: Sequence[Query], most: float = 0.01) -> list[int]:
+    """A group number per query: those of one group share a prefix that matters.
+
+    A group is a largest subtree of the tree of prefix blocks with at most `most` of all queries. What more of them have in common
+    (a system prompt) ties no group together: it is as common among any part of the load. Queries without blocks stand alone.
+    """
+    limit = max(1, int(len(queries) * most))
+    groups: dict[tuple[int, ...] | int, int] = {}
+    label = [0] * len(queries)
+    open_parts = [(list(range(len(queries))), 0)]
+    while open_parts:
+        part, depth = open_parts.pop()
+        children = collections.defaultdict(list)
+        for i in part:
+            ids = queries[i].prefix_ids
+            # one whose blocks end here stands alone
+            children[ids[: depth + 1] if len(ids) > depth else -1 - i].append(i)
+        for key, members in children.items():
+            if len(members) > limit and isinstance(key, tuple):
+                open_parts.append((members, depth + 1))
+                continue
+            number = groups.setdefault(key, len(groups))
+            for i in members:
+                label[i] = number
+    return label
+
+
+def thinned(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
+    """About `share` of the queries, taken as whole prefix groups at random: the others keep the cache hits among themselves.
+
+    (Leaving out random rows instead would destroy the hits.) Arrival times stay, so the rate falls by `share`.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"thin is {share}: it must be more than 0 and at most 1")
+    label = prefix_groups(queries)
+    size = collections.Counter(label)
+    wanted, kept, chosen = share * len(queries), 0, set()
+    for group in np.random.default_rng(seed).permutation(len(size)).tolist():
+        if kept and kept + size[group] / 2 > wanted:
+            continue
+        chosen.add(group)
+        kept += size[group]
+    return _from_zero([q for q, group in zip(queries, label, strict=True) if group in chosen])

@@ -1,0 +1,75 @@
+"""How many units have work while a step runs: what a profiler shows as the SM-active share.
+
+Owns: that model. Promises: the tiles, waves and times of the roofline; pure. Must not: price a step, or be shown to a policy.
+
+A unit is active while it holds a tile. It idles in the last wave of a product whose tiles do not go evenly over the units (wave
+quantisation: Bullet, arXiv 2504.19516, section 2), between kernels, and while the host launches. Norms, rotary embedding, decode
+attention and the sampler are taken to reach every unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+from counterpoint.cost_model.roofline import (
+    KERNELS_PER_LAYER,
+    KERNELS_PER_PASS,
+    MatrixProduct,
+    Roofline,
+    busy_units,
+    on_grid,
+)
+from counterpoint.types import BatchShape
+
+
+class ActiveUnits:
+    """Of steps as `roofline` prices them, when they run alone."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        self.roofline = roofline
+        self._layer: Callable[[int, int], float] = lru_cache(1 << 14)(self._layer_unit_s)
+        self._head: Callable[[int, int], float] = lru_cache(1 << 14)(self._head_unit_s)
+
+    def __call__(self, work: BatchShape, units: int) -> float:
+        """Units with work, on average over the step."""
+        roofline = self.roofline
+        parts = roofline.parts(work, units)
+        seconds = roofline.total(work, units, parts).seconds
+        if not seconds:
+            return 0.0
+        _, reading, attention, _ = parts
+        layer = self._layer(on_grid(work.prefill_tokens + work.decode_batch), units)
+        if work.prefill_tokens:
+            model, tile_rows = roofline.model, roofline.device.attention.tile_rows
+            layer += (
+                busy_units(model.heads * math.ceil(work.prefill_tokens / tile_rows), units)
+                * attention.seconds
+            )
+        layer += units * reading.seconds
+        active = layer * (work.last_layer - work.first_layer)
+        if work.last_layer == work.layers and work.samples:
+            active += self._head(work.samples, units)
+        return min(units, active / seconds)
+
+    def _layer_unit_s(self, rows: int, units: int) -> float:
+        """Units times seconds of a layer's products and of what lies between them, without attention."""
+        roofline = self.roofline
+        gaps_s = KERNELS_PER_LAYER * roofline.device.kernel_s
+        tiled = [roofline.tiled(product, rows, units) for product in roofline.layer_products]
+        products_s = sum(cost.seconds for cost, _ in tiled)
+        between_s = roofline.layer_cost(rows, units).seconds - gaps_s - products_s
+        return sum(cost.seconds * busy for cost, busy in tiled) + units * between_s
+
+    def _head_unit_s(self, samples: int, units: int) -> float:
+        roofline = self.roofline
+        cost, busy = roofline.tiled(
+            MatrixProduct(roofline.model.vocab, roofline.model.hidden), samples, units
+        )
+        sampler_s = (
+            roofline.head_cost(samples, units).seconds
+            - cost.seconds
+            - KERNELS_PER_PASS * roofline.device.kernel_s
+        )
+        return cost.seconds * busy + units * sampler_s

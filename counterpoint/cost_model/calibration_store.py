@@ -1,0 +1,104 @@
+"""The shelf: where calibrations are kept, and which one holds for a device and a model.
+
+Owns: the folder of those that come with the package, and the choice. Promises: an own calibration goes before a shipped one, and
+what was measured with other kernels is used and said to be so; a broken file is passed over and said to be broken. Must not:
+measure, or know where a user's folder is (the caller says).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from counterpoint.cost_model.calibration import (
+    Calibration,
+    CalibrationKey,
+    decode,
+    encode,
+    file_name,
+    shape_of,
+)
+from counterpoint.cost_model.fitted import Fitted
+from counterpoint.cost_model.roofline import Roofline
+from counterpoint.interfaces import Estimator
+from counterpoint.spec.device import DeviceSpec
+from counterpoint.spec.model import ModelSpec
+
+SHIPPED = Path(__file__).parent / "tables"
+FOLDER = "calibrations"  # within the user's cache folder
+ENOUGH = 8  # points that were measured alone; with fewer, a run had hardly begun
+
+
+class StoredCalibration(NamedTuple):
+    """An estimator, and in words where its prices come from."""
+
+    estimator: Estimator
+    note: str
+
+
+def load(path: Path) -> Calibration:
+    """Raises ValueError if the file can't be read or is no calibration."""
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def save(table: Calibration, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(encode(table))
+    part.replace(path)
+
+
+def prices(key: CalibrationKey, prior: Roofline, own: Path) -> StoredCalibration:
+    """The best there is for `key`: the calibration in folder `own`, the shipped one, or `prior` itself."""
+    broken = ""
+    for folder, whose in ((own, "own"), (SHIPPED, "shipped")):
+        path = folder / file_name(key)
+        if not path.is_file():
+            continue
+        try:
+            table = load(path)
+        except ValueError as error:
+            broken = f"; passed over: {error}"
+            continue
+        if table.key.suits(key) and len(table.points) >= ENOUGH:
+            other = (
+                ""
+                if table.key.kernels == key.kernels
+                else f", measured with other kernels ({table.key.kernels})"
+            )
+            note = f"prices: {whose} calibration of {table.about.get('date', 'unknown date')}, {len(table.points)} points{other}"
+            return StoredCalibration(Fitted(table, prior), note + broken)
+    return StoredCalibration(
+        prior,
+        f"prices: roofline of {prior.device.name}; `counterpoint calibrate` measures this device{broken}",
+    )
+
+
+def shipped(device: DeviceSpec, model: ModelSpec, dtype: str, kv_dtype: str) -> Calibration | None:
+    """The calibration that comes with the package for a device that is known as numbers alone."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        table = load(path)
+        key = table.key
+        same = (key.units, key.model, key.dtype, key.kv_dtype) == (
+            device.units,
+            shape_of(model),
+            dtype,
+            kv_dtype,
+        )
+        if same and device.name in key.device.lower().split():
+            return table
+    return None
+
+
+def of_device(name: str, devices: Sequence[DeviceSpec]) -> DeviceSpec | None:
+    """Which of `devices` is called so by its driver ("NVIDIA H200")."""
+    words = name.lower().replace("-", " ").split()
+    return next((device for device in devices if device.name in words), None)

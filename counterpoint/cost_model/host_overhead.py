@@ -1,0 +1,110 @@
+"""The host's side of a step: how long launching it keeps the host busy, and what its start on an idle device costs.
+
+Owns: the fit of both to what was measured. Promises: a prediction is arithmetic on a few numbers; what was not measured is 0.
+Must not: price what the device does (cost_model/fitted.py).
+
+A launch costs something per step, per layer launched, per prompt, and for decodes in the same pass; of decodes alone, which are one
+captured graph, per step and row. Passes that are filled up to a bucket are captured in pieces, and so launched faster than larger
+ones: a kind of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from counterpoint.cost_model.calibration import Calibration, CalibrationPoint
+from counterpoint.cost_model.regression import least_squares
+from counterpoint.types import BatchShape
+
+# Each cost at a guess, in seconds: of a decode step, 256 rows of it; of a pass, all its layers, a prompt, that it has decodes.
+DECODE = (3e-4, 2e-4)
+PASS = (1e-3, 8e-3, 2e-4, 2e-3)
+FREE = 20.0  # how far, relatively, they may be from that
+KEPT = 0.85  # of the points, those nearest to a first fit: the host has bad moments
+BOUND = 1.1  # a step that takes less than so many times its launch was waiting for the host
+ENOUGH = 4  # such steps, to tell how much longer than its launch they take
+
+
+class LaunchOverhead:
+    """Of the steps of `table`. Nothing but zeros if it was measured without an eye on the host."""
+
+    def __init__(self, table: Calibration) -> None:
+        self._largest = table.pass_buckets[-1] if table.pass_buckets else 0
+        seen: dict[str, list[CalibrationPoint]] = {}
+        for point in table.points:
+            if point.host_s and not point.held_out:
+                seen.setdefault(self.kind(point.work), []).append(point)
+        self._costs = {kind: costs(points) for kind, points in seen.items()}
+        starts = {
+            kind: [p.start_s for p in points if p.start_s and not p.beside]
+            for kind, points in seen.items()
+        }
+        self._starts = {kind: statistics.median(some) for kind, some in starts.items() if some}
+        bound = [
+            p.seconds / p.host_s
+            for points in seen.values()
+            for p in points
+            if p.seconds < BOUND * p.host_s and not p.beside
+        ]
+        self.stretch = max(1.0, statistics.median(bound)) if len(bound) >= ENOUGH else 1.0
+
+    @property
+    def known(self) -> bool:
+        return bool(self._costs)
+
+    def kind(self, work: BatchShape) -> str:
+        """decode; or a pass with prompt tokens, filled (up to a bucket) or large."""
+        if not work.prefill_tokens:
+            return "decode"
+        return "filled" if work.prefill_tokens + work.decode_batch <= self._largest else "large"
+
+    def seconds(self, work: BatchShape) -> float:
+        """For how long the host is busy launching a step."""
+        found = self._costs.get(self.kind(work))
+        if found is None:
+            return 0.0
+        if not work.prefill_tokens:
+            return found[0] + found[1] * work.decode_batch / 256
+        seconds = found[0] + found[1] * (work.last_layer - work.first_layer) / work.layers
+        if work.first_layer == 0:
+            seconds += found[2] * work.prefill_requests + (found[3] if work.decode_batch else 0.0)
+        return seconds
+
+    def floor_s(self, work: BatchShape) -> float:
+        """The least that a step takes among others: the host can't launch faster."""
+        return self.stretch * self.seconds(work)
+
+    def start_s(self, work: BatchShape) -> float:
+        """How much longer a step takes on an idle device than behind another."""
+        return self._starts.get(self.kind(work), 0.0)
+
+    def waited(self, point: CalibrationPoint) -> bool:
+        """Whether it was the host that set the pace of what was measured."""
+        return point.seconds < BOUND * self.stretch * point.host_s
+
+
+def costs(points: Sequence[CalibrationPoint]) -> tuple[float, ...]:
+    """What a launch is made of, of points of one kind."""
+    decodes = not points[0].work.prefill_tokens
+    guesses = DECODE if decodes else PASS
+    table = []
+    for p in points:
+        work = p.work
+        if decodes:
+            sizes = (1.0, work.decode_batch / 256)
+        else:
+            sizes = (
+                float(p.steps),
+                1.0,
+                float(work.prefill_requests),
+                float(work.decode_batch > 0),
+            )
+        table.append(([size * guess for size, guess in zip(sizes, guesses, strict=True)], p.host_s))
+    found = least_squares(table, [(1.0, FREE)] * len(guesses))
+    table.sort(
+        key=lambda row: abs(sum(a * b for a, b in zip(row[0], found, strict=True)) / row[1] - 1)
+    )
+    found = least_squares(table[: math.ceil(KEPT * len(table))], [(1.0, FREE)] * len(guesses))
+    return tuple(factor * guess for factor, guess in zip(found, guesses, strict=True))

@@ -1,0 +1,41 @@
+"""An estimator that is wrong on purpose.
+
+Owns: the error. Promises: the same (seed, kind of step, units) always gets the same factor, so the error is a bias that a policy
+lives with, not noise that averages out. Must not: be the physics of a simulation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+from counterpoint.interfaces import Estimator
+from counterpoint.types import BatchShape
+
+
+class Perturbed:
+    """`inner` times a factor in [1 - error, 1 + error], uniform per cell. A cell is (prefill tokens, decode batch, decode context:
+    each to a power of two; units). Raises ValueError unless 0 <= error < 1."""
+
+    def __init__(self, inner: Estimator, error: float, seed: int = 0) -> None:
+        if not 0 <= error < 1:
+            raise ValueError(f"error is {error}: it must be at least 0 and less than 1")
+        self.inner = inner
+        self.error = error
+        self.seed = seed
+        self._factor = lru_cache(1 << 12)(self._draw)
+
+    def seconds(
+        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+    ) -> float:
+        cell = (
+            work.prefill_tokens.bit_length(),
+            work.decode_batch.bit_length(),
+            work.decode_context.bit_length(),
+            units,
+        )
+        return self._factor(cell) * self.inner.seconds(work, units, beside)
+
+    def _draw(self, cell: tuple[int, int, int, int]) -> float:
+        word = zlib.crc32(repr((self.seed, cell)).encode())
+        return 1 + self.error * (2 * word / 0xFFFFFFFF - 1)

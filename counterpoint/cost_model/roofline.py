@@ -1,0 +1,315 @@
+"""The roofline: how long a step takes on so many units, from the shape of the model and of the device alone.
+
+Owns: the price of each operator and what two steps side by side cost each other. Promises: `seconds` is pure and takes some
+microseconds (under 50 when nothing is remembered); alone, a step never takes longer on more units or with more bandwidth.
+Must not: be fitted (that is another Estimator, with this one as its prior).
+
+Per operator, after the SM-scaling roofline of Bullet (arXiv 2504.19516, section 4.1):
+
+    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves units work on average; the rounded
+                maximum of bytes over the bandwidth of the busy units and FLOPs (of whole tiles) over their peak
+    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way; decode: bytes of the KV cache over
+                what a decode kernel can pull with so many units
+    the rest    norms, rotary embedding, activation: bytes over bandwidth
+    overhead    a constant per kernel; at least the host's launch time per layer when the step holds prefill
+
+The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides. On an H200, products of 64 rows
+reach 70 % of either limit there, and the cube is what fits 8 to 132 SMs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from counterpoint.spec.device import DeviceSpec
+from counterpoint.spec.model import ModelSpec
+from counterpoint.types import BatchShape
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+KERNELS_PER_LAYER = 9  # norm, qkv, rotary + append, attention, o, norm, gate-up, activation, down
+FINE = 8  # steps per unit of the tables over busy units
+KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
+
+
+class StepCost(msgspec.Struct, frozen=True, gc=False):
+    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding).
+    Of a whole step also what it takes from others: `pull`, a share of the device's bandwidth; `burn`, of its own units' peak."""
+
+    seconds: float
+    bytes: float
+    flops: float
+    pull: float = 0.0
+    burn: float = 0.0
+
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(
+            self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops
+        )
+
+
+NOTHING = StepCost(0.0, 0.0, 0.0)
+# Of a step: in a layer its products and what lies between them, its attention of decodes, that of prompts; and the head.
+Parts = tuple[StepCost, StepCost, StepCost, StepCost]
+
+
+class MatrixProduct(NamedTuple):
+    """A weight matrix: `columns` outputs from `inner` inputs. `experts` of them, of which each row takes `taken`."""
+
+    columns: int
+    inner: int
+    experts: int = 1
+    taken: int = 1
+
+
+def rounded_max(a: float, b: float) -> float:
+    return (a * a * a + b * b * b) ** (1 / 3)
+
+
+def busy_units(tiles: int, units: int) -> float:
+    """Units busy on average while `tiles` equal tiles go over `units` units in waves: what wave quantisation leaves."""
+    return tiles / -(-tiles // units)
+
+
+def on_grid(rows: int) -> int:
+    """`rows`, up to 3 % more: what is remembered then serves many batches. (Tiles are coarser: the price hardly moves.)"""
+    step = 1 << max(0, rows.bit_length() - 6)
+    return -(-rows // step) * step
+
+
+class Roofline:
+    """ports.Estimator of `model` on `device`, with weights and maths in `dtype` and a KV cache of `kv_dtype` (None: `dtype`).
+
+    Raises ValueError for a dtype that the device does not have."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        device: DeviceSpec,
+        dtype: str = "bfloat16",
+        kv_dtype: str | None = None,
+    ) -> None:
+        self.model = model = model.sharded(device.degree)
+        self.device = device
+        self.unit_flops = device.peak(dtype) / device.units
+        self.weight_bytes = ELEMENT_BYTES[dtype]
+        self.kv_bytes = (
+            ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features
+        )  # of a token in a layer
+        self.prefill_width, self.decode_width = attention_widths(model)
+        self.prefill_flops = 2.0 * self.prefill_width  # of a query and a key
+        self.query_heads, self.query_rows = (
+            model.heads,
+            device.attention.tile_rows,
+        )  # that make tiles
+        self.read = [
+            device.read_bandwidth.at(count) for count in range(device.units + 1)
+        ]  # bytes/s by units
+        self.attention_read = [
+            device.attention.read_bandwidth.at(count) for count in range(device.units + 1)
+        ]
+        self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
+        steps = [
+            step / FINE for step in range(FINE * device.units + 1)
+        ]  # busy units, in small steps
+        self.gemm_read = [
+            device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps
+        ]  # bytes/s
+        self.gemm_flops = [
+            busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps
+        ]  # FLOP/s
+        self.layer_products = layer_products(model)
+        self.plain_bytes = plain_bytes(model)
+        self.query_bytes = (
+            2 * self.weight_bytes * model.heads * model.head_dim
+        )  # of a token in a layer: its query and its output
+        self.layer_cost: Callable[[int, int], StepCost] = lru_cache(1 << 16)(
+            self._layer_products_cost
+        )
+        self.head_cost: Callable[[int, int], StepCost] = lru_cache(1 << 14)(self._head_cost)
+        self.alone: Callable[[BatchShape, int], StepCost] = lru_cache(1 << 12)(self._alone)
+
+    def seconds(
+        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+    ) -> float:
+        """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
+        cost = self.alone(work, units)
+        if beside is None:
+            return cost.seconds
+        other, other_units = beside
+        return cost.seconds * self.slowdown(
+            cost, units, self.alone(other, other_units), other_units
+        )
+
+    def slowdown(self, cost: StepCost, units: int, other: StepCost, other_units: int) -> float:
+        """How many times longer a step takes beside another (spec.device.ContentionSpec has the formula). Steps that want more
+        units than there are take turns on them."""
+        if not cost.seconds or not other.seconds:
+            return 1.0
+        contention, turns = self.device.contention, (units + other_units) / self.device.units
+        slower = (
+            1
+            + contention.bandwidth * other.pull
+            + contention.compute * other.burn * (1 - cost.burn)
+        )
+        return max(slower, cost.pull + other.pull) * max(1.0, turns)
+
+    # ------------------------------------------------------------ one step, alone
+
+    def parts(self, work: BatchShape, units: int) -> Parts:
+        if not 1 <= units <= self.device.units:
+            raise ValueError(
+                f"{units} units asked of {self.device.name}, which has {self.device.units}"
+            )
+        return (
+            self.layer_cost(on_grid(work.prefill_tokens + work.decode_batch), units),
+            self.decode_attention(work, units) if work.decode_batch else NOTHING,
+            self.prefill_attention(work, units) if work.prefill_tokens else NOTHING,
+            self.head_cost(work.samples, units)
+            if work.last_layer == work.layers and work.samples
+            else NOTHING,
+        )
+
+    def total(self, work: BatchShape, units: int, parts: Parts) -> StepCost:
+        layer, reading, attention, head = parts
+        seconds = layer.seconds + reading.seconds + attention.seconds
+        if work.prefill_tokens:
+            seconds = max(seconds, self.device.layer_launch_s)
+        layers = work.last_layer - work.first_layer
+        seconds = layers * seconds + head.seconds
+        if not seconds:
+            return NOTHING
+        moved = layers * (layer.bytes + reading.bytes + attention.bytes) + head.bytes
+        flops = layers * (layer.flops + reading.flops + attention.flops) + head.flops
+        burn = min(1.0, flops / seconds / (units * self.unit_flops))
+        return StepCost(seconds, moved, flops, moved / seconds / self.read[-1], burn)
+
+    def _alone(self, work: BatchShape, units: int) -> StepCost:
+        return self.total(work, units, self.parts(work, units))
+
+    def _layer_products_cost(self, rows: int, units: int) -> StepCost:
+        """The products of one layer and what lies between them, without attention."""
+        total = StepCost(KERNELS_PER_LAYER * self.device.kernel_s, 0.0, 0.0)
+        for product in self.layer_products:
+            total += self.product(product, rows, units)
+        moved = rows * self.plain_bytes
+        return total + StepCost(moved / self.read[units] + self._reduce_s(rows), moved, 0.0)
+
+    def _reduce_s(self, rows: int) -> float:
+        """The two all-reduces of a layer in tensor parallelism, after attention and FFN: each as a ring, 2-byte elements."""
+        device = self.device
+        if device.degree == 1:
+            return 0.0
+        moved = 2 * (device.degree - 1) / device.degree * 2.0 * rows * self.model.hidden
+        return 2 * (device.link_s + moved / device.link_bandwidth)
+
+    def _head_cost(self, samples: int, units: int) -> StepCost:
+        """Logits of `samples` rows; the sampler reads them about three times in float32."""
+        moved = 3.0 * 4 * samples * self.model.vocab
+        sampler = StepCost(
+            KERNELS_PER_PASS * self.device.kernel_s + moved / self.read[units], moved, 0.0
+        )
+        return (
+            self.product(MatrixProduct(self.model.vocab, self.model.hidden), samples, units)
+            + sampler
+        )
+
+    def product(self, product: MatrixProduct, rows: int, units: int) -> StepCost:
+        """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
+        that rows reach (expected number, routing uniform)."""
+        return self.tiled(product, rows, units)[0]
+
+    def tiled(self, product: MatrixProduct, rows: int, units: int) -> tuple[StepCost, float]:
+        """The cost of `product`, and how many units have a tile on average."""
+        if rows == 0:
+            return StepCost(0.0, 0.0, 0.0), 0.0
+        reached = (
+            product.experts * (1 - (1 - product.taken / product.experts) ** rows)
+            if product.experts > 1
+            else 1.0
+        )
+        each = rows * product.taken / reached
+        columns, inner = product.columns, product.inner
+        moved = self.weight_bytes * (
+            reached * columns * inner + rows * product.taken * (columns + inner)
+        )
+        flops = 2.0 * rows * product.taken * columns * inner
+        gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
+        least_read_s, peak = moved / gemm_read[FINE * units], gemm_flops[FINE * units]
+        least_cube = least_read_s * least_read_s * least_read_s
+        best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
+        for tile_rows, tile_columns, efficiency in reversed(
+            gemm.tiles
+        ):  # the large ones first: few others can be better
+            if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
+                continue  # a smaller tile holds all the rows
+            tiles = math.ceil(
+                reached * math.ceil(each / tile_rows) * math.ceil(columns / tile_columns)
+            )
+            padded = 2.0 * tile_rows * tile_columns * inner * tiles / efficiency
+            least_s = padded / peak
+            if least_cube + least_s * least_s * least_s >= best:
+                continue  # not even with every unit at work
+            for split in gemm.splits:
+                if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
+                    break
+                spill = (
+                    0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
+                )  # float32 partial sums, out and in
+                pieces = tiles * split
+                busy = int(FINE * (pieces / -(-pieces // units)))
+                read_s, compute_s = (moved + spill) / gemm_read[busy], padded / gemm_flops[busy]
+                cube = read_s * read_s * read_s + compute_s * compute_s * compute_s
+                if cube < best:
+                    best, working = cube, busy
+        return StepCost(best ** (1 / 3), moved, flops), working / FINE
+
+    def prefill_attention(self, work: BatchShape, units: int, reused: bool = True) -> StepCost:
+        """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
+        mean, weighted by n."""
+        tokens, products = work.prefill_tokens, work.prefill_reused if reused else 0
+        flops = self.prefill_flops * ((work.prefill_squares + tokens) / 2 + products)
+        read_again = work.prefill_requests * products / tokens
+        moved = self.kv_bytes * (tokens + read_again) + self.query_bytes * tokens
+        busy = busy_units(self.query_heads * -(-tokens // self.query_rows), units)
+        compute_s = flops / (busy * self.attention_flops)
+        return StepCost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
+
+    def decode_attention(self, work: BatchShape, units: int) -> StepCost:
+        """One layer, split over the KV cache so that all units read."""
+        flops = 2.0 * self.decode_width * work.decode_context
+        moved = float(self.kv_bytes * work.decode_context)
+        compute_s = flops / (units * self.attention_flops)
+        return StepCost(rounded_max(moved / self.attention_read[units], compute_s), moved, flops)
+
+
+def layer_products(model: ModelSpec) -> tuple[MatrixProduct, ...]:
+    """The weight matrices of one layer: those of the attention, gate-up, down (per expert for a mixture)."""
+    experts, taken = (model.experts, model.experts_per_token) if model.experts else (1, 1)
+    return (
+        *(MatrixProduct(outputs, inputs) for outputs, inputs in model.attention_matrices),
+        MatrixProduct(2 * model.ffn, model.hidden, experts, taken),
+        MatrixProduct(model.hidden, model.ffn, experts, taken),
+    )
+
+
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Multiplications per query and key over all heads, in prefill and in decode. Latent attention is spelled out per head in
+    prefill; in decode its heads work on the latent vectors themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2)."""
+    if model.latent is None:
+        width = 2 * model.heads * model.head_dim
+        return width, width
+    latent = model.latent
+    spelled_out = latent.plain_dim + latent.rope_dim + latent.value_dim
+    return model.heads * spelled_out, model.heads * (2 * latent.kv_rank + latent.rope_dim)
+
+
+def plain_bytes(model: ModelSpec) -> float:
+    """Bytes that one token moves in one layer outside products and attention: two norms with their residual (read twice,
+    written twice), the rotary embedding on Q and K and the append to the cache, and the gated activation; 2-byte elements."""
+    taken = model.experts_per_token if model.experts else 1
+    return 2.0 * (8 * model.hidden + 2 * model.qkv_features + 3 * model.ffn * taken)

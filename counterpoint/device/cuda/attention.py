@@ -1,0 +1,368 @@
+"""Attention of a pass: which kernel takes which rows.
+
+Owns: the plan of a pass, and the kernels' workspaces. Promises: the first rows of a pass, one token each, go to a decode kernel
+that reads pages where they lie; the rest is prefill, over its context gathered into one piece (a copy of the context costs far less
+than attention over it, and the kernels for contiguous keys are the faster ones), of some prompts at a time: so the copy's memory is
+bounded. A plan is made once per pass and never waits.
+Must not: know a request.
+
+Which prefill kernel: FlashInfer's where it is installed and has the shape (FlashAttention-3 on Hopper: Shah et al.,
+arXiv:2407.08608), else torch's own, one segment after another. Which decode kernel: the one for few SMs (kernels/attention.py)
+where it has the shape, else the Triton one (triton_kernels.py).
+
+Shapes: T rows of a pass, B of them decodes, L context tokens of the prefill segments, H query heads, K KV heads, A head size,
+P pages of a block-table row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from counterpoint.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from counterpoint.device.cuda.kernels.attention import DecodeAttention
+
+log = logging.getLogger(__name__)
+
+MOST_GATHERED = (
+    1 << 16
+)  # context tokens of prompts that are gathered at once: 256 MiB of a layer of Llama-3.1-8B
+
+DecodeKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
+]  # q, k pages, v pages, block table, lengths -> [B, H * A]
+
+
+class PrefillAttention(Protocol):
+    """A planned prefill attention."""
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
+        """Causal, the queries of a segment being the last positions of its context."""
+        ...
+
+    def close(self) -> None:
+        """The pass is over on the device: what the plan holds may serve another."""
+        ...
+
+
+class AttentionPlanner(Protocol):
+    name: str
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> PrefillAttention:
+        """For segments of so many new tokens and so much context (the new tokens included)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """Some prompts of a pass: its rows [first, last), and the rows of the pool in which their context lies."""
+
+    first: int
+    last: int
+    prefill: PrefillAttention
+    context_L: Tensor  # int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """Attention of one pass. The first `len(length_B)` rows are decodes; the others are those of `prompts`."""
+
+    table_BP: Tensor  # int32
+    length_B: Tensor  # int32
+    decode: DecodeKernel
+    prompts: tuple[PromptRows, ...] = ()
+
+    def close(self) -> None:
+        for some in self.prompts:
+            some.prefill.close()
+
+
+def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """Prompts [first, last) of these contexts whose copies are made at once: no more than MOST_GATHERED tokens, or one prompt."""
+    edges, total = [0], 0
+    for number, context in enumerate(contexts):
+        if total and total + context > MOST_GATHERED:
+            edges.append(number)
+            total = 0
+        total += context
+    return list(itertools.pairwise([*edges, len(contexts)]))
+
+
+Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """The op. `gather` copies rows of the pool into one piece."""
+
+    gather: Gather
+
+    def __call__(
+        self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """[T, H * A]; of rows that the plan does not have, anything."""
+        if len(plan.length_B) == len(q_THA):
+            return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
+        out_TE = torch.empty_like(q_THA).flatten(1)
+        self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
+        return out_TE
+
+    def over_layers(
+        self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_TE: Tensor
+    ) -> Attend:
+        """Attention in one layer after another, whose queries and results lie in the same memory each time, and whose pages are all
+        as these are: what does not change costs the host once."""
+        decodes, out_THA = plan.length_B.shape[0], out_TE.view(q_THA.shape)
+        parts = [
+            (p.prefill.run, q_THA[p.first : p.last], p.context_L, out_THA[p.first : p.last])
+            for p in plan.prompts
+        ]
+        decode = (
+            decode_over_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes])
+            if decodes
+            else None
+        )
+
+        def attend(k_pages: Tensor, v_pages: Tensor) -> None:
+            for prefill, some_THA, context_L, results_THA in parts:
+                prefill(some_THA, *self.gather(k_pages, v_pages, context_L), results_THA)
+            if decode is not None:
+                decode(k_pages, v_pages)
+
+        return attend
+
+
+def decode_over_layers(
+    q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_BHA: Tensor
+) -> Attend:
+    if isinstance(plan.decode, FewSmDecode):
+        return plan.decode.kernel.over_layers(
+            q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B, out_BHA
+        )
+    out_BE = out_BHA.flatten(1)
+
+    def attend(k_pages: Tensor, v_pages: Tensor) -> None:
+        out_BE.copy_(plan.decode(q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B))
+
+    return attend
+
+
+# ---------------------------------------------------------------- prefill by torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPrefill:
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
+        group = q_THA.shape[1] // k_LKA.shape[1]
+        row = begin = 0
+        for queries, context in zip(self.queries, self.contexts, strict=True):
+            q, k, v = (
+                q_THA[row : row + queries],
+                k_LKA[begin : begin + context],
+                v_LKA[begin : begin + context],
+            )
+            q, k, v = (
+                x.transpose(0, 1)[None]
+                for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+            )
+            if queries == context:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=causal_lower_right(queries, context)
+                )
+            out_THA[row : row + queries] = out[0].transpose(0, 1)
+            row, begin = row + queries, begin + context
+
+    def close(self) -> None:
+        pass
+
+
+class TorchPlanner:
+    name = "torch"
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> PrefillAttention:
+        return TorchPrefill(tuple(queries), tuple(contexts))
+
+
+# ---------------------------------------------------------------- prefill by FlashInfer
+
+
+class FlashInferPlanner:
+    """Plans are kept and used again: a plan's host buffers are read by copies that run when the stream comes to them, so they may
+    not serve a second pass before the first is over."""
+
+    WORKSPACE_BYTES = 128 << 20
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises whatever FlashInfer raises where it is not installed or has no kernel for the shape."""
+        import flashinfer  # pyright: ignore[reportMissingImports]
+
+        self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        self._shape = (spec.heads, spec.kv_heads, spec.head_dim)
+        self._dtype = dtype
+        self._backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "auto"
+        self.name = f"FlashInfer {flashinfer.__version__} {self._backend}"
+        self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._idle: list[ReusablePlan] = []
+        self._try(spec, device)
+
+    def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> FlashInferPrefill:
+        plan = (
+            self._idle.pop()
+            if self._idle
+            else ReusablePlan(self._wrapper(self._workspace, "NHD", backend=self._backend))
+        )
+        ends = plan.ends(queries, contexts)
+        plan.wrapper.plan(
+            *ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype
+        )
+        return FlashInferPrefill(plan, self._idle)
+
+    def _try(self, spec: ModelSpec, device: torch.device) -> None:
+        q, k, v = (
+            torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device)
+            for n in (spec.heads, *[spec.kv_heads] * 2)
+        )
+        planned = self.plan([2, 2], [2, 2])
+        planned.run(q, k, v, torch.empty_like(q))
+        torch.cuda.synchronize(device)
+        planned.close()
+
+
+class ReusablePlan:
+    """FlashInfer's wrapper, and pinned memory for what it is planned with: enough for many prompts at once, as getting it waits for
+    the device."""
+
+    PROMPTS = 1024
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._ends_2S = self._pinned(self.PROMPTS)
+
+    def ends(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[0, a, a + b, …] of each, int32, where the device can read it."""
+        if len(queries) >= self._ends_2S.shape[1]:
+            self._ends_2S = self._pinned(2 * len(queries))
+        ends_2S = self._ends_2S[:, : len(queries) + 1]
+        torch.cumsum(
+            torch.tensor([queries, contexts], dtype=torch.int32),
+            1,
+            dtype=torch.int32,
+            out=ends_2S[:, 1:],
+        )
+        return ends_2S[0], ends_2S[1]
+
+    def _pinned(self, prompts: int) -> Tensor:
+        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+            return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPrefill:
+    plan: ReusablePlan
+    idle: list[ReusablePlan]
+
+    def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
+        self.plan.wrapper.run(q_THA, k_LKA, v_LKA, out=out_THA)
+
+    def close(self) -> None:
+        self.idle.append(self.plan)
+
+
+def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionPlanner:
+    """FlashInfer's if it is there and has the shape, else torch's."""
+    try:
+        return FlashInferPlanner(spec, dtype, device)
+    except Exception as error:
+        # Whatever it is that FlashInfer lacks here, the pass can be computed without it.
+        log.warning(
+            "prefill attention by torch, not by FlashInfer: %s: %s",
+            type(error).__name__,
+            str(error).split("\n")[0],
+        )
+        return TorchPlanner()
+
+
+# ---------------------------------------------------------------- decode
+
+
+def best_decode(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    units: int,
+    max_rows: int,
+    chained: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[str, DecodeKernel]:
+    """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream. `chained` as in kernels/layer.py."""
+    from counterpoint.device.cuda import triton_kernels
+    from counterpoint.device.cuda.kernels.attention import DecodeAttention
+    from counterpoint.device.cuda.kernels.nvcc import KernelError
+
+    def by_triton(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
+        return triton_kernels.decode_attention(q, k, v, table_BP, length_B, units)
+
+    try:
+        kernel = DecodeAttention(
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            sms=units,
+            max_seqs=max_rows,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            layout="NHD",
+            device=device.index or 0,
+            chained=chained,
+        )
+    except (ValueError, KernelError) as error:
+        log.warning("decode attention by Triton: %s", error)
+        return "Triton", by_triton
+
+    return "frugal", FewSmDecode(kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FewSmDecode:
+    """The kernel for few SMs, as a DecodeKernel."""
+
+    kernel: DecodeAttention
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor
+    ) -> Tensor:
+        return self.kernel(q, k, v, table_BP, length_B).flatten(1)
+
+
+def decode_by_torch(
+    q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
+) -> Tensor:
+    """The reference of every decode kernel, in float32, one sequence after another; reads lengths on the host."""
+    page_tokens = k_pages.shape[1]
+    group = q_BHA.shape[1] // k_pages.shape[2]
+    out_BHA = torch.empty_like(q_BHA)
+    for row, length in enumerate(length_B.tolist()):
+        pages = table_BP[row, : -(-length // page_tokens)].long()
+        k_HLA, v_HLA = (
+            x[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1).transpose(0, 1)
+            for x in (k_pages, v_pages)
+        )
+        scores_H1L = q_BHA[row].float()[:, None] @ k_HLA.transpose(1, 2) / q_BHA.shape[2] ** 0.5
+        out_BHA[row] = (scores_H1L.softmax(-1) @ v_HLA)[:, 0].to(q_BHA.dtype)
+    return out_BHA.flatten(1)

@@ -1,0 +1,228 @@
+"""SM partitions: pairs of disjoint SM sets of one GPU, each with a stream.
+
+Owns: the green contexts and their streams, made once, before any graph is captured.
+Promises: the two sides of a pair come from one split of the device, so they cannot overlap; `check()` reads the realised sets from
+the hardware, eager and in a captured graph, and raises if they are not disjoint or not as large as asked. Where SMs can't be
+partitioned (no cuda-bindings, an old driver, another vendor), streams are plain ones, `isolated` is False, and a warning says so.
+Must not: need CUDA or cuda-bindings to be imported; create a context per re-split.
+
+Source: CUDA driver API, green contexts (cuDevSmResourceSplitByCount, cuGreenCtxStreamCreate). What a graph runs on is decided by
+the stream it was captured on, not by the one it is launched on: keep one graph set per side.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from counterpoint.device.cuda.smid import SmidProbe
+
+DECODE_PRIORITY = -5  # CUDA's highest; clamped to what the device has
+PREFILL_PRIORITY = 0
+
+
+class PartitionError(RuntimeError):
+    """The SM sets are not what was asked for, or can't be made; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmPartition:
+    """A set of `sms` SMs and a stream whose kernels stay on it."""
+
+    stream: torch.cuda.Stream
+    sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPair:
+    """One split of the device: `decode` has the SMs asked for, `prefill` the rest."""
+
+    prefill: SmPartition
+    decode: SmPartition
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSms:
+    """The SM numbers (`%smid`) that the two sides of a pair ran on."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Handles:
+    """What the driver must be given back, in this order."""
+
+    streams: list[Any] = field(default_factory=list)
+    contexts: list[Any] = field(default_factory=list)
+
+
+def granularity(capability: tuple[int, int]) -> tuple[int, int]:
+    """(least SMs of a side, step between sizes) of a device of this compute capability.
+
+    Source: CUDA programming guide, green contexts: 8 and multiples of 8 from compute capability 9.0 on, 4 and multiples of 2
+    on 8.x, 2 and multiples of 2 on 7.x. Raises PartitionError for older devices.
+    """
+    major, _ = capability
+    if major >= 9:
+        return 8, 8
+    if major == 8:
+        return 4, 2
+    if major == 7:
+        return 2, 2
+    raise PartitionError(
+        f"compute capability {capability[0]}.{capability[1]} can't be partitioned: it takes 7.0 or newer"
+    )
+
+
+class Partitions:
+    """The splits of one GPU that a run may use.
+
+    `levels` are the decode sides' sizes in SMs, e.g. (16, 24, 32, 48, 64). `full` and `full_urgent` are streams over the whole
+    device, of normal and highest priority. With `isolate` False, plain streams are made without a warning (the control arm of an
+    experiment). Raises ValueError for a level that the device's granularity doesn't allow, RuntimeError without a GPU.
+    """
+
+    def __init__(self, levels: Iterable[int], device: int = 0, isolate: bool = True) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "SM partitions need a CUDA GPU, and torch sees none (torch.cuda.is_available() is False)"
+            )
+        self.device = device
+        self.levels = tuple(sorted(set(levels)))
+        self.total_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        check_levels(self.levels, self.total_sms, torch.cuda.get_device_capability(device))
+        self._handles = _Handles()
+        self.full = SmPartition(
+            torch.cuda.Stream(device, priority=PREFILL_PRIORITY), self.total_sms
+        )
+        self.full_urgent = SmPartition(
+            torch.cuda.Stream(device, priority=DECODE_PRIORITY), self.total_sms
+        )
+        why_not = "" if isolate else "not asked for"
+        self._pairs: dict[int, PartitionPair] = {}
+        if isolate:
+            try:
+                for level in self.levels:
+                    self._pairs[level] = self._split(level)
+            except (ImportError, AttributeError, PartitionError) as error:
+                why_not = f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"NO SM PARTITIONS on cuda:{device} ({why_not}). Prefill and decode share all {self.total_sms} SMs through "
+                    "plain streams: expect no isolation. Needed: a driver of CUDA 12.5 or newer and the package cuda-bindings.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self.isolated = not why_not
+        if not self.isolated:
+            self.close()
+            self._pairs = {
+                level: PartitionPair(prefill=self.full, decode=self.full_urgent)
+                for level in self.levels
+            }
+
+    def pair(self, decode_sms: int) -> PartitionPair:
+        """The split whose decode side has `decode_sms` SMs. Raises ValueError if there is none."""
+        if decode_sms not in self._pairs:
+            raise ValueError(
+                f"no split with {decode_sms} decode SMs: there are {', '.join(map(str, self.levels))}"
+            )
+        return self._pairs[decode_sms]
+
+    def check(self) -> dict[int, MeasuredSms]:
+        """Run the probe on every stream, eager and in a graph; the realised sets by level. Synchronises the device.
+
+        Raises PartitionError if a side has not the SMs it was made for, if eager and graph differ, or if sides overlap. Without
+        isolation there is nothing to hold to: the sets are returned as they are.
+        """
+        probe = SmidProbe(self.device)
+        report = {}
+        for level, pair in self._pairs.items():
+            sets = {}
+            for side, part in (("prefill", pair.prefill), ("decode", pair.decode)):
+                eager, graph = probe.eager(part.stream), probe.graph(part.stream)
+                if self.isolated and eager != graph:
+                    raise PartitionError(
+                        f"split {level}: {side} runs on SMs {sorted(eager)} eagerly, but on {sorted(graph)} from a captured graph"
+                    )
+                if self.isolated and len(eager) != part.sms:
+                    raise PartitionError(
+                        f"split {level}: {side} should run on {part.sms} SMs, but ran on {len(eager)}: {sorted(eager)}"
+                    )
+                sets[side] = eager
+            shared = sets["prefill"] & sets["decode"]
+            if self.isolated and shared:
+                raise PartitionError(
+                    f"split {level}: prefill and decode both run on SMs {sorted(shared)}"
+                )
+            report[level] = MeasuredSms(
+                tuple(sorted(sets["prefill"])), tuple(sorted(sets["decode"]))
+            )
+        return report
+
+    def close(self) -> None:
+        """Give the contexts back. Nothing runs on their streams, and graphs captured on them are gone."""
+        if not (self._handles.streams or self._handles.contexts):
+            return
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+
+        for stream in self._handles.streams:
+            driver.cuStreamDestroy(stream)
+        for context in self._handles.contexts:
+            driver.cuGreenCtxDestroy(context)
+        self._handles = _Handles()
+
+    def _split(self, level: int) -> PartitionPair:
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+
+        torch.empty(1, device=torch.device("cuda", self.device))  # the primary context exists
+        device = _done(driver.cuDeviceGet(self.device), "cuDeviceGet")
+        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        whole = _done(driver.cuDeviceGetDevResource(device, kind), "cuDeviceGetDevResource")
+        groups, _, rest = _done(
+            driver.cuDevSmResourceSplitByCount(1, whole, 0, level), "cuDevSmResourceSplitByCount"
+        )
+        decode = self._part(driver, device, groups[0], DECODE_PRIORITY)
+        prefill = self._part(driver, device, rest, PREFILL_PRIORITY)
+        if decode.sms != level or prefill.sms + decode.sms != self.total_sms:
+            raise PartitionError(
+                f"asked for {level} of {self.total_sms} SMs, the driver gave {decode.sms} and {prefill.sms}"
+            )
+        return PartitionPair(prefill=prefill, decode=decode)
+
+    def _part(self, driver: Any, device: Any, resource: Any, priority: int) -> SmPartition:
+        flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        description = _done(
+            driver.cuDevResourceGenerateDesc([resource], 1), "cuDevResourceGenerateDesc"
+        )
+        context = _done(driver.cuGreenCtxCreate(description, device, flags), "cuGreenCtxCreate")
+        self._handles.contexts.append(context)
+        kind = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = _done(
+            driver.cuGreenCtxStreamCreate(context, kind, priority), "cuGreenCtxStreamCreate"
+        )
+        self._handles.streams.append(stream)
+        wrapped = torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", self.device))
+        return SmPartition(wrapped, int(resource.sm.smCount))
+
+
+def check_levels(levels: Iterable[int], total_sms: int, capability: tuple[int, int]) -> None:
+    """Raise ValueError unless every level can be the decode side of a split of `total_sms` SMs that leaves a prefill side."""
+    least, step = granularity(capability)
+    for level in levels:
+        if level < least or level % step or level > total_sms - least:
+            raise ValueError(
+                f"{level} decode SMs: on this device a side has {least} SMs or more, in steps of {step}, and leaves {least} "
+                f"to the other: {least} to {(total_sms - least) // step * step}"
+            )
+
+
+def _done(result: tuple[Any, ...], what: str) -> Any:
+    """The values of a cuda-bindings call. Raises PartitionError if it failed."""
+    if int(result[0]):
+        raise PartitionError(f"{what} failed: {result[0]}")
+    return result[1] if len(result) == 2 else result[1:]

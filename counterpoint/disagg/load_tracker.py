@@ -1,0 +1,370 @@
+"""Routing: the front's own book of what it has sent where, and the choice of workers from it.
+
+Owns: for every living request its workers, its size and how far it is; from them each worker's load; how long the latest answers
+were. Promises: pure; the load is that of this very moment, since every request and every token passes the front (a worker's own
+report would be a round trip old, and a burst would all go to the one that looked idle); a request finds a worker as long as a
+willing one could ever hold it.
+Must not: read a clock, talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from counterpoint.core.page_pool import page_names, root_name
+from counterpoint.core.state import OutputLengths
+from counterpoint.disagg.handoff_events import HandoffTimes
+from counterpoint.disagg.pool_frontend import Route
+from counterpoint.disagg.prefix_index import PrefixIndex
+from counterpoint.disagg.role_rebalancer import Change, CommitRole, StartDrain, WorkerLoad
+from counterpoint.disagg.router import RouteChoice, Router, RoutingRule, WorkerView, replicas
+from counterpoint.disagg.ttft_correction import TtftCorrection
+from counterpoint.types import AddRequest, BatchShape, Role
+
+
+class WorkerShape(msgspec.Struct, frozen=True):
+    """What never changes about a worker. `slots`: requests that may run at once."""
+
+    units: int
+    layers: int
+    page_tokens: int
+    pages_total: int
+    chunk_tokens: int = 512
+    slots: int = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class TrackedWorker:
+    """A worker as the router sees it, and what is booked on it. `draining`: it is to change its role (elastic.py). `lost_pages`: in
+    quarantine, by its own report."""
+
+    role: Role
+    shape: WorkerShape
+    willing: bool = True
+    draining: bool = False
+    lost_pages: int = 0
+    prefill_tokens: int = 0
+    prefill_squares: int = 0
+    prefill_reused: int = 0
+    prefills: int = 0
+    decodes: int = 0
+    context: int = 0
+    pages: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """No request is booked on it."""
+        return not (self.prefills or self.decodes or self.pages)
+
+    @property
+    def pending(self) -> BatchShape:
+        layers = self.shape.layers
+        return BatchShape(
+            self.prefill_tokens,
+            self.prefill_squares,
+            self.prefill_reused,
+            self.prefills,
+            0,
+            0,
+            self.prefills,
+            0,
+            layers,
+            layers,
+        )
+
+    @property
+    def running(self) -> BatchShape:
+        layers = self.shape.layers
+        return BatchShape(0, 0, 0, 0, self.decodes, self.context, self.decodes, 0, layers, layers)
+
+    def view(self, name: str, factor: float = 1.0) -> WorkerView:
+        shape = self.shape
+        return WorkerView(
+            name=name,
+            role=self.role,
+            units=shape.units,
+            layers=shape.layers,
+            page_tokens=shape.page_tokens,
+            pages_free=max(0, shape.pages_total - self.pages - self.lost_pages),
+            pages_total=shape.pages_total,
+            slots_free=shape.slots - self.decodes,
+            pending=self.pending,
+            running=self.running,
+            chunk_tokens=shape.chunk_tokens,
+            willing=self.willing and not self.draining,
+            factor=factor,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request on its way. `source`, `target`: where it is prefilled and decoded (a worker that starts again has another seat).
+    `tokens`: prompt and answer so far; `new`: those of them that must be computed. `names`: of the pages of the first tokens.
+    `told_s`: the time to first token that was predicted; prices alone gave `priced_s` (0: nothing is to be learnt from it)."""
+
+    arrive: AddRequest
+    route: Route
+    source: TrackedWorker
+    target: TrackedWorker
+    tokens: int
+    new: int
+    names: list[bytes] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    prefilling: bool = True
+    handed: bool = False  # the source has let it go
+    told_s: float = 0.0
+    priced_s: float = 0.0
+
+
+class LoadTracker:
+    def __init__(
+        self, router: Router, prefix_cache: bool = True, prefixes: PrefixIndex | None = None
+    ) -> None:
+        self.router = router
+        self.prefix_cache = prefix_cache
+        self.prefixes = prefixes or PrefixIndex()
+        self.forecast = TtftCorrection()
+        self.seats: dict[str, TrackedWorker] = {}
+        self.bookings: dict[str, RoutedRequest] = {}
+        self.answers = OutputLengths()
+        self.chosen: dict[str, int] = {}  # by reason (router.py, and fork)
+        self._ties: dict[str, str] = {}  # request -> the worker that has all of its prompt
+
+    # ------------------------------------------------------------ workers
+
+    def seat(self, worker: str, role: Role, shape: WorkerShape) -> None:
+        """A worker is there, with nothing on it."""
+        self.seats[worker] = TrackedWorker(role, shape)
+
+    def unseat(self, worker: str) -> None:
+        """It is gone, and so is its cache. What was booked on it is booked anew, or ends."""
+        self.seats.pop(worker, None)
+        self.prefixes.forget(worker)
+        self.router.wires.forget(worker)
+        self.forecast.forget(worker)
+
+    def loads(self) -> list[WorkerLoad]:
+        """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
+        found = []
+        for name, seat in self.seats.items():
+            queue = self.forecast.factor(name) * self.router.seconds(seat.pending, seat.shape.units)
+            found.append(
+                WorkerLoad(
+                    name=name,
+                    role=seat.role,
+                    ttft_s=queue,
+                    compute_s=queue / max(1, seat.prefills),
+                    tpot_s=self.router.seconds(seat.running, seat.shape.units),
+                    kv_share=min(1.0, seat.pages / seat.shape.pages_total),
+                    drained=seat.empty,
+                )
+            )
+        return found
+
+    def change(self, change: Change) -> None:
+        """What elastic.py has decided."""
+        seat = self.seats.get(change.worker)
+        if seat is not None:
+            seat.draining = isinstance(change, StartDrain)
+            if isinstance(change, CommitRole):
+                seat.role = change.role
+
+    # ------------------------------------------------------------ the choice (front.Pick)
+
+    def pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
+        """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
+        tokens, tied = len(arrive.prompt) + len(arrive.generated_prefix), self._ties.pop(arrive.id, "")
+        views = [seat.view(name, self.forecast.factor(name)) for name, seat in self.seats.items()]
+        names = self._names(arrive, views)
+        cached = self.prefixes.pages(names)
+        choice = self._forked(tokens, tied) or self._choose(
+            tokens, arrive, views, cached, avoid, prefill
+        )
+        if (
+            choice is None and avoid and not prefill
+        ):  # the one that failed it is the only one there is
+            choice = self._choose(tokens, arrive, views, cached, "", prefill)
+        if choice is None:
+            return None
+        self._book(arrive, choice, names, cached, prefill)
+        return choice.route
+
+    def tie(self, request: str, worker: str) -> None:
+        """`request`, which is still to be picked for, has the very prompt of one that `worker` decodes: it forks from that one."""
+        self._ties[request] = worker
+
+    def _forked(self, tokens: int, worker: str) -> RouteChoice | None:
+        seat = self.seats.get(worker)
+        if seat is None or not seat.willing or seat.draining:
+            return None
+        room = seat.shape.pages_total - seat.pages - seat.lost_pages
+        return (
+            RouteChoice(Route(worker, worker), 0.0, 0.0, 0.0, "fork")
+            if tokens < room * seat.shape.page_tokens
+            else None
+        )
+
+    def _choose(
+        self,
+        tokens: int,
+        arrive: AddRequest,
+        views: list[WorkerView],
+        cached: Mapping[str, int],
+        avoid: str,
+        prefill: str,
+    ) -> RouteChoice | None:
+        """Where there is room; if there is none anywhere, where it will have to wait."""
+        rule = self.router.rule
+        if all(view.role is Role.BOTH for view in views):
+            rule = replicas(rule)
+
+        def among(views: list[WorkerView], rule: RoutingRule) -> RouteChoice | None:
+            router = Router(self.router.estimator, self.router.wires, rule)
+            return router.route(
+                tokens, arrive.slo, views, cached, avoid, prefill, self.answers.mean
+            )
+
+        choice = among(views, rule)
+        if choice is not None:
+            return choice
+        most = min(1, max((view.slots_free for view in views if view.willing), default=0))
+        roomy = [
+            msgspec.structs.replace(
+                view, pages_free=view.pages_total, slots_free=int(view.slots_free >= most)
+            )
+            for view in views
+        ]
+        return among(roomy, replace(rule, watermark=0.0))  # nobody is left there who grows
+
+    def _names(self, arrive: AddRequest, views: list[WorkerView]) -> list[bytes]:
+        if not self.prefix_cache or not views:
+            return []
+        booked = self.bookings.get(arrive.id)
+        if booked is not None and not arrive.generated_prefix:
+            return booked.names
+        return page_names(
+            (*arrive.prompt, *arrive.generated_prefix), views[0].page_tokens, root_name(arrive.salt)
+        )
+
+    # ------------------------------------------------------------ the book
+
+    def _book(
+        self,
+        arrive: AddRequest,
+        choice: RouteChoice,
+        names: list[bytes],
+        cached: Mapping[str, int],
+        prefill: str,
+    ) -> None:
+        old = self.bookings.pop(arrive.id, None)
+        if old is not None:
+            _count(old, -1)
+        route, tokens = choice.route, len(arrive.prompt) + len(arrive.generated_prefix)
+        self.chosen[choice.reason] = self.chosen.get(choice.reason, 0) + 1
+        source, target = self.seats[route.prefill], self.seats[route.decode]
+        new = tokens - min(cached.get(route.prefill, 0) * source.shape.page_tokens, tokens - 1)
+        booking = RoutedRequest(
+            arrive, route, source, target, tokens, new, names, list(arrive.generated_prefix)
+        )
+        if old is not None and prefill:  # another decode worker for what is prefilled, or nearly so
+            booking.prefilling, booking.new, booking.tokens, booking.answer = (
+                old.prefilling,
+                old.new,
+                old.tokens,
+                old.answer,
+            )
+            booking.told_s, booking.priced_s = old.told_s, old.priced_s
+        elif not arrive.generated_prefix and choice.reason != "fork":
+            booking.told_s, booking.priced_s = (
+                choice.ttft_s,
+                choice.ttft_s / self.forecast.factor(route.prefill),
+            )
+        self.bookings[arrive.id] = booking
+        _count(booking, 1)
+
+    def began(self, id: str, after_s: float) -> None:
+        """The client has its first token, `after_s` seconds after request `id` was picked for."""
+        booking = self.bookings.get(id)
+        if booking is not None and self.seats.get(booking.route.prefill) is booking.source:
+            self.forecast.came(booking.route.prefill, booking.priced_s, booking.told_s, after_s)
+
+    def sent(self, source: str, target: str, times: HandoffTimes) -> None:
+        """All of a request's KV has gone from `source` to `target`."""
+        seat = self.seats.get(source)
+        if seat is not None:
+            page_bytes = self.router.wires.kv_bytes_per_token * seat.shape.page_tokens
+            self.router.wires.carried(
+                source, target, times.page_layers * page_bytes / seat.shape.layers, times.sending_s
+            )
+
+    def grew(self, id: str, tokens: tuple[int, ...]) -> None:
+        """The client has more tokens of request `id`."""
+        booking = self.bookings.get(id)
+        if booking is None:
+            return
+        _count(booking, -1)
+        if booking.prefilling:
+            self._learn(booking.route.prefill, booking.source, booking.names)
+        booking.prefilling = False
+        booking.tokens += len(tokens)
+        booking.answer += tokens
+        _count(booking, 1)
+
+    def adopted(self, id: str) -> None:
+        """The decode worker has it, the prefill worker has let it go."""
+        booking = self.bookings.get(id)
+        if booking is not None and not booking.handed:
+            _count(booking, -1)
+            booking.handed = booking.source is not booking.target
+            _count(booking, 1)
+            self._learn(booking.route.decode, booking.target, booking.names)
+
+    def stayed(self, id: str) -> None:
+        """It is decoded where it was prefilled."""
+        booking = self.bookings.get(id)
+        if booking is not None:
+            _count(booking, -1)
+            booking.route = booking.route._replace(decode=booking.route.prefill)
+            booking.target = booking.source
+            _count(booking, 1)
+
+    def ended(self, id: str) -> None:
+        booking = self.bookings.pop(id, None)
+        if booking is None:
+            return
+        _count(booking, -1)
+        if booking.answer:
+            self.answers.add(len(booking.answer))
+        if self.prefix_cache and not booking.prefilling:
+            size, names = booking.target.shape.page_tokens, booking.names
+            tokens = (*booking.arrive.prompt, *booking.answer)[
+                :-1
+            ]  # the last token's KV was never computed
+            rest = page_names(
+                tokens[len(names) * size :],
+                size,
+                names[-1] if names else root_name(booking.arrive.salt),
+            )
+            self._learn(booking.route.decode, booking.target, [*names, *rest])
+
+    def _learn(self, worker: str, seat: TrackedWorker, names: list[bytes]) -> None:
+        if self.seats.get(worker) is seat:
+            self.prefixes.learn(worker, names)
+
+
+def _count(booking: RoutedRequest, sign: int) -> None:
+    """Put a booking's load on its workers (1), or take it off (-1)."""
+    source, target = booking.source, booking.target
+    if booking.prefilling:
+        source.prefill_tokens += sign * booking.new
+        source.prefill_squares += sign * booking.new * booking.new
+        source.prefill_reused += sign * booking.new * (booking.tokens - booking.new)
+        source.prefills += sign
+    target.decodes += sign
+    target.context += sign * booking.tokens
+    target.pages += sign * -(-booking.tokens // target.shape.page_tokens)
+    if source is not target and not booking.handed:
+        source.pages += sign * -(-booking.tokens // source.shape.page_tokens)

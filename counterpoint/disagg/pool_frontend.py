@@ -1,0 +1,221 @@
+"""Front: all requests on their way through the pools, and what workers and clients must be told.
+
+Owns: the Dispatch of every living request. Promises: pure; what workers report in any order ends in one stream of tokens per
+client; reports about requests that nobody waits for make their workers let go.
+Must not: choose workers (`pick` does), or hold what a client has already got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from counterpoint.disagg import handoff_events
+from counterpoint.disagg.dispatch import (
+    Action,
+    CancelAttempt,
+    DecodeInPlace,
+    DeliverPromptLogprobs,
+    DeliverTokens,
+    OnLoss,
+    ReleaseSource,
+    RequestDispatch,
+    RequestFinished,
+    Restart,
+    RetryDecode,
+)
+from counterpoint.disagg.handoff_events import (
+    HandoffEnded,
+    Order,
+    Reroute,
+    TransferGranularity,
+    handoff_of,
+)
+from counterpoint.disagg.messages import SampledToken
+from counterpoint.types import AddRequest, DisaggRole, FinishReason, OutputDelta
+
+
+class Route(NamedTuple):
+    """Where a request goes: one worker for all of it, or two and the grain in which KV is sent."""
+
+    prefill: str
+    decode: str
+    grain: TransferGranularity = TransferGranularity.LAYER
+
+
+# (request, worker to avoid, prefill worker if that is settled) -> Route, or None: nobody can take it
+Pick = Callable[[AddRequest, str, str], Route | None]
+
+
+class ToWorker(NamedTuple):
+    """`decode`: the worker that a Start or Redirect is to be linked to."""
+
+    worker: str
+    order: Order
+    decode: str = ""
+
+
+class ToClient(NamedTuple):
+    id: str
+    news: DeliverTokens | DeliverPromptLogprobs | RequestFinished
+
+
+class PoolFrontend:
+    """`deadline_s`: from the start of a prefill to the end of its handoff."""
+
+    def __init__(
+        self,
+        pick: Pick,
+        deadline_s: float,
+        retries: int = 1,
+        on_loss: OnLoss = OnLoss.FAIL,
+        may_stay: bool = True,
+    ) -> None:
+        self.pick = pick
+        self.deadline_s = deadline_s
+        self.retries = retries
+        self.on_loss = on_loss
+        self.may_stay = may_stay
+        self.requests: dict[str, RequestDispatch] = {}
+        self._given: dict[
+            str, int
+        ] = {}  # by the engine's name: tokens it has given, counted from the prefill worker's first
+        self._names: dict[str, list[str]] = {}  # request -> its engine names in `_given`
+        self._out: list[ToWorker | ToClient] = []
+
+    def take(self) -> list[ToWorker | ToClient]:
+        """What is to be told, in order."""
+        out, self._out = self._out, []
+        return out
+
+    # ------------------------------------------------------------ clients
+
+    def submit(self, arrive: AddRequest) -> None:
+        dispatch = RequestDispatch(arrive, self.retries, self.on_loss, self.may_stay)
+        self.requests[arrive.id] = dispatch
+        self._act(dispatch, dispatch.begin())
+
+    def withdraw(self, id: str) -> None:
+        """The client is gone."""
+        dispatch = self.requests.get(id)
+        if dispatch is not None:
+            self._act(dispatch, dispatch.withdrawn())
+
+    # ------------------------------------------------------------ workers
+
+    def report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
+        """What a worker says; its words must come in their order."""
+        if isinstance(report, OutputDelta):
+            self._delta(report)
+            return
+        dispatch = self.requests.get(report.handoff.request)
+        if dispatch is None:
+            if isinstance(report, Reroute):
+                self._out.append(
+                    ToWorker(
+                        worker, handoff_events.SettleSource(report.source, "nobody waits for it")
+                    )
+                )
+        elif isinstance(report, Reroute):
+            self._act(dispatch, dispatch.rerouted(report))
+        else:
+            self._act(dispatch, dispatch.ended(report))
+
+    def lost(self, worker: str) -> None:
+        """A worker's process is gone."""
+        for dispatch in tuple(self.requests.values()):
+            self._act(dispatch, dispatch.lost(worker))
+
+    def _delta(self, delta: OutputDelta) -> None:
+        known = handoff_of(delta.id)
+        dispatch = self.requests.get(known[0].request) if known is not None else None
+        if known is None or dispatch is None:
+            return
+        handoff, part = known
+        if delta.prompt_logprobs:
+            self._act(dispatch, dispatch.told(handoff, part, delta.prompt_logprobs))
+        if delta.id not in self._given:
+            self._given[delta.id] = 1 if part is DisaggRole.DECODE else 0
+            self._names.setdefault(handoff.request, []).append(delta.id)
+        offset = self._given[delta.id]
+        self._given[delta.id] += len(delta.tokens)
+        refused = (
+            delta.finish is FinishReason.ERROR
+            and part is DisaggRole.DECODE
+            and offset == 1
+            and not dispatch.settled
+        )
+        if delta.finish is FinishReason.ABORT or refused:
+            return  # withdrawn, or never adopted: Ended and Reroute say what follows
+        logprobs = delta.logprobs or (None,) * len(delta.tokens)
+        tokens = tuple(
+            SampledToken(*pair, delta.cached_tokens)
+            for pair in zip(delta.tokens, logprobs, strict=True)
+        )
+        finish = (
+            RequestFinished(delta.finish, delta.error, delta.stopped_by)
+            if delta.finish is not None
+            else None
+        )
+        self._act(dispatch, dispatch.took(handoff, part, offset, tokens, finish))
+
+    # ------------------------------------------------------------ actions
+
+    def _act(self, dispatch: RequestDispatch, actions: list[Action]) -> None:
+        id = dispatch.arrive.id
+        for action in actions:
+            if isinstance(action, DeliverTokens | DeliverPromptLogprobs | RequestFinished):
+                self._out.append(ToClient(id, action))
+            elif isinstance(action, Restart):
+                self._start(dispatch, action)
+            elif isinstance(action, RetryDecode):
+                self._elsewhere(dispatch, action)
+            elif isinstance(action, CancelAttempt):
+                self._out.append(
+                    ToWorker(action.worker, handoff_events.WithdrawRequest(action.handoff))
+                )
+            elif isinstance(action, DecodeInPlace):
+                self._out.append(
+                    ToWorker(action.prefill, handoff_events.StayInPlace(action.source))
+                )
+            elif isinstance(action, ReleaseSource):
+                self._out.append(
+                    ToWorker(
+                        action.prefill, handoff_events.SettleSource(action.source, action.reason)
+                    )
+                )
+        if dispatch.over and self.requests.pop(id, None) is not None:
+            for name in self._names.pop(id, ()):
+                del self._given[name]
+
+    def _start(self, dispatch: RequestDispatch, action: Restart) -> None:
+        route = self.pick(action.arrive, action.avoid, "")
+        if route is None:
+            self._act(dispatch, dispatch.no_worker())
+            return
+        prefill, decode, grain = route
+        dispatch.sent_to(prefill, decode)
+        if prefill == decode:
+            self._out.append(
+                ToWorker(prefill, handoff_events.RunWithoutHandoff(action.handoff, action.arrive))
+            )
+        else:
+            start = handoff_events.StartHandoff(
+                action.handoff, action.arrive, 0, self.deadline_s, grain
+            )
+            self._out.append(ToWorker(prefill, start, decode))
+
+    def _elsewhere(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
+        """The source stays where it is; only another decode worker will do."""
+        route = self.pick(dispatch.arrive, action.avoid, action.prefill)
+        if route is None or route.decode == action.prefill:
+            self._act(dispatch, dispatch.no_worker())
+            return
+        dispatch.sent_to(action.prefill, route.decode)
+        self._out.append(
+            ToWorker(
+                action.prefill,
+                handoff_events.Redirect(action.source, action.handoff, 0),
+                route.decode,
+            )
+        )

@@ -1,0 +1,100 @@
+"""GpuKvMemory: a KV pool in a GPU's memory, as the bytes that movers see; and what a mover asks of a GPU.
+
+Owns: the view, the seam, and where the bytes of a span are in units that a GPU copies at once. Promises: a span of whole pages is
+that many rows, in the pool's order (memory.py). Must not: touch a GPU: whoever is behind `GpuCopier` does (device/cuda/ipc.py), so that
+the movers are tested without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from counterpoint.kv_transfer.memory import KvMemory, Spans
+
+ROW = torch.int64  # a page's bytes are copied as elements of this type
+
+
+@dataclass(frozen=True, eq=False)
+class GpuKvMemory(KvMemory):
+    """`regions` are tensors here; `rows_RW` [regions x pages, words of a page] is all of them."""
+
+    rows_RW: Tensor
+
+    @classmethod
+    def of(cls, regions_RB: Tensor, pages: int) -> GpuKvMemory:
+        """`regions_RB`: uint8, contiguous. Raises ValueError if a page is no whole number of words."""
+        page_bytes = regions_RB.shape[1] // pages
+        if page_bytes % ROW.itemsize:
+            raise ValueError(
+                f"a page of {page_bytes} bytes in a layer is no multiple of {ROW.itemsize}: set another page_tokens"
+            )
+        return cls(
+            tuple(regions_RB.unbind(0)),
+            page_bytes,
+            regions_RB.view(ROW).view(-1, page_bytes // ROW.itemsize),
+        )  # type: ignore[arg-type]
+
+
+class GpuCopier(Protocol):
+    """`open`, `copy`, `read` and `write` are each called by one thread of a mover. Rows are those of GpuKvMemory."""
+
+    most_rows: int  # of one copy
+
+    def prepare(self, memory: GpuKvMemory) -> None:
+        """Make room for copies of this pool's pages. Once, and before all else."""
+        ...
+
+    def export(self, memory: GpuKvMemory) -> bytes:
+        """What another process needs to `open` the pool. Raises LinkError."""
+        ...
+
+    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+        """Another process's pool, [rows, words] as GpuKvMemory has them. Raises LinkError."""
+        ...
+
+    def shut(self, rows_RW: Tensor) -> None:
+        """Let go of what was opened. Nothing copies to it."""
+        ...
+
+    def copy(
+        self,
+        source_RW: Tensor,
+        sources: NDArray[np.int64],
+        target_RW: Tensor,
+        targets: NDArray[np.int64],
+    ) -> Any:
+        """Begin to copy rows `sources` of one pool to `targets` of another, beside whatever the GPU does; a ticket for `wait`.
+        The copy before it is over."""
+        ...
+
+    def wait(self, ticket: Any) -> None:
+        """Block until no byte of that copy moves any more. Raises RuntimeError if the GPU is lost."""
+        ...
+
+    def read(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those rows, in host memory that the next call uses again."""
+        ...
+
+    def write(
+        self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]
+    ) -> None:
+        """`content_NW` is in rows `targets` when this returns."""
+        ...
+
+
+def rows_of(
+    spans: Spans, pages: tuple[int, int], page_bytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows here and there of `spans`, where the pools have `pages` (here, there). Raises ValueError for parts of pages."""
+    if (spans[:, 1:] % page_bytes).any():
+        raise ValueError("a GPU's pool is copied in whole pages")
+    counts = spans[:, 3] // page_bytes
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    here, there = (spans[:, 0] * pages[end] + spans[:, 1 + end] // page_bytes for end in (0, 1))
+    return np.repeat(here, counts) + within, np.repeat(there, counts) + within

@@ -1,0 +1,201 @@
+"""The answers of /v1/messages: blocks, whole or as the events by which they grow.
+
+Owns: the shape of a message and the order of its events. Promises: one block at a time, each started, grown and stopped; a whole
+answer has the blocks of a stream, as both are made alike.
+Must not: wait for anything, or decide what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import pydantic_core
+
+from counterpoint.serve.api.messages import MessagesRequest, anthropic_error
+from counterpoint.serve.api.openai import ApiError, split_fields
+from counterpoint.serve.api.response_format import Json, event, usage_of
+from counterpoint.serve.output_parsing.output_parser import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+)
+from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
+from counterpoint.serve.text.preprocess import PreparedRequest
+
+Kind = Literal["text", "thinking", "tool_use"]
+DELTAS: dict[Kind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+class ContentBlock:
+    """One block while it grows. `facts`: what is known of it from the start (a call's id and name)."""
+
+    def __init__(self, kind: Kind, index: int, **facts: str) -> None:
+        self.kind: Kind = kind
+        self.index = index
+        self.facts = facts
+        self._texts: list[str] = []
+
+    def body(self) -> Json:
+        text = "".join(self._texts)
+        if self.kind == "tool_use":
+            return {"type": "tool_use"} | self.facts | {"input": object_of(text)}
+        return {"type": self.kind, self.kind: text} | (
+            {"signature": ""} if self.kind == "thinking" else {}
+        )
+
+    def started(self) -> Json:
+        return {"type": "content_block_start", "index": self.index, "content_block": self.body()}
+
+    def grown(self, text: str) -> Json:
+        self._texts.append(text)
+        kind, name = DELTAS[self.kind]
+        return {
+            "type": "content_block_delta",
+            "index": self.index,
+            "delta": {"type": kind, name: text},
+        }
+
+    def stopped(self) -> Json:
+        return {"type": "content_block_stop", "index": self.index}
+
+
+def object_of(arguments: str) -> Json | msgspec.Raw:
+    """A call's arguments as the model wrote them; of a text that was cut short, as much as can be read."""
+    try:
+        split_fields(arguments)
+        return msgspec.Raw(arguments.encode())
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        found = pydantic_core.from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class MessageFormatter:
+    def __init__(self, ask: PreparedRequest, request: MessagesRequest) -> None:
+        self.ask = ask
+        self.request = request
+        self._started = False
+        self._done: list[Json] = []
+        self._block: ContentBlock | None = None
+        self._last = OutputPiece()
+
+    # ------------------------------------------------------------ as a Reply
+
+    def whole_body(
+        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+    ) -> Json:
+        for piece in pieces[0]:
+            for _ in self._take(piece):
+                pass
+        return self._message(self._done, answers) | self._stop(answers[0])
+
+    def beginning(self) -> Iterator[bytes]:
+        return iter(())
+
+    def step(
+        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+    ) -> Iterator[bytes]:
+        if not self._started and (piece.tokens or piece.finish):  # all is known of the prompt
+            self._started = True
+            message = self._message([], answers) | {"stop_reason": None, "stop_sequence": None}
+            yield named({"type": "message_start", "message": message})
+        yield from map(named, self._take(piece))
+
+    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        yield named(
+            {
+                "type": "message_delta",
+                "delta": self._stop(answers[0]),
+                "usage": self._usage(answers),
+            }
+        )
+        yield named({"type": "message_stop"})
+
+    def failure(self, error: ApiError) -> bytes:
+        return named(anthropic_error(error))
+
+    # ------------------------------------------------------------ blocks
+
+    def _take(self, piece: OutputPiece) -> Iterator[Json]:
+        for part in piece.said:
+            match part:
+                case ContentDelta(text):
+                    yield from self._grow("text", text)
+                case ReasoningDelta(text):
+                    yield from self._grow("thinking", text)
+                case CallStart(_, id, name):
+                    yield from self._open("tool_use", id=id, name=name)
+                case CallArguments(_, text):
+                    yield from self._grow("tool_use", text)
+        if piece.finish:
+            self._last = piece
+            if self._block is None and not self._done:
+                yield from self._open("text")
+            yield from self._close()
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[Json]:
+        if self._block is None or self._block.kind != kind:
+            yield from self._open(kind)
+        assert self._block is not None
+        yield self._block.grown(text)
+
+    def _open(self, kind: Kind, **facts: str) -> Iterator[Json]:
+        yield from self._close()
+        self._block = ContentBlock(kind, len(self._done), **facts)
+        yield self._block.started()
+
+    def _close(self) -> Iterator[Json]:
+        if self._block is not None:
+            yield self._block.stopped()
+            self._done.append(self._block.body())
+            self._block = None
+
+    # ------------------------------------------------------------ the message
+
+    def _message(self, content: list[Json], answers: Sequence[OutputProcessor]) -> Json:
+        return {
+            "id": self.ask.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.ask.model,
+            "content": content,
+            "usage": self._usage(answers),
+        }
+
+    def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
+        """`input_tokens` are those that were not in the prefix cache."""
+        usage = usage_of(self.ask, answers)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": answers[0].reasoning_tokens},
+        }
+
+    def _stop(self, answer: OutputProcessor) -> Json:
+        by = self._last.stopped_by
+        reason, sequence = "end_turn", None
+        if self._last.finish == "length":
+            full = len(answer.tokens) < self.request.max_tokens
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif isinstance(by, str):
+            reason, sequence = "stop_sequence", by
+        elif answer.calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def named(body: Json) -> bytes:
+    return event(body, body["type"])

@@ -1,0 +1,448 @@
+"""What goes back to clients of the OpenAI API: chunks of a stream and whole answers, for chat and for completions.
+
+Owns: the shape of an answer, and what the shape of any API must be able to do (Reply). Promises: a stream's parts, joined, are the
+whole answer; each choice has exactly one finish_reason and nothing after it; log-probabilities' bytes, joined, are the answer's.
+Must not: wait for anything, or decide what is shown (answer.py does).
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from counterpoint.serve.api.openai import ApiError, ChatRequest, CompletionRequest
+from counterpoint.serve.output_parsing.output_parser import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    OutputPart,
+    ParsedOutput,
+    ReasoningDelta,
+    gather,
+)
+from counterpoint.serve.text.output_processor import (
+    LogprobEntry,
+    OutputOptions,
+    OutputPiece,
+    OutputProcessor,
+)
+from counterpoint.serve.text.preprocess import PreparedRequest
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.types import TokenLogprobs
+
+Json = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+LINE_ENDS = tuple(
+    (chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029)
+)  # legal in JSON as they are
+
+
+class ResponseFormatter(Protocol):
+    """How one API writes the answer to `ask`: whole, or as a stream's events (in bytes, as `event` makes them)."""
+
+    ask: PreparedRequest
+
+    def whole_body(
+        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+    ) -> Json:
+        """`pieces` by choice."""
+        ...
+
+    def beginning(self) -> Iterator[bytes]:
+        """What can be said before anything has come of the engine."""
+        ...
+
+    def step(
+        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+    ) -> Iterator[bytes]: ...
+
+    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        """After the last piece of every choice."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """In place of all that was to come."""
+        ...
+
+
+def event(body: Json, name: str = "") -> bytes:
+    """A server-sent event. What Unicode also counts as ends of lines is escaped: a few clients split there (httpx's iter_lines)."""
+    data = encode(body)
+    for character, escaped in LINE_ENDS:
+        if character in data:
+            data = data.replace(character, escaped)
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+def usage_of(ask: PreparedRequest, answers: Sequence[OutputProcessor]) -> Json:
+    """A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(prompt.tokens) for prompt in ask.prompts)
+    completion_tokens = 0 if ask.options.discard else sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.cached_tokens for answer in answers[:: ask.n])
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)
+        },
+    }
+
+
+def about_prompt(
+    tokens: Sequence[int], answer: OutputProcessor
+) -> list[tuple[int, TokenLogprobs | None]]:
+    """Each token of a prompt with what is known of it: nothing of the first."""
+    unknown = [None] * (len(tokens) - len(answer.prompt_logprobs))
+    return list(zip(tokens, [*unknown, *answer.prompt_logprobs], strict=True))
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+class TokenSpelling:
+    """How tokens are written beside their log-probabilities."""
+
+    def __init__(self, text: ModelTokenizer) -> None:
+        self.text = text
+
+    def bytes_of(self, token: int) -> bytes:
+        return (
+            self.text.piece(token).encode()
+            if self.text.is_special(token)
+            else self.text.bytes_of(token)
+        )
+
+    def shown(self, token: int) -> str:
+        return self.bytes_of(token).decode("utf-8", errors="replace")
+
+    def exact(self, token: int) -> str:
+        """As `shown`, but different for different bytes, as OpenAI's completions write what is not a character."""
+        data = self.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def entry(self, entry: LogprobEntry, options: OutputOptions) -> Json:
+        """As chats have it."""
+        known = entry.logprobs or TokenLogprobs(LEAST_LOGPROB)
+        hidden = options.skip_special and self.text.is_special(entry.token)
+        top = [
+            self._token(token, logprob)
+            for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True)
+        ]
+        written = self._token(entry.token, known.logprob)
+        return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
+
+    def by_id(self, token: int, known: TokenLogprobs) -> Json:
+        """`rank` is told of the likeliest alone."""
+        ranked = {
+            t: (value, rank)
+            for rank, (t, value) in enumerate(
+                zip(known.top_ids, known.top_logprobs, strict=True), 1
+            )
+        }
+        every = {token: (known.logprob, None)} | ranked
+        return {
+            str(t): {"logprob": finite(value), "rank": rank, "decoded_token": self.shown(t)}
+            for t, (value, rank) in every.items()
+        }
+
+    def _token(self, token: int, logprob: float) -> Json:
+        return {
+            "token": self.shown(token),
+            "logprob": finite(logprob),
+            "bytes": list(self.bytes_of(token)),
+        }
+
+
+class ChoiceFormatter(abc.ABC):
+    """What chat and completions have in common: several choices, each a chain of chunks, and [DONE]."""
+
+    def __init__(
+        self, ask: PreparedRequest, text: ModelTokenizer, kind: str, chunk_kind: str
+    ) -> None:
+        self.ask = ask
+        self.spelling = TokenSpelling(text)
+        self.head: Json = {
+            "id": ask.id,
+            "object": kind,
+            "created": ask.created_s,
+            "model": ask.model,
+        }
+        self.chunk_head = self.head | {"object": chunk_kind}
+        self._opened: set[int] = set()
+
+    def whole_body(
+        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+    ) -> Json:
+        choices = [
+            self.whole(i, answer, pieces[i]) | self._about_prompt(i, answer)
+            for i, answer in enumerate(answers)
+        ]
+        return self.head | {"choices": choices, "usage": usage_of(self.ask, answers)}
+
+    def _about_prompt(self, choice: int, answer: OutputProcessor) -> Json:
+        """For each token of the prompt, it and the likeliest instead of it, by id. The first has none, as nothing comes before."""
+        if self.ask.request.prompt_logprobs is None:
+            return {}
+        tokens = self.ask.prompt_of(choice).tokens
+        return {
+            "prompt_logprobs": [
+                known and self.spelling.by_id(t, known) for t, known in about_prompt(tokens, answer)
+            ]
+        }
+
+    def beginning(self) -> Iterator[bytes]:
+        return iter(())
+
+    def step(
+        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+    ) -> Iterator[bytes]:
+        for part in self._parts(choice, piece, answers[choice]):
+            request = self.ask.request
+            usage: Json = {"usage": usage_of(self.ask, answers)} if request.usage_always else {}
+            if request.usage_at_end:
+                usage = usage or {"usage": None}
+            yield event(self.chunk_head | {"choices": [part]} | usage)
+
+    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        if self.ask.request.usage_at_end or self.ask.request.usage_always:
+            yield event(self.chunk_head | {"choices": [], "usage": usage_of(self.ask, answers)})
+        yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def _parts(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Iterator[Json]:
+        if choice not in self._opened and (
+            piece.tokens or piece.finish
+        ):  # all is known of the prompt
+            self._opened.add(choice)
+            opening = self.opening(choice, answer)
+            if opening is not None:
+                yield opening
+        yield from self.parts(
+            choice,
+            piece,
+            counted=bool(self.ask.request.usage_always and piece.tokens and not piece.finish),
+        )
+        if piece.finish:
+            yield self.closing(choice, piece, answer)
+
+    @abc.abstractmethod
+    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
+        """What begins the stream of a choice, before its first token."""
+
+    @abc.abstractmethod
+    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+        """At least one if its tokens are `counted` in the stream."""
+
+    @abc.abstractmethod
+    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json: ...
+
+    @abc.abstractmethod
+    def whole(
+        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+    ) -> Json: ...
+
+
+class ChatFormatter(ChoiceFormatter):
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, ask: PreparedRequest, text: ModelTokenizer) -> None:
+        super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
+        self._silent = (
+            isinstance(ask.request, ChatRequest) and ask.request.include_reasoning is False
+        )
+
+    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
+        return self._part(choice, {"role": "assistant", "content": ""})
+
+    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+        """A chunk for each thing that was said. Log-probabilities are of all tokens, and go with the last."""
+        deltas = [
+            delta_of(said)
+            for said in piece.said
+            if not (self._silent and isinstance(said, ReasoningDelta))
+        ]
+        if not deltas and (piece.entries or counted):
+            deltas = [{"content": ""}]
+        for at, delta in enumerate(deltas):
+            yield self._part(
+                choice, delta, self._logprobs(piece.entries if at == len(deltas) - 1 else ())
+            )
+
+    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
+        return self._part(choice, {}, None, finish_of(piece, answer)) | stop_reason(self.ask, piece)
+
+    def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
+        entries = [entry for piece in pieces for entry in piece.entries]
+        return {
+            "index": choice,
+            "message": self._message(gather(said for piece in pieces for said in piece.said)),
+            "logprobs": self._logprobs(entries),
+            "finish_reason": finish_of(pieces[-1], answer),
+        } | stop_reason(self.ask, pieces[-1])
+
+    def _message(self, speech: ParsedOutput) -> Json:
+        """What was thought has two names, as clients look for one or the other."""
+        message: Json = {"role": "assistant", "content": speech.content, "refusal": None}
+        if not speech.content and (speech.calls or speech.reasoning):
+            message["content"] = None
+        if speech.reasoning and not self._silent:
+            message |= {"reasoning_content": speech.reasoning, "reasoning": speech.reasoning}
+        if speech.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in speech.calls
+            ]
+        return message
+
+    def _part(
+        self, choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None
+    ) -> Json:
+        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
+        if not self.ask.options.logprobs:
+            return None
+        return {
+            "content": [self.spelling.entry(entry, self.ask.options) for entry in entries],
+            "refusal": None,
+        }
+
+
+class CompletionFormatter(ChoiceFormatter):
+    """Answers of /v1/completions."""
+
+    def __init__(
+        self, ask: PreparedRequest, text: ModelTokenizer, request: CompletionRequest
+    ) -> None:
+        super().__init__(ask, text, "text_completion", "text_completion")
+        self.echo = bool(request.echo)
+        self.top = bool(request.logprobs)
+
+    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
+        if not self.echo:
+            return None
+        return self._part(choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer))
+
+    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+        if piece.said or piece.entries or counted:
+            yield self._part(choice, piece.text, self._logprobs(choice, piece.entries))
+
+    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
+        return self._part(choice, "", None, piece.finish) | stop_reason(self.ask, piece)
+
+    def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs(choice, [entry for piece in pieces for entry in piece.entries])
+        if self.echo:
+            text = self._prompt_text(choice) + text
+            before = self._prompt_logprobs(choice, answer)
+            if logprobs is not None and before is not None:
+                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
+        return self._part(choice, text, logprobs, pieces[-1].finish) | stop_reason(
+            self.ask, pieces[-1]
+        )
+
+    def _part(
+        self, choice: int, text: str, logprobs: Json | None = None, finish: str | None = None
+    ) -> Json:
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _prompt_text(self, choice: int) -> str:
+        prompt = self.ask.prompt_of(choice)
+        if prompt.text is not None:
+            return prompt.text
+        return self.spelling.text.decode(prompt.tokens, skip_special=self.ask.options.skip_special)
+
+    def _logprobs(self, choice: int, entries: Sequence[LogprobEntry]) -> Json | None:
+        if not self.ask.options.logprobs:
+            return None
+        shift = len(self._prompt_text(choice)) if self.echo else 0
+        return {
+            "tokens": [self.spelling.exact(entry.token) for entry in entries],
+            "token_logprobs": [
+                finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries
+            ],
+            "top_logprobs": [self._top(entry.logprobs) for entry in entries],
+            "text_offset": [shift + entry.start for entry in entries],
+        }
+
+    def _prompt_logprobs(self, choice: int, answer: OutputProcessor) -> Json | None:
+        """Those of the prompt's tokens. The first has none, as nothing comes before it."""
+        if not self.ask.options.logprobs:
+            return None
+        tokens = self.ask.prompt_of(choice).tokens
+        known = [k for _, k in about_prompt(tokens, answer)]
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(at)
+            at += len(self.spelling.shown(token))
+        return {
+            "tokens": [self.spelling.exact(token) for token in tokens],
+            "token_logprobs": [finite(k.logprob) if k else None for k in known],
+            "top_logprobs": [self._top(k) for k in known],
+            "text_offset": offsets,
+        }
+
+    def _top(self, known: TokenLogprobs | None) -> dict[str, float] | None:
+        """By text; where two tokens read alike, the second is named by its id, so that there are as many as were asked for."""
+        if known is None or not self.top:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
+            name = self.spelling.exact(token)
+            top[name if name not in top else f"token_id:{token}"] = finite(logprob)
+        return top
+
+
+def delta_of(said: OutputPart) -> Json:
+    match said:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, id, name):
+            return {
+                "tool_calls": [
+                    {
+                        "index": index,
+                        "id": id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                ]
+            }
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def finish_of(piece: OutputPiece, answer: OutputProcessor) -> str | None:
+    return "tool_calls" if piece.finish == "stop" and answer.calls else piece.finish
+
+
+def stop_reason(ask: PreparedRequest, piece: OutputPiece) -> Json:
+    """Beside OpenAI's fields: the stop string, or the id of `stop_token_ids`, that ended the choice."""
+    by = piece.stopped_by
+    return {
+        "stop_reason": by
+        if isinstance(by, str) or by in (ask.request.stop_token_ids or ())
+        else None
+    }

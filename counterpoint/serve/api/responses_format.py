@@ -1,0 +1,263 @@
+"""The answers of /v1/responses: items, whole or as the events by which they grow.
+
+Owns: the shape of a response and the order of its events. Promises: events are numbered from 0 without a gap; what is added is done
+before the next is added; a whole answer is what a stream's last event holds, as both are made by the same items.
+Must not: wait for anything, or decide what is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.api.response_format import Json, TokenSpelling, event, usage_of
+from counterpoint.serve.api.responses import NamedTool, ResponsesRequest
+from counterpoint.serve.output_parsing.output_parser import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+)
+from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
+from counterpoint.serve.text.preprocess import PreparedRequest
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+
+Kind = Literal["message", "reasoning", "function_call"]
+PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+GROWTH: dict[Kind, str] = {  # the events that tell of an item's text
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class OutputItem:
+    """One item while it grows. `facts`: what is known of it from the start (a call's name)."""
+
+    def __init__(self, kind: Kind, index: int, key: str, **facts: str) -> None:
+        self.kind: Kind = kind
+        self.index = index
+        self.id = f"{PREFIXES[kind]}_{key}{index:04x}"
+        self.facts = facts
+        self._texts: list[str] = []
+        self._logprobs: list[Json] = []
+
+    def body(self, status: str) -> Json:
+        head: Json = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return head | self.facts | {"arguments": "".join(self._texts)}
+        content = [] if status == "in_progress" else [self._part()]
+        return (
+            head
+            | ({"role": "assistant"} if self.kind == "message" else {"summary": []})
+            | {"content": content}
+        )
+
+    def opened(self) -> Iterator[Json]:
+        yield {
+            "type": "response.output_item.added",
+            "output_index": self.index,
+            "item": self.body("in_progress"),
+        }
+        if self.kind != "function_call":
+            yield {"type": "response.content_part.added"} | self._place() | {"part": self._part()}
+
+    def grown(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        yield (
+            {"type": f"{GROWTH[self.kind]}.delta"}
+            | self._place()
+            | {"delta": text}
+            | self._with_logprobs(logprobs)
+        )
+
+    def closed(self, status: str) -> Iterator[Json]:
+        text = "".join(self._texts)
+        done: Json = {"type": f"{GROWTH[self.kind]}.done"} | self._place()
+        if self.kind == "function_call":
+            yield done | {"arguments": text, "name": self.facts["name"]}
+        else:
+            yield done | {"text": text} | self._with_logprobs(self._logprobs)
+            yield {"type": "response.content_part.done"} | self._place() | {"part": self._part()}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": self.index,
+            "item": self.body(status),
+        }
+
+    def _part(self) -> Json:
+        text = "".join(self._texts)
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
+
+    def _place(self) -> Json:
+        place: Json = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == "function_call" else place | {"content_index": 0}
+
+    def _with_logprobs(self, logprobs: Sequence[Json]) -> Json:
+        return {"logprobs": list(logprobs)} if self.kind == "message" else {}
+
+
+class ResponsesFormatter:
+    def __init__(
+        self, ask: PreparedRequest, text: ModelTokenizer, request: ResponsesRequest
+    ) -> None:
+        self.ask = ask
+        self.request = request
+        self.spelling = TokenSpelling(text)
+        self._key = ask.id.partition("_")[2]
+        self._done: list[Json] = []
+        self._item: OutputItem | None = None
+        self._finish: str | None = None
+        self._sent = 0
+
+    # ------------------------------------------------------------ as a Reply
+
+    def whole_body(
+        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+    ) -> Json:
+        for piece in pieces[0]:
+            for _ in self._take(piece):
+                pass
+        return self._response(self._status, answers)
+
+    def beginning(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event({"type": kind, "response": self._response("in_progress")})
+
+    def step(
+        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+    ) -> Iterator[bytes]:
+        yield from map(self._event, self._take(piece))
+
+    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        yield self._event(
+            {"type": f"response.{self._status}", "response": self._response(self._status, answers)}
+        )
+
+    def failure(self, error: ApiError) -> bytes:
+        failed = self._response("failed") | {
+            "error": {"code": "server_error", "message": str(error)}
+        }
+        return self._event({"type": "response.failed", "response": failed})
+
+    def _event(self, body: Json) -> bytes:
+        self._sent += 1
+        return event(body | {"sequence_number": self._sent - 1}, body["type"])
+
+    # ------------------------------------------------------------ items
+
+    def _take(self, piece: OutputPiece) -> Iterator[Json]:
+        logprobs = [self.spelling.entry(entry, self.ask.options) for entry in piece.entries]
+        for part in piece.said:
+            match part:
+                case ContentDelta(text):
+                    yield from self._grow("message", text, logprobs)
+                    logprobs = []
+                case ReasoningDelta(text):
+                    yield from self._grow("reasoning", text)
+                case CallStart(_, id, name):
+                    yield from self._open("function_call", call_id=id, name=name)
+                case CallArguments(_, text):
+                    yield from self._grow("function_call", text)
+        if logprobs and (
+            self._item is None or self._item.kind == "message"
+        ):  # of tokens that have no text
+            yield from self._grow("message", "", logprobs)
+        if piece.finish:
+            self._finish = piece.finish
+            if self._item is None and not self._done:
+                yield from self._open("message")
+            yield from self._close(self._status)
+
+    def _grow(self, kind: Kind, text: str, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
+        if self._item is None or self._item.kind != kind:
+            yield from self._open(kind)
+        assert self._item is not None
+        yield from self._item.grown(text, logprobs)
+
+    def _open(self, kind: Kind, **facts: str) -> Iterator[Json]:
+        yield from self._close("completed")
+        self._item = OutputItem(kind, len(self._done), self._key, **facts)
+        yield from self._item.opened()
+
+    def _close(self, status: str) -> Iterator[Json]:
+        if self._item is not None:
+            yield from self._item.closed(status)
+            self._done.append(self._item.body(status))
+            self._item = None
+
+    # ------------------------------------------------------------ the response
+
+    @property
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "incomplete" if self._finish in ("length", "abort") else "completed"
+
+    def _response(self, status: str, answers: Sequence[OutputProcessor] | None = None) -> Json:
+        """Without `answers`, of one that is not over."""
+        over = answers is not None
+        return {
+            "id": self.ask.id,
+            "object": "response",
+            "created_at": self.ask.created_s,
+            "completed_at": int(time.time()) if over else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if over and self._finish == "length"
+            else None,
+            "model": self.ask.model,
+            "output": list(self._done),
+            "usage": self._usage(answers) if answers is not None else None,
+        } | echo_of(self.request)
+
+    def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
+        usage = usage_of(self.ask, answers)
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": answers[0].reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def echo_of(request: ResponsesRequest) -> Json:
+    """What was asked for, as it is in force: nothing is stored, whatever was wished."""
+    text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
+    choice = request.tool_choice
+    reasoning = (
+        request.reasoning.model_dump() if request.reasoning else {"effort": None, "summary": None}
+    )
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": reasoning,
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+    }

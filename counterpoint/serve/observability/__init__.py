@@ -1,0 +1,1 @@
+"""What operators see: logs, Prometheus metrics, traces, rolling statistics, the feed of the dashboard."""

@@ -1,0 +1,200 @@
+"""Live: the picture of the lanes, as server-sent events.
+
+Owns: the viewers and what they are sent. Promises: a viewer costs the engine nothing and the server one write a frame; each frame
+is made once for all; who reads slowly misses frames, who does not read at all is closed, and more than MAX_VIEWERS are refused.
+Must not: wait for a viewer, or show what a request says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+import counterpoint
+from counterpoint.serve.api.limits import AdmissionQueue, Overloaded
+from counterpoint.serve.api.response_format import Json, event
+from counterpoint.serve.api.streaming import ClientGone, unless_gone
+from counterpoint.serve.observability.pool_lanes import about, told
+from counterpoint.serve.observability.rolling_stats import RollingStats
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.pool import Pool
+from counterpoint.types import LaneStep
+
+FRAME_S = 0.2
+SPLITS, GUARDS = 3, 3  # shown: those most in force, the highest
+QUIET_S = 1.0  # between frames that say nothing new
+MAX_VIEWERS = 32
+KEPT_FRAMES = 4  # for a viewer that is a little slow
+STALL_S = 10.0  # a viewer that has not taken a frame for so long is closed
+
+Frames = asyncio.Queue["bytes | None"]  # None: the end
+
+
+class LaneFeed:
+    def __init__(
+        self, engine: EngineClient | Pool, pulse: RollingStats, queue: AdmissionQueue, name: str
+    ) -> None:
+        self.engine = engine
+        self.pulse = pulse
+        self.queue = queue
+        self.name = name
+        self.viewers: set[Frames] = set()
+        self._closed = False
+        self._ticking: asyncio.Task[None] | None = None
+
+    def watch(self) -> LaneFeedResponse:
+        """Raises Overloaded if too many watch already, or the server stops."""
+        if self._closed or len(self.viewers) >= MAX_VIEWERS:
+            raise Overloaded(
+                f"{len(self.viewers)} watch already, of at most {MAX_VIEWERS}: try again later"
+            )
+        frames: Frames = asyncio.Queue(KEPT_FRAMES)
+        put(frames, event(self.frame(time.monotonic())))
+        self.viewers.add(frames)
+        if self._ticking is None or self._ticking.done():
+            self._ticking = asyncio.create_task(self._tick())
+        return LaneFeedResponse(self, frames)
+
+    def close(self) -> None:
+        """End every view, so that the server can stop."""
+        self._closed = True
+        for frames in self.viewers:
+            put(frames, None)
+
+    # ------------------------------------------------------------ frames
+
+    async def _tick(self) -> None:
+        """As long as somebody watches."""
+        shown, shown_s, step = None, 0.0, self.pulse.last_step
+        while self.viewers and not self._closed:
+            now_s = time.monotonic()
+            state = (self.engine.stats, self.engine.state, self.queue.requests)
+            if state != shown or now_s - shown_s >= QUIET_S:
+                frame = event(self.frame(now_s, step))
+                step, shown, shown_s = self.pulse.last_step, state, now_s
+                for frames in self.viewers:
+                    put(frames, frame)
+            await asyncio.sleep(FRAME_S)
+
+    def frame(self, now_s: float, after_step: int = 0) -> Json:
+        """All that is to be seen now, and those of the first `last_step` steps that come after the first `after_step` and are kept.
+        Times are in seconds on one clock."""
+        stats, hello = self.engine.stats, self.engine.hello
+        pool = self.engine if isinstance(self.engine, Pool) else None
+        prompt, generated = self.pulse.rates(now_s)
+        steps = list(self.pulse.steps)
+        fresh = min(self.pulse.last_step - after_step, len(steps))
+        return {
+            "now_s": round(now_s, 4),
+            "about": {
+                "model": self.name,
+                "version": counterpoint.__version__,
+                "policy": hello.policy if hello else "",
+                "lanes": hello.lanes if hello else "",
+                "roles": hello.roles if hello else (),
+                "units": stats.units_total,
+                "bands": (),
+                **(about(pool.places()) if pool is not None else {}),
+                "context_tokens": hello.max_context_tokens if hello else 0,
+            },
+            "state": self.engine.state,
+            "reason": self.engine.error,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "queued": self.queue.requests,
+            "kv_tokens": {
+                "total": stats.pages_total * stats.page_tokens,
+                "cached": stats.pages_cached * stats.page_tokens,
+                "free": stats.pages_free * stats.page_tokens,
+            },
+            "prompt_rate": round(prompt, 1),
+            "generated_rate": round(generated, 1),
+            "hit_rate": self.pulse.hit_rate(now_s),
+            "ttft_s": self.pulse.ttft.percentiles(now_s),
+            "itl_s": self.pulse.itl.percentiles(now_s),
+            "finished": sum(stats.finished.values()),
+            "preemptions": stats.preemptions,
+            "resplit_rate": round(self.pulse.resplit_rate(now_s), 2),
+            "lanes": self.pulse.lanes(now_s),
+            "splits": self.pulse.splits(now_s)[:SPLITS],
+            "active_share": self.pulse.active_share(now_s),
+            "fallbacks": self.pulse.fallbacks(now_s),
+            "prediction_errors": {
+                kind: (round(median, 3), round(high, 3))
+                for kind, median, high, _ in stats.policy.errors
+            },
+            "guards": sorted(
+                ((cell, round(guard, 3)) for cell, _, guard in stats.policy.cells),
+                key=lambda row: -row[1],
+            )[:GUARDS],
+            "last_step": self.pulse.last_step,
+            "steps": [brief(step) for step in steps[len(steps) - fresh :]],
+            "playing": [
+                brief(step) for step in (pool.playing(now_s) if pool is not None else stats.playing)
+            ],
+            "workers": [told(worker) for worker in pool.roster.look()] if pool is not None else [],
+        }
+
+
+def brief(step: LaneStep) -> tuple[float, ...]:
+    """[lane, batch, started_s, ended_s, units, prefill tokens, decode batch], as in LaneStep."""
+    started_s, ended_s = round(step.started_s, 4), round(step.ended_s, 4)
+    return (
+        step.lane,
+        step.batch,
+        started_s,
+        ended_s,
+        step.units,
+        step.prefill_tokens,
+        step.decode_batch,
+    )
+
+
+def put(frames: Frames, frame: bytes | None) -> None:
+    """The oldest makes room."""
+    if frames.full():
+        frames.get_nowait()
+    frames.put_nowait(frame)
+
+
+class LaneFeedResponse(Response):
+    """One viewer's stream of frames."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, live: LaneFeed, frames: Frames) -> None:
+        self.live = live
+        self.frames = frames
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone, TimeoutError):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                await unless_gone(receive, self._send_all(send))
+        finally:
+            self.live.viewers.discard(self.frames)
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._taken()) as taken:
+            async for frame in taken:
+                async with asyncio.timeout(STALL_S):
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _taken(self) -> AsyncGenerator[bytes, None]:
+        while (frame := await self.frames.get()) is not None:
+            yield frame

@@ -1,0 +1,1 @@
+"""The engine without a server: the `LLM` class, batch files, the terminal chat."""

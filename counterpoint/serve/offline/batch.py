@@ -1,0 +1,194 @@
+"""A file of requests, answered without a server, in OpenAI's batch format.
+
+Owns: the two formats and what is left to do. Promises: each line of the input has in the end one line in the output, in the order
+in which they finish; a run that was cut short goes on where it was, whatever was half written; an input that is wrong as a whole is
+refused before anything runs, and a request that is wrong gets its error as its answer.
+Must not: show progress, or load a model.
+
+Input, a line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body"}.
+Output, a line each: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from counterpoint.config import ConfigError, writable, writing
+from counterpoint.serve.api.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    in_words_of,
+    parse,
+)
+from counterpoint.serve.api.response_format import (
+    ChatFormatter,
+    CompletionFormatter,
+    Json,
+    ResponseFormatter,
+)
+from counterpoint.serve.api.responses import ResponsesRequest
+from counterpoint.serve.api.responses_format import ResponsesFormatter
+from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
+from counterpoint.serve.text.preprocess import PreparedRequest
+
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest, ResponsesRequest)
+BATCH_ID = "batch_req_"
+BEGINNING = f'{{"id":"{BATCH_ID}'.encode()  # of every line of the output
+Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
+
+
+class BatchLine(msgspec.Struct):
+    """A request of the input."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class CompletedLine(msgspec.Struct):
+    """What is looked at of a line of the output. `response` is what a line of the input has not."""
+
+    custom_id: str
+    response: msgspec.Raw
+
+
+decode = msgspec.json.Decoder(BatchLine).decode
+decode_done = msgspec.json.Decoder(CompletedLine).decode
+
+
+def left_to_do(source: Path, out: Path) -> list[BatchLine]:
+    """The requests of `source` that have no answer in `out`. A last line that was cut off is cut off `out`. Raises ConfigError."""
+    writable("--out", out)
+    lines = read_requests(source)
+    done = answered(out) if out.exists() else set()
+    return [line for line in lines if line.custom_id not in done]
+
+
+def read_requests(path: Path) -> list[BatchLine]:
+    lines: dict[str, BatchLine] = {}
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if not data.strip():
+                    continue
+                try:
+                    line = decode(data)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(
+                        f"{path}:{number}: not a request of a batch: {error}"
+                    ) from None
+                if line.custom_id in lines:
+                    raise ConfigError(
+                        f"{path}:{number}: custom_id {line.custom_id[:100]!r} is there twice: give each its own"
+                    )
+                lines[line.custom_id] = line
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return list(lines.values())
+
+
+def answered(path: Path) -> set[str]:
+    """The ids in an output."""
+    done: set[str] = set()
+    with path.open("r+b") as file:
+        whole = 0
+        for number, data in enumerate(file, 1):
+            if not data.endswith(b"\n") and (
+                data.startswith(BEGINNING) or BEGINNING.startswith(data)
+            ):
+                file.truncate(whole)
+                break
+            whole += len(data)
+            try:
+                done.add(decode_done(data).custom_id)
+            except msgspec.DecodeError:
+                raise ConfigError(
+                    f"{path}:{number}: not an answer of a batch: choose another file with -o"
+                ) from None
+    return done
+
+
+def answer(lines: list[BatchLine], out: Path, engine: OfflineEngine, progress: Progress) -> int:
+    """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
+    failed = count = 0
+    names: dict[str, tuple[BatchLine, ResponseFormatter]] = {}
+    with writing(out), out.open("ab") as file:
+
+        def tell(line: BatchLine, status: int, body: Json, id: str) -> None:
+            nonlocal failed, count
+            failed, count = failed + (status != 200), count + 1
+            write(file, line.custom_id, status, body, id)
+            progress(count, failed, len(lines))
+
+        def asks() -> Iterator[PreparedRequest]:
+            for line in lines:
+                try:
+                    reply = ask_of(line, engine)
+                except ApiError as error:
+                    tell(line, error.status, error.body(), "")
+                else:
+                    names[reply.ask.id] = line, reply
+                    yield reply.ask
+
+        for finished in engine.finish(asks()):
+            line, reply = names.pop(finished.ask.id)
+            tell(line, *outcome(finished, reply), finished.ask.id)
+    return failed
+
+
+def ask_of(line: BatchLine, engine: OfflineEngine) -> ResponseFormatter:
+    """Raises ApiError."""
+    body = bytes(line.body)
+    if line.method != "POST":
+        raise ApiError(405, f"method is {line.method[:20]!r}: it must be POST")
+    if line.url == "/v1/chat/completions":
+        chat = parse(ChatRequest, body)
+        return ChatFormatter(asyncio.run(engine.intake.chat(unstreamed(chat))), engine.text)
+    if line.url == "/v1/completions":
+        completion = parse(CompletionRequest, body)
+        return CompletionFormatter(
+            asyncio.run(engine.intake.completion(unstreamed(completion))), engine.text, completion
+        )
+    if line.url == "/v1/responses":
+        response = unstreamed(parse(ResponsesRequest, body))
+        with in_words_of(ResponsesRequest):
+            return ResponsesFormatter(
+                asyncio.run(engine.intake.chat(response.chat(), "resp_")), engine.text, response
+            )
+    raise ApiError(
+        404,
+        f"url is {line.url[:100]!r}: it must be /v1/chat/completions, /v1/completions or /v1/responses",
+    )
+
+
+def unstreamed(request: Asked) -> Asked:
+    if request.stream:
+        raise ApiError(400, "stream has no meaning in a batch: leave it out", param="stream")
+    return request
+
+
+def outcome(finished: FinishedRequest, reply: ResponseFormatter) -> tuple[int, Json]:
+    if finished.error:
+        return 500, ApiError(500, finished.error).body()
+    return 200, reply.whole_body(finished.answers, finished.pieces)
+
+
+def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:
+    """At once: what is told is on its way to the disk."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    line = {
+        "id": f"{BATCH_ID}{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": None,
+    }
+    file.write(msgspec.json.encode(line) + b"\n")
+    file.flush()

@@ -1,0 +1,160 @@
+"""A chat in the terminal, with a model in this process or behind a URL.
+
+Owns: the conversation and how it is shown. Promises: Ctrl-C stops an answer, not the chat; what was said of a stopped answer
+stays in the conversation; what was thought is shown and does not. Must not: know how answers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from counterpoint.serve.offline.engine import OfflineEngine
+from counterpoint.serve.output_parsing.output_parser import ContentDelta, OutputPart, ReasoningDelta
+
+Messages = list[dict[str, Any]]
+Speaker = Callable[
+    [Messages], Iterator[OutputPart]
+]  # a conversation in, its answer out, piece by piece
+HELP = "/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def local_speaker(engine: OfflineEngine, options: dict[str, Any]) -> Speaker:
+    def speak(messages: Messages) -> Iterator[OutputPart]:
+        return (part for piece in engine.chat(messages, **options) for part in piece.said)
+
+    return speak
+
+
+def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Speaker:
+    """`url`: any server of the OpenAI API, with or without /v1; its first model answers. Raises ConnectionError."""
+    root = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    http = httpx.Client(
+        base_url=f"{root}/v1", headers=headers, timeout=httpx.Timeout(600, connect=10)
+    )
+    try:
+        response = http.get("/models")
+        if response.status_code in (401, 403):
+            raise ConnectionError(
+                f"{url}: {response.status_code} {response.reason_phrase}: set OPENAI_API_KEY to a key of this server"
+            )
+        listed = response.raise_for_status().json()
+        model = listed["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConnectionError(f"{url}: no model of the OpenAI API found there: {error}") from None
+
+    def speak(messages: Messages) -> Iterator[OutputPart]:
+        body = {"model": model, "messages": messages, "stream": True} | options
+        try:
+            with http.stream("POST", "/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ConnectionError(
+                        f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}"
+                    )
+                for line in lines_of(response.iter_bytes()):
+                    yield from parts_of(line)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise ConnectionError(f"{url}: the answer broke off: {error}") from None
+
+    return speak
+
+
+class StreamDelta(msgspec.Struct):
+    """What is looked at of a choice."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamChoice(msgspec.Struct):
+    delta: StreamDelta
+
+
+class StreamChunk(msgspec.Struct):
+    choices: list[StreamChoice] = []
+    error: Any = None
+
+
+decode = msgspec.json.Decoder(StreamChunk).decode
+
+
+def lines_of(data: Iterable[bytes]) -> Iterator[bytes]:
+    """Ended by line feeds, as those of server-sent events are; an answer may hold other ends of lines that Unicode knows."""
+    rest = b""
+    for part in data:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+
+
+def parts_of(line: bytes) -> Iterator[OutputPart]:
+    """What is said in one line of a stream. Raises ConnectionError for an error event, DecodeError if it is none of the API's."""
+    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+        return
+    chunk = decode(line[5:])
+    if chunk.error is not None:
+        raise ConnectionError(str(chunk.error))
+    for choice in chunk.choices:
+        if thought := choice.delta.reasoning or choice.delta.reasoning_content:
+            yield ReasoningDelta(thought)
+        if choice.delta.content:
+            yield ContentDelta(choice.delta.content)
+
+
+def converse(speak: Speaker, console: Console, system: str | None = None) -> None:
+    """Until the user has had enough."""
+    console.print(f"[dim]{HELP}[/dim]")
+    messages = opening(system)
+    while True:
+        try:
+            said = console.input("[bold cyan]> [/bold cyan]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if said in ("/exit", "/quit"):
+            return
+        if said == "/clear":
+            messages = opening(system)
+        elif said == "/help":
+            console.print(f"[dim]{HELP}[/dim]")
+        elif said:
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": show(speak(messages), console)})
+
+
+def opening(system: str | None) -> Messages:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def show(answer: Iterator[OutputPart], console: Console) -> str:
+    """Print an answer as it comes; what of it was said, not thought."""
+    said: list[str] = []
+    thought = False
+    try:
+        for part in answer:
+            match part:
+                case ReasoningDelta(text):
+                    thought = True
+                    console.print(
+                        text, end="", style="dim", markup=False, highlight=False, soft_wrap=True
+                    )
+                case ContentDelta(text):
+                    console.print(
+                        "\n\n" * thought + text,
+                        end="",
+                        markup=False,
+                        highlight=False,
+                        soft_wrap=True,
+                    )
+                    thought = False
+                    said.append(text)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/dim]", end="")
+    finally:
+        console.print()
+    return "".join(said)

@@ -1,0 +1,221 @@
+"""LLM: the engine as an object of a Python program.
+
+    with counterpoint.LLM("smollm2", policy="chunked") as llm:
+        for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(answer.text)
+
+Owns: the shape of what goes in and comes out. Promises: the answers of the server for the same requests; all prompts are given to
+the engine together; answers come in the prompts' order; wrong settings and parameters raise before anything runs.
+Must not: know the engine (offline.py does), or read the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from counterpoint.config import Config, ConfigError, owner
+from counterpoint.serve.api.response_format import about_prompt, usage_of
+from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
+from counterpoint.serve.output_parsing.output_parser import Call, gather
+from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
+from counterpoint.serve.text.preprocess import PreparedRequest
+from counterpoint.serve.worker.engine_client import EngineLost
+from counterpoint.types import TokenLogprobs
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How answers are chosen and when they end: the fields of the API, with its ranges. What is None is as the API has it, but for
+    `max_tokens`: 16 for texts, and as the context allows for chats."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those that are given."""
+        return {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id that ended it, if one did.
+    A token that ended it is the last of `token_ids`, and has no place in `logprobs`: those are of the tokens that are shown. Of a
+    chat, `text` is what was said, apart from what was thought (`reasoning`) and called."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What came of one prompt: `outputs`, `n` of them. The first one's fields are the output's own, too. `usage`: the API's.
+    The first token of a prompt has no log-probability."""
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    usage: dict[str, Any]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+class LLM:
+    """`settings` are those of the command line, with underscores, of one engine: model, device, scheduler, and `event_log`. Raises
+    ConfigError or ModelError. To be closed, or used as a context manager."""
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        for name in settings:
+            if owner(name) in ("server", "cluster") and name != "event_log":
+                raise ConfigError(
+                    f"{name} is a setting of `counterpoint serve`: here is one engine and no server; leave it out"
+                )
+        self._engine = OfflineEngine(Config().replace(model=model, **settings))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    ) -> list[RequestOutput]:
+        """Continue each text, or list of token ids; `params` for all, or for each its own. Raises ApiError if a prompt or parameter
+        is wrong, EngineLost if the engine fails."""
+        if not isinstance(prompts, Sequence):
+            raise TypeError(
+                f"prompts is of type {type(prompts).__name__}: give a text, a list of token ids, or a list of these"
+            )
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        every: Sequence[Any] = [prompts] if one else prompts
+        each = [params] * len(every) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(
+            isinstance(one, SamplingParams) for one in each
+        ):
+            raise TypeError(
+                f"params is of type {type(params).__name__}: give SamplingParams, or a list with one for each prompt"
+            )
+        if len(each) != len(every):
+            raise ValueError(
+                f"params has {len(each)} entries for {len(every)} prompts: give one, or one for each"
+            )
+        return self._outputs(
+            [self._completion(prompt, p) for prompt, p in zip(every, each, strict=True)]
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams = SamplingParams(),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several; `tools` and `tool_choice` as in the API, `template` goes to the model's chat
+        template. Raises as `generate` does."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        every: Sequence[Any] = [messages] if one else messages
+        fields = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "chat_template_kwargs": template,
+        } | params.fields()
+        if params.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": params.logprobs}
+        return self._outputs([self._chat(conversation, fields) for conversation in every])
+
+    def _completion(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        return self._engine.completion({"prompt": prompt} | params.fields())
+
+    def _chat(self, messages: Conversation, fields: dict[str, Any]) -> PreparedRequest:
+        return self._engine.conversation({"messages": messages} | fields)
+
+    def _outputs(self, asks: list[PreparedRequest]) -> list[RequestOutput]:
+        done = {finished.ask.id: output_of(finished) for finished in self._engine.finish(asks)}
+        return [done[ask.id] for ask in asks]
+
+
+def output_of(finished: FinishedRequest) -> RequestOutput:
+    """Raises EngineLost if a choice of it failed."""
+    if finished.error:
+        raise EngineLost(finished.error)
+    request, prompt = finished.ask.request, finished.ask.prompts[0].tokens
+    choices = tuple(
+        choice_of(*each, finished.ask)
+        for each in zip(finished.answers, finished.pieces, strict=True)
+    )
+    known = None
+    if request.prompt_logprobs is not None:
+        known = tuple(each for _, each in about_prompt(prompt, finished.answers[0]))
+    return RequestOutput(prompt, choices, usage_of(finished.ask, finished.answers), known)
+
+
+def choice_of(
+    answer: OutputProcessor, pieces: Sequence[OutputPiece], ask: PreparedRequest
+) -> CompletionOutput:
+    known = (
+        tuple(entry.logprobs for piece in pieces for entry in piece.entries)
+        if ask.options.logprobs
+        else None
+    )
+    tokens = () if ask.options.discard else tuple(answer.tokens)
+    speech, last = gather(part for piece in pieces for part in piece.said), pieces[-1]
+    return CompletionOutput(
+        speech.content,
+        tokens,
+        str(last.finish),
+        last.stopped_by,
+        known,
+        speech.reasoning,
+        speech.calls,
+    )

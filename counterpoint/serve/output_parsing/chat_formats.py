@@ -1,0 +1,255 @@
+"""Dialects: how models spell reasoning and tool calls.
+
+Owns: one response template for each known family, as data in the form of `transformers` (docs: chat response parsing), and which of
+them a model speaks: its tokeniser's own if it has one, else the one whose marks its chat template writes.
+Must not: parse (splitter.py, calls.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from counterpoint.serve.output_parsing.template_capabilities import (
+    PLAIN,
+    TemplateCapabilities,
+    manners_of,
+)
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import (
+        ResponseTemplate,
+        ResponseTemplateField,
+    )
+
+Json = dict[str, Any]
+log = logging.getLogger("counterpoint")
+
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # names that templates give to what is thought
+CALLS, CONTENT = "tool_calls", "content"
+TRANSFORM = {"type": "function", "function": "{content}"}
+NAMED_TRANSFORM = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+NAME = r"(?P<name>[\w.-]+)"
+
+THINK: Json = {"open": "<think>", "close": "</think>"}
+THINK_BRACKETS: Json = {"open": "[THINK]", "close": "[/THINK]"}
+
+HERMES: Json = {
+    "open": "<tool_call>",
+    "close": "</tool_call>",
+    "content": "json",
+    "repeats": True,
+    "transform": TRANSFORM,
+}
+QWEN_XML: Json = {
+    "open_pattern": rf"<tool_call>\s*<function={NAME}>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+    },
+    "repeats": True,
+    "transform": NAMED_TRANSFORM,
+}
+LLAMA: Json = {
+    "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)|<\|python_tag\|>\s*(?=\{)",
+    "content": "json",
+    "repeats": True,
+    "transform": {
+        "type": "function",
+        "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+    },
+}
+MISTRAL: Json = {
+    "open": "[TOOL_CALLS]",
+    "content": "json",
+    "repeats": True,
+    "transform": TRANSFORM | {"function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform_each": True,
+}
+MISTRAL_NAMED: Json = {
+    "open_pattern": rf"\[TOOL_CALLS\]\s*{NAME}\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{{)",
+    "close_pattern": r"(?=\[TOOL_CALLS\])",
+    "content": "json",
+    "repeats": True,
+    "transform": NAMED_TRANSFORM,
+}
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END = (
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+DEEPSEEK: Json = {
+    "open_pattern": rf"(?:{DEEPSEEK_BEGIN}\s*)?{DEEPSEEK_CALL}"
+    rf"(?:function{DEEPSEEK_SEP}{NAME}\s*```json\n|(?!function){NAME}{DEEPSEEK_SEP})",
+    # what may come next is all spelled out: a pattern that ends in something optional would match before it has come
+    "close_pattern": rf"(?:\s*```)?\s*{DEEPSEEK_CALL_END}"
+    rf"(?:\s*{DEEPSEEK_END}|(?=\s*(?:{DEEPSEEK_CALL}|[^\s<]|<[^｜]))|\s*\Z)",
+    "content": "json",
+    "repeats": True,
+    "transform": NAMED_TRANSFORM,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How calls are written down in this dialect (tools.py makes a grammar of it): `before`, calls with `between` between two of
+    them, `after`. A call: `start`, in which NAME_HERE is the tool's name, the arguments, `end`. `between` None: there is but one
+    call."""
+
+    start: str
+    end: str
+    before: str = ""
+    after: str = ""
+    between: str | None = None
+
+
+NAME_HERE = "NAME"
+HERMES_FORM = CallFormat(
+    '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"
+)
+FORMS: list[tuple[Json, CallFormat | None]] = [
+    (HERMES, HERMES_FORM),
+    (QWEN_XML, None),
+    (LLAMA, CallFormat('{"name": "NAME", "parameters": ', "}")),
+    (
+        MISTRAL,
+        CallFormat(
+            '{"name": "NAME", "arguments": ', "}", before="[TOOL_CALLS][", after="]", between=", "
+        ),
+    ),
+    (MISTRAL_NAMED, CallFormat("[TOOL_CALLS]NAME[ARGS]", "", between="")),
+    (
+        DEEPSEEK,
+        CallFormat(
+            f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}NAME\n```json\n",
+            f"\n```{DEEPSEEK_CALL_END}",
+            before=DEEPSEEK_BEGIN,
+            after=DEEPSEEK_END,
+            between="\n",
+        ),
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """`template` is what `transformers` made of the response template `spec`, `special` the special tokens of its marks. `form` is
+    how to write a call down, if that is known. `own`: the spec came with the model. `manners`: those of the chat template."""
+
+    spec: Json
+    template: ResponseTemplate
+    form: CallFormat | None = None
+    special: tuple[tuple[int, str], ...] = ()
+    own: bool = False
+    manners: TemplateCapabilities = PLAIN
+
+    def marks(self, fields: Iterable[ResponseTemplateField]) -> frozenset[int]:
+        """The special tokens that tell of these fields."""
+        sources = [source for field in fields for source in sources_of(field)]
+        return frozenset(
+            token for token, name in self.special if any(name in source for source in sources)
+        )
+
+    def writable(self) -> ChatFormat:
+        """This one if it is known how calls are written in it, else one with the same reasoning and the calls of HERMES."""
+        if self.form is not None:
+            return self
+        spec = self.spec | {"fields": self.spec["fields"] | {CALLS: HERMES}}
+        return dataclasses.replace(self, spec=spec, template=load(spec), form=HERMES_FORM)
+
+
+def load(spec: Json) -> ResponseTemplate:
+    """Raises ValueError."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(spec)
+
+
+def dialect_of(text: ModelTokenizer) -> ChatFormat:
+    """What the model speaks. One whose chat template knows no tools will be told to call as HERMES has it."""
+    source, manners = text.chat_template or "", manners_of(text)
+    thoughts = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
+    calls = calls_of(source)
+    spec, own = spec_of(thoughts, calls), False
+    if text.response_template is not None:
+        try:
+            load(text.response_template)
+            spec, own = text.response_template, True
+        except ValueError as error:
+            log.warning("the tokeniser's response_template is not used: %s", error)
+    form = (
+        next(form for known, form in FORMS if known is calls)
+        if manners.native and not own
+        else None
+    )
+    template = load(spec)
+    marks = "\n".join(source for field in template.fields.values() for source in sources_of(field))
+    special = tuple(
+        (id, token.content)
+        for id, token in text.added.items()
+        if token.special and token.content in marks
+    )
+    found = ChatFormat(spec, template, form, special, own, manners)
+    return found if manners.native else found.writable()
+
+
+def calls_of(source: str) -> Json:
+    """By the marks in a chat template's source."""
+    if "<tool_call>" in source:
+        return QWEN_XML if "<function=" in source else HERMES
+    if "[TOOL_CALLS]" in source:
+        return MISTRAL_NAMED if "[ARGS]" in source else MISTRAL
+    if DEEPSEEK_CALL in source:
+        return DEEPSEEK
+    if "<|python_tag|>" in source or '"parameters": dictionary' in source:
+        return LLAMA
+    return HERMES
+
+
+def spec_of(thoughts: Json | None, calls: Json | None) -> Json:
+    fields: Json = {CONTENT: {}}
+    if thoughts is not None:
+        fields[REASONING[0]] = thoughts
+    if calls is not None:
+        fields[CALLS] = calls
+    return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+def kind_of(name: str) -> str:
+    """What a template's field is to us: "reasoning", "content", "call", or "" for what is not shown."""
+    return "reasoning" if name in REASONING else {CALLS: "call", CONTENT: "content"}.get(name, "")
+
+
+def thought_marks(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
+    """What opens and closes reasoning, if it is among the fields and these are known."""
+    for field in fields:
+        if kind_of(field.name) == "reasoning" and field.open_literals and field.close_literals:
+            return field.open_literals[0], field.close_literals[0]
+    return None
+
+
+def sources_of(field: ResponseTemplateField) -> Iterator[str]:
+    """The patterns of its marks, without what only guards a character from being taken for syntax."""
+    for pattern in (field.open_re, field.close_re):
+        if pattern is not None:
+            yield re.sub(r"\\(?=\W)", "", pattern.pattern)
+
+
+def begun_by(dialect: ChatFormat, prompt: str, continued: str | None) -> str:
+    """What a prompt has of the answer already. `continued`: the message that the answer goes on with, if it does."""
+    if dialect.own:
+        return dialect.template.truncate_past_last_anchor(prompt)
+    if continued is not None:
+        return continued
+    marks = thought_marks(dialect.template.fields.values())
+    return marks[0] if marks is not None and prompt.rstrip().endswith(marks[0]) else ""

@@ -1,0 +1,271 @@
+"""Tools: what a request says of them, and what its model is shown.
+
+Owns: the checks of `tools` and `tool_choice`; how earlier calls and their results are put before the chat template, or into plain
+turns where a template knows no tools; the grammar of an answer that must or may call, and where thinking
+has its place in a grammar.
+Promises: a tool that does not fit is named in a 400; no template is given a call whose arguments it would quote twice.
+Must not: read answers (listener.py), or compile grammars.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from counterpoint.serve.api.openai import (
+    ApiError,
+    ChatMessage,
+    ChatRequest,
+    TokenizeRequest,
+    ToolChoice,
+)
+from counterpoint.serve.output_parsing.chat_formats import (
+    HERMES_FORM,
+    NAME_HERE,
+    CallFormat,
+    ChatFormat,
+    thought_marks,
+)
+from counterpoint.serve.output_parsing.output_parser import new_call_id
+from counterpoint.serve.output_parsing.streaming_parser import ParserConfig
+from counterpoint.serve.output_parsing.template_capabilities import TemplateCapabilities
+from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
+from counterpoint.serve.structured_output.grammar import BLANKS, json_options
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+
+Json = dict[str, Any]
+SHORT_ID = 9
+SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
+NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+TOLD = """You can call tools. These are the ones there are, each as JSON:
+{tools}
+To call one, write this, with nothing behind it but further calls; the result will be in the next turn:
+<tool_call>
+{{"name": NAME, "arguments": {{NAME: VALUE, ...}}}}
+</tool_call>"""
+
+encode = msgspec.json.encode
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def tools_of(request: ChatRequest | TokenizeRequest) -> list[Json]:
+    """Those that the model is shown: none if it must not call. Raises ApiError."""
+    tools = request.tools or []
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(
+            400, f"tools: {twice!r} is there twice: give each its own name", param="tools"
+        )
+    choice = request.tool_choice if isinstance(request, ChatRequest) else None
+    if not names and choice not in (None, "none", "auto"):
+        raise ApiError(
+            400, "tool_choice asks for a call, and there are no tools", param="tool_choice"
+        )
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise ApiError(
+            400,
+            f"tool_choice: there is no tool {choice.function.name!r} in tools",
+            param="tool_choice",
+        )
+    shown = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in tools]
+    try:
+        json.dumps(shown, allow_nan=False)
+    except ValueError:  # 1e999, say
+        raise ApiError(400, "tools: a number is not finite", param="tools") from None
+    return shown
+
+
+def offer_of(
+    request: ChatRequest, tools: Sequence[Json], dialect: ChatFormat
+) -> AllowedTools | None:
+    """What may be called."""
+    if isinstance(request.tool_choice, ToolChoice):
+        tools = [
+            tool for tool in tools if tool["function"]["name"] == request.tool_choice.function.name
+        ]
+    if not tools:
+        return None
+    manners = dialect.manners
+    parallel = request.parallel_tool_calls is not False and not manners.single
+    return AllowedTools(tuple(tools), parallel, new_short_id if manners.short_ids else new_call_id)
+
+
+def must_call(request: ChatRequest) -> bool:
+    return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
+
+
+def new_short_id() -> str:
+    return "".join(secrets.choice(SHORT_ID_CHARACTERS) for _ in range(SHORT_ID))
+
+
+# ---------------------------------------------------------------- what the model is shown
+
+
+def conversation(
+    messages: Sequence[ChatMessage], tools: Sequence[Json], dialect: ChatFormat
+) -> tuple[list[Json], Json]:
+    """The messages for the chat template, and its option `tools` if it has one."""
+    turns = [turn_of(message, dialect) for message in messages]
+    if dialect.manners.native:
+        return turns, {"tools": list(tools)} if tools else {}
+    return plain_turns(turns, tools), {}
+
+
+def turn_of(message: ChatMessage, dialect: ChatFormat) -> Json:
+    turn, manners = message.for_template(), dialect.manners
+    calls = turn.get("tool_calls", ())
+    if turn["content"] is None:  # as it may be beside calls
+        del turn["content"]
+    if calls and not turn.get("content") and manners.no_content != "left out":
+        turn["content"] = None if manners.no_content == "null" else ""
+    for call in calls:
+        call["function"]["arguments"] = arguments_for(call["function"].get("arguments"), manners)
+    if manners.short_ids:
+        for named in (*calls, turn):
+            key = "tool_call_id" if named is turn else "id"
+            if key in named:
+                named[key] = short_id(named[key])
+    return turn
+
+
+def arguments_for(arguments: Any, manners: TemplateCapabilities) -> Any:
+    """Most templates write arguments as JSON: for them a text that is JSON becomes what it says, and any other is left as the model
+    wrote it. Some put them into their text as they are."""
+    if manners.text_arguments:
+        return (
+            arguments
+            if isinstance(arguments, str) and arguments.strip()
+            else encode(arguments or {}).decode()
+        )
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        value = msgspec.json.decode(arguments) if arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def short_id(id: str) -> str:
+    """Always the same for the same id; one that fits already is left as it is."""
+    if len(id) == SHORT_ID and set(id) <= set(SHORT_ID_CHARACTERS):
+        return id
+    return hashlib.blake2b(id.encode(), digest_size=SHORT_ID).hexdigest()[:SHORT_ID]
+
+
+def plain_turns(turns: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """For a template that knows no tools: they are told in the system's turn, calls are text, and results are turns of the user."""
+    out: list[Json] = []
+    result_before = False
+    for turn in turns:
+        calls = turn.pop("tool_calls", ())
+        turn.setdefault("content", "")
+        if calls:
+            turn["content"] = "\n".join([turn["content"], *map(written, calls)]).strip()
+        is_result = turn["role"] == "tool"
+        if is_result:
+            turn = {
+                "role": "user",
+                "content": f"<tool_response>\n{turn['content']}\n</tool_response>",
+            }
+        if is_result and result_before:
+            out[-1]["content"] += "\n" + turn["content"]
+        else:
+            out.append(turn)
+        result_before = is_result
+    if tools:
+        told = TOLD.format(tools="\n".join(encode(tool["function"]).decode() for tool in tools))
+        if out[0]["role"] == "system":
+            told = f"{out.pop(0)['content']}\n\n{told}"
+        out.insert(0, {"role": "system", "content": told})
+    return out
+
+
+def written(call: Json) -> str:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    body = arguments if isinstance(arguments, str) else encode(arguments).decode()
+    return HERMES_FORM.start.replace(NAME_HERE, name) + body + HERMES_FORM.end
+
+
+# ---------------------------------------------------------------- grammars
+
+
+def lark_of(hearing: ParserConfig, text: ModelTokenizer, prompt: str, instead: str = "") -> str:
+    """A grammar in llguidance's Lark: calls as the dialect has them, one or maybe more, or `instead` of them that item, behind what
+    may be thought. If the dialect's form of calls is not known, `instead` alone."""
+    offer, form = hearing.offer, hearing.dialect.form
+    if offer is None or form is None:
+        return thinking_first(instead, hearing, text, prompt)
+    literal = spelled_by(text)
+    calls = "call"
+    if offer.parallel and form.between is not None:
+        calls = "call (" + " ".join([*literal(form.between), "call"]) + ")*"
+    numbers = range(len(offer.tools))
+    return "\n".join(
+        [
+            thinking_first(f"(calls | {instead})" if instead else "calls", hearing, text, prompt),
+            " ".join(["calls:", *literal(form.before), calls, *literal(form.after)]),
+            "call: " + " | ".join(f"call{n}" for n in numbers),
+            *(f"call{n}: {one_call(offer.tools[n], form, literal)}" for n in numbers),
+        ]
+    )
+
+
+def thinking_first(item: str, hearing: ParserConfig, text: ModelTokenizer, prompt: str) -> str:
+    """The rules of an answer that is `item`, before which the model may think, if that is told apart and `prompt` has put no end to
+    it."""
+    marks = thought_marks(hearing.fields)
+    if marks is None or prompt.rstrip().endswith(marks[1]):
+        return f"start: {item}"
+    inside = hearing.inside is not None
+    thought = "thought" if inside else "thought?"
+    return "\n".join([f"start: {thought} {item}", *thought_rules(*marks, inside, spelled_by(text))])
+
+
+def thought_rules(
+    begin: str, end: str, inside: bool, literal: Callable[[str], list[str]]
+) -> list[str]:
+    begun = [] if inside else literal(begin)
+    ended = literal(end)
+    blanks = rf"BLANKS: /\s{{0,{BLANKS}}}/"
+    if ended == [encode(end).decode()]:
+        words = f"words[suffix={encode(end).decode()}]: /(?s:.*)/"
+        return [" ".join(["thought:", *begun, "words", "BLANKS"]), words, blanks]
+    return [" ".join(["thought:", *begun, "WORDS", *ended, "BLANKS"]), "WORDS: /(?s:.*)/", blanks]
+
+
+def one_call(tool: Json, form: CallFormat, literal: Callable[[str], list[str]]) -> str:
+    function = tool["function"]
+    schema = (function.get("parameters") or NO_PARAMETERS) | {
+        "x-guidance": json_options(strict=bool(function.get("strict")))
+    }
+    start = literal(form.start.replace(NAME_HERE, function["name"]))
+    return " ".join([*start, "%json " + encode(schema).decode(), *literal(form.end)])
+
+
+def spelled_by(text: ModelTokenizer) -> Callable[[str], list[str]]:
+    """Writes a literal as the items of a rule: special tokens by their numbers, the rest as strings."""
+    special = {token.content: id for id, token in text.added.items() if token.special}
+
+    def items(literal: str) -> Iterator[str]:
+        while literal:
+            found = [(at, -len(name), name) for name in special if (at := literal.find(name)) >= 0]
+            if not found:
+                yield encode(literal).decode()
+                return
+            at, _, name = min(found)
+            if at:
+                yield encode(literal[:at]).decode()
+            yield f"<[{special[name]}]>"
+            literal = literal[at + len(name) :]
+
+    return lambda literal: list(items(literal))

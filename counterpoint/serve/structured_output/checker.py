@@ -1,0 +1,223 @@
+"""Structure, checked: from what a request says to a grammar that has been tried.
+
+Owns: which fields ask for a structure; a process that tries grammars (process.py). Promises: what is wrong, or costs too
+much, is a 400 that names the field; nothing a client sends is compiled in this process, or holds up its event loop; a server that
+never sees a structure never starts the process; a process that dies is replaced.
+Must not: know how a grammar is written (grammar.py does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from counterpoint.serve.api.limits import Overloaded
+from counterpoint.serve.api.openai import ApiError, GenerationRequest, SampledRequest
+from counterpoint.serve.structured_output.grammar import (
+    JSON_OBJECT,
+    MAX_CHARACTERS,
+    CheckerSetup,
+    CheckRequest,
+    CheckResult,
+    Kind,
+)
+from counterpoint.spec.source import ModelSource
+
+FIELDS: dict[str, Kind] = {
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+    "json_schema": "json",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "lark",
+}
+PARTS: dict[str, Kind] = {
+    "json_": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}  # of structured_outputs
+WAITING = 64  # checks that may wait for others
+KNOWN = 64  # verdicts that are kept
+TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
+log = logging.getLogger(__name__)
+encode = msgspec.json.encode
+
+
+class WantedStructure(msgspec.Struct, frozen=True):
+    """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
+    texts. `after`: what it comes after, as grammar.py's `following` has it."""
+
+    kind: Kind
+    value: Any
+    param: str
+    strict: bool = True
+    after: str = ""
+
+
+def wanted_of(request: SampledRequest) -> WantedStructure | None:
+    """Raises ApiError if it is said in two ways."""
+    # Not by model_dump: it copies, and a schema may be large.
+    found = [
+        WantedStructure(FIELDS[name], value, name)
+        for name, value in request
+        if name in FIELDS and (value or value == {})
+    ]
+    for name, value in request.structured_outputs or ():
+        if name == "json_object" and value:
+            found.append(WantedStructure("json", JSON_OBJECT, "structured_outputs"))
+        elif name in PARTS and value is not None:
+            found.append(WantedStructure(PARTS[name], value, "structured_outputs"))
+    if isinstance(request, GenerationRequest) and request.response_format is not None:
+        form = request.response_format
+        if form.json_schema is not None and form.type == "json_schema":
+            found.append(
+                WantedStructure(
+                    "json",
+                    form.json_schema.schema_,
+                    "response_format",
+                    form.json_schema.strict is not False,
+                )
+            )
+        elif form.type == "json_object":
+            found.append(
+                WantedStructure(
+                    "json", JSON_OBJECT if form.schema_ is None else form.schema_, "response_format"
+                )
+            )
+    if len(found) > 1:
+        names = " and ".join(dict.fromkeys(wanted.param for wanted in found))
+        raise ApiError(
+            400,
+            f"{names} say in {len(found)} ways what the answer must look like: give one",
+            param=found[1].param,
+        )
+    return found[0] if found else None
+
+
+def question_of(wanted: WantedStructure) -> bytes:
+    """Raises ValueError, OverflowError or RecursionError."""
+    text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
+    return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.after))
+
+
+class GrammarChecker:
+    """For the model of `source`, whose engine knows ids below `vocab`. `checked` from one event loop at a time."""
+
+    def __init__(self, source: ModelSource, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._setting = CheckerSetup(source, vocab, eos_token_ids)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pool = ThreadPoolExecutor(1, "structure")  # one check at a time
+        self._waiting = 0
+        self._closing = False
+        self._known: OrderedDict[bytes, CheckResult] = OrderedDict()
+
+    async def checked(self, wanted: WantedStructure) -> str:
+        """The grammar. Raises ApiError, Overloaded if too many checks wait."""
+        if not self._setting.eos_token_ids:
+            raise ApiError(
+                400,
+                f"{wanted.param}: this model has no end-of-sequence token to end a structure with",
+                param=wanted.param,
+            )
+        try:
+            question = await asyncio.to_thread(question_of, wanted)
+        except Exception as error:  # too long, numbers beyond 64 bits, nesting
+            raise ApiError(
+                400, f"{wanted.param}: {error}", param=wanted.param, code="invalid_structure"
+            ) from None
+        answer = await self._answer(question)
+        if answer.error:
+            raise ApiError(
+                400, f"{wanted.param}: {answer.error}", param=wanted.param, code="invalid_structure"
+            )
+        return answer.grammar
+
+    async def _answer(self, question: bytes) -> CheckResult:
+        """What is known is not held up by what is tried."""
+        name = hashlib.sha256(question).digest()
+        answer = self._known.pop(name, None)
+        if answer is None:
+            if self._waiting >= WAITING:
+                raise Overloaded(
+                    f"{self._waiting} structures wait already to be tried: try again later"
+                )
+            self._waiting += 1
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(
+                    self._pool, self._tried_if_need_be_twice, question
+                )
+            finally:
+                self._waiting -= 1
+        self._known[name] = answer
+        while len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        return answer
+
+    def close(self) -> None:
+        self._closing = True
+        if self._child is not None:
+            self._child.kill()
+        self._pool.shutdown(cancel_futures=True)
+        self._end_child()
+
+    # ------------------------------------------------------------ the pool's thread
+
+    def _tried_if_need_be_twice(self, question: bytes) -> CheckResult:
+        return self._tried(question) or self._tried(question) or CheckResult(error=TOO_COSTLY)
+
+    def _tried(self, question: bytes) -> CheckResult | None:
+        """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
+        child = self._living_child()
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(question + b"\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except OSError:
+            line = b""
+        if line.endswith(b"\n"):
+            return msgspec.json.decode(line, type=CheckResult)
+        status = child.wait()
+        log.warning("the process that tries structures has ended (%d): another follows", status)
+        self._end_child()
+        return (
+            None
+            if status == -signal.SIGKILL and not self._closing
+            else CheckResult(error=TOO_COSTLY)
+        )
+
+    def _living_child(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._end_child()
+        command = [sys.executable, "-m", "counterpoint.serve.structured_output.checker_process"]
+        child = self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdin is not None
+        child.stdin.write(encode(self._setting) + b"\n")
+        return child
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,163 @@
+"""A process that tries grammars: `python -m counterpoint.serve.structured_output.checker_process`, started by check.py.
+
+Owns: nothing that anyone would miss. Promises: one line of JSON in, one out; what takes too long, or too much memory, or nests too
+deeply, ends this process and no other; it ends when its parent closes its input.
+Must not: be trusted to live.
+
+What passes here, on a small stack, can't fell the engine, which compiles it on a large one. A few tokens of some answer are walked,
+since most of what is too costly shows there at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from counterpoint.device.grammar import compile_grammar, make_tokenizer
+from counterpoint.serve.structured_output.grammar import (
+    CheckerSetup,
+    CheckRequest,
+    CheckResult,
+    StructureError,
+    following,
+    from_choice,
+    from_json_schema,
+    from_lark,
+    from_regex,
+    vocabulary_of,
+)
+from counterpoint.serve.text.tokenizer_loader import load_text
+
+CPU_S, WALL_S = 2.0, 20.0
+MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
+STACK_BYTES = 1 << 20
+MESSAGE_CHARACTERS = 500
+NICENESS = 10
+BAD_SCHEMA = "failed to compile JSON schema: "
+QUOTED = re.compile(r"\n +\d+ \| ")
+WALKED, STRIDE = 32, 7919  # tokens; a prime
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    setting = msgspec.json.decode(questions.readline(), type=CheckerSetup)
+    tokenizer = make_tokenizer(
+        vocabulary_of(load_text(setting.source)), setting.vocab, setting.eos_token_ids
+    )
+    limit_memory()
+    threading.stack_size(STACK_BYTES)
+    for line in questions:
+        with alarms():
+            answer = on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.flush()
+
+
+def limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+@contextlib.contextmanager
+def alarms() -> Iterator[None]:
+    """Each ends the process, whatever it does."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def on_small_stack(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+    answers: list[CheckResult] = []
+    thread = threading.Thread(target=lambda: answers.append(answer_to(question, tokenizer)))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def answer_to(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+    try:
+        grammar = grammar_for(question)
+        if question.after:
+            grammar = following(question.after, grammar)
+        matcher = compile_grammar(grammar, tokenizer)
+        walk(matcher, tokenizer)
+        return (
+            CheckResult(error=in_words(matcher.get_error()))
+            if matcher.is_error()
+            else CheckResult(grammar)
+        )
+    except StructureError as error:
+        return CheckResult(error=in_words(str(error)))
+    except Exception as error:  # nesting, mostly
+        return CheckResult(error=in_words(f"{type(error).__name__}: {error}"))
+
+
+def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Give it some answer's first tokens, always another of those that it allows."""
+    ends = set(tokenizer.eos_tokens)
+    for step in range(WALKED):
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [id for id in np.flatnonzero(bits).tolist() if id not in ends]
+        if not allowed or not matcher.consume_token(allowed[STRIDE * step % len(allowed)]):
+            return
+
+
+def grammar_for(question: CheckRequest) -> str:
+    """Raises StructureError."""
+    text = question.text
+    match question.kind:
+        case "json":
+            return from_json_schema(decode(text), question.strict)
+        case "regex":
+            return from_regex(text)
+        case "choice":
+            return from_choice(msgspec.json.decode(text, type=list[str]))
+        case "lark":
+            return from_lark(text)
+
+
+def decode(text: str) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise StructureError(f"the schema is not JSON: {error}") from None
+
+
+def in_words(error: str) -> str:
+    if error.startswith("NoExtension"):
+        return "no text satisfies it"
+    _, schema, reason = error.partition(BAD_SCHEMA)
+    if (
+        schema
+    ):  # within a grammar of ours, whose text follows, and is nothing to whoever sent the schema
+        error = QUOTED.split(reason)[0]
+    if "'coerce_one_of'" in error:
+        return "oneOf is held to only where its schemas clearly exclude each other: use anyOf, or strict false"
+    return (
+        error.removesuffix("<non-verbose/>").strip()[:MESSAGE_CHARACTERS] or "it cannot be held to"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Structure: from what a client says an answer must look like to a grammar (types.Sampling.grammar).
+
+Owns: the words of a schema, pattern, list or grammar, as one text that executors understand (a grammar in llguidance's own form).
+Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most
+BLANKS blanks, so no answer is blanks for ever; an empty schema asks for an object.
+Must not: compile: a text made here may still prove wrong or too costly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from counterpoint.device.grammar import Vocabulary
+from counterpoint.serve.text.tokenizer import ModelTokenizer
+from counterpoint.spec.source import ModelSource
+
+Kind = Literal["json", "regex", "choice", "lark"]
+ANSWER = "@answer"  # what stands for the answer in what comes before it
+BLANKS = 32
+MAX_CHARACTERS = 2**17  # of what a client may send
+MADE = 4  # a grammar may be so much longer
+JSON_OBJECT: dict[str, Any] = {"type": "object"}
+EVERYTHING = ({}, True)  # schemas that anything satisfies
+
+
+def vocabulary_of(text: ModelTokenizer) -> Vocabulary:
+    """The model's tokens, as grammars are held against."""
+    size = 1 + max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    return Vocabulary(
+        tokens=[text.bytes_of(token) for token in range(size)],
+        special=[token for token in range(size) if text.is_special(token)],
+        encode=lambda said: text.encode([said], special=False)[0],
+    )
+
+
+class CheckerSetup(msgspec.Struct, frozen=True):
+    """What the process that tries grammars is told first."""
+
+    source: ModelSource
+    vocab: int
+    eos_token_ids: tuple[int, ...]
+
+
+class CheckRequest(msgspec.Struct, frozen=True):
+    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar. `after`: see `following`."""
+
+    kind: Kind
+    text: str
+    strict: bool
+    after: str = ""
+
+
+class CheckResult(msgspec.Struct, frozen=True):
+    """A grammar, or why there is none."""
+
+    grammar: str = ""
+    error: str = ""
+
+
+class StructureError(ValueError):
+    """Nothing can be held to this; the message says why."""
+
+
+def from_json_schema(schema: Any, strict: bool = True) -> str:
+    """A JSON text that satisfies `schema`. Not `strict`: keywords that can't be enforced are passed over, and oneOf is read as
+    anyOf. Raises StructureError."""
+    if not isinstance(schema, dict | bool):
+        raise StructureError("a schema is an object")
+    if schema in EVERYTHING:
+        schema = JSON_OBJECT
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(
+            msgspec.json.encode(schema).decode(),
+            overrides=json_options(strict),
+        )
+        return bounded(grammar)
+    except ValueError as error:
+        raise StructureError(str(error)) from None
+
+
+def json_options(strict: bool) -> Any:
+    """How llguidance is to read a schema and to write JSON."""
+    return {
+        "whitespace_flexible": True,
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": not strict,
+        "coerce_one_of": not strict,
+    }
+
+
+def from_regex(pattern: str) -> str:
+    """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
+    return bounded(LLMatcher.grammar_from_regex(pattern))
+
+
+def from_choice(choices: Sequence[str]) -> str:
+    """One of these texts. Raises StructureError."""
+    if not choices or not all(choices):
+        raise StructureError("give at least one text, none of them empty")
+    return from_lark(
+        "start: " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices)
+    )
+
+
+def from_lark(grammar: str) -> str:
+    """A text of this grammar, in llguidance's dialect of Lark (rule `start`), or in llama.cpp's GBNF (rule `root`). Raises
+    StructureError."""
+    try:
+        return bounded(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
+    except StructureError:
+        raise
+    except (
+        Exception
+    ) as error:  # the converter raises plain Exception, and IndexError on what it did not expect
+        raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
+
+
+def following(before: str, grammar: str) -> str:
+    """What `before`, a grammar in Lark, makes of ANSWER, which is a text by `grammar`."""
+    answer = (
+        msgspec.json.decode(grammar)["grammars"][0]
+        if grammar.startswith("{")
+        else {"lark_grammar": grammar}
+    )
+    whole = {"grammars": [{"name": "whole", "lark_grammar": before}, answer | {"name": ANSWER[1:]}]}
+    return msgspec.json.encode(whole).decode()
+
+
+def bounded(grammar: str) -> str:
+    if len(grammar) > MADE * MAX_CHARACTERS:
+        raise StructureError(
+            f"its grammar has {len(grammar)} characters: at most {MADE * MAX_CHARACTERS} are taken"
+        )
+    return grammar

@@ -1,0 +1,1 @@
+"""Between text and token ids: chat templates, tokenising, detokenising, stop strings."""

@@ -1,0 +1,123 @@
+"""Text: what lies between characters and token ids for one model.
+
+Owns: encoding, the chat template, and the bytes of each token. Promises: a token has the same bytes wherever it stands, so text
+made token by token equals text made at once; a template that cannot render what it is given raises TokenizerError, never another error.
+Must not: know HTTP, or hold anything of a request (a request's text is in answer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+CLEARLY_LONG = 1.25  # a text with this many times the characters that the context could hold is not tokenised at all
+
+
+class TokenizerError(ValueError):
+    """This text or conversation cannot be turned into a prompt; the message says why."""
+
+
+class ModelTokenizer:
+    """`special`: the template's names for special tokens, such as bos_token. `chat_template`: jinja source, or None.
+    `response_template`: what the tokeniser's own files say of the form of answers (see dialects.py)."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        response_template: dict[str, Any] | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.special = dict(special or {})
+        self.response_template = response_template
+        self.added = tokenizer.get_added_tokens_decoder()
+        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
+        self._longest_characters = 0
+
+    # ------------------------------------------------------------ in
+
+    def encode(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        """Token ids of each text; `special` adds what the tokeniser puts around a text (a BOS). Releases the GIL."""
+        return [
+            e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        ]
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, told without tokenising it."""
+        if not self._longest_characters:
+            self._longest_characters = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return int(len(text) / (self._longest_characters * CLEARLY_LONG))
+
+    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation, ready for the model's answer. `options` go to the template (tools, documents,
+        add_generation_prompt, continue_final_message, and its own names)."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.chat_template is None:
+            raise TokenizerError("this model has no chat template: use /v1/completions")
+        options = {"add_generation_prompt": True} | options
+        try:
+            (prompt,), _ = render_jinja_template(
+                [list(messages)], chat_template=self.chat_template, **{**self.special, **options}
+            )
+        except Exception as error:  # the template is a program that runs on the client's data
+            raise TokenizerError(
+                f"the model's chat template cannot render these messages: {error}"
+            ) from None
+        return prompt
+
+    # ------------------------------------------------------------ out
+
+    def is_special(self, token: int) -> bool:
+        return token in self.added and self.added[token].special
+
+    def piece(self, token: int) -> str:
+        """The token as the vocabulary spells it, "" if it has no such id."""
+        return self.tokenizer.id_to_token(token) or ""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The UTF-8 bytes that `token` adds to a text, maybe part of a character; b"" for an id outside the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._find_bytes(token)
+        return known
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `tokens`, exactly as a stream of them would be."""
+        parts = (self.bytes_of(t) for t in tokens if not (skip_special and self.is_special(t)))
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def _find_bytes(self, token: int) -> bytes:
+        piece = self.piece(token)
+        if self._byte_level:
+            spelled = [BYTE_OF_CHARACTER.get(character) for character in piece]
+            return (
+                piece.encode()
+                if None in spelled
+                else bytes(byte for byte in spelled if byte is not None)
+            )
+        if token in self.added:
+            return piece.encode()
+        if (
+            len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+        ):  # byte fallback of sentencepiece
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character by which byte-level BPE spells each byte, as character -> byte (the table of GPT-2's
+    tokeniser: printable Latin-1 bytes stand for themselves, the others for the code points from 256 on, in order)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = byte_alphabet()

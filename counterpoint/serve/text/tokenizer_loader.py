@@ -1,0 +1,171 @@
+"""Where a model's Text comes from: a Hugging Face folder, a GGUF file, or nothing (raw bytes, for dummy weights).
+
+Owns: the reading of tokeniser files. Promises: the same token ids as `transformers` gives for the same files; loading takes well
+under a second for what is common (a tokenizer.json, a byte-level BPE in a GGUF), and goes through `transformers` for the rest.
+Must not: read weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from counterpoint.config import ConfigError
+from counterpoint.serve.text.tokenizer import BYTE_OF_CHARACTER, ModelTokenizer
+from counterpoint.spec.gguf import read_gguf_header
+from counterpoint.spec.source import ModelSource
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+CONTROL, USER_DEFINED = 3, 4  # token types of a GGUF
+
+# How a vocabulary's merges were learned to split text, by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
+SPLITS: dict[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def load_text(source: ModelSource) -> ModelTokenizer:
+    """The Text of a model; of one that is only a shape, one token per byte. Raises ConfigError if it has no tokeniser."""
+    path = Path(source.path)
+    if source.kind == "gguf":
+        return text_of_gguf(path)
+    folder = path if source.kind == "hf" else path.parent
+    if source.path and (folder / "tokenizer.json").is_file():
+        return text_of_folder(folder)
+    if source.path and ((folder / "vocab.json").is_file() or any(folder.glob("tokenizer*.model"))):
+        return text_of_transformers(folder)
+    if source.kind == "spec":
+        return byte_text()
+    raise ConfigError(f"model: {folder} has no tokeniser (tokenizer.json or tokenizer.model)")
+
+
+def text_of_folder(path: Path) -> ModelTokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # `tokenizers` raises plain Exception
+        raise ConfigError(f"model: {path / 'tokenizer.json'} cannot be read: {error}") from None
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            config |= json.loads((path / name).read_text(encoding="utf-8"))
+    special = {name: spelling(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    if (path / "chat_template.jinja").is_file():
+        template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    else:
+        template = default_template(config.get("chat_template"))
+    return ModelTokenizer(tokenizer, template, special, config.get("response_template"))
+
+
+def spelling(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def default_template(template: Any) -> str | None:
+    """A tokenizer_config.json has one template, or a list of named ones."""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default", next(iter(named.values()), None))
+    return template
+
+
+def text_of_gguf(path: Path) -> ModelTokenizer:
+    metadata = read_gguf_header(path).metadata
+    part = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    if part.get("model") != "gpt2" or part.get("pre", "default") not in SPLITS:
+        return text_of_transformers(path.parent, gguf_file=path.name)
+    tokens: list[str] = part["tokens"]
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {
+        name: tokens[part[f"{key}_token_id"]]
+        for name, key in ids.items()
+        if f"{key}_token_id" in part
+    }
+    tokenizer = byte_level_bpe(
+        tokens, part["merges"], part.get("token_type", ()), SPLITS[part.get("pre", "default")]
+    )
+    if part.get("add_bos_token") and "bos_token" in special:
+        bos = special["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"],
+            pair=[bos, "$A", bos, "$B"],
+            special_tokens=[(bos, tokens.index(bos))],
+        )
+    return ModelTokenizer(tokenizer, metadata.get("tokenizer.chat_template"), special)
+
+
+def byte_level_bpe(
+    tokens: list[str], merges: list[str], types: list[int] | tuple[()], split: str | None
+) -> Tokenizer:
+    """A byte-level BPE from a GGUF's lists. `split`: the pattern by which text is cut before merging."""
+    character_of_byte = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+    alphabet = BYTE_OF_CHARACTER.keys()
+    vocab = {
+        token
+        if alphabet >= set(token)
+        else "".join(character_of_byte[b] for b in token.encode()): index
+        for index, token in enumerate(tokens)
+    }
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if split is None:
+        tokenizer.pre_tokenizer = bytes_only
+    else:
+        cut = pre_tokenizers.Split(Regex(split), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    # A control token with a character outside the byte alphabet is not in the vocabulary as it is spelled: leave it out.
+    for token, kind in zip(tokens, types, strict=False):
+        if kind == CONTROL and alphabet >= set(token):
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == USER_DEFINED and token in vocab:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    return tokenizer
+
+
+def text_of_transformers(folder: Path, **options: Any) -> ModelTokenizer:
+    """Any tokeniser that `transformers` can make a fast one of. Takes seconds, and imports torch."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
+        backend: Tokenizer = loaded.backend_tokenizer
+    except Exception as error:  # whatever a broken or unknown file makes of it
+        raise ConfigError(f"model: no tokeniser could be made of {folder}: {error}") from None
+    template = default_template(loaded.chat_template)
+    return ModelTokenizer(
+        backend, template, dict(loaded.special_tokens_map), loaded.response_template
+    )
+
+
+def byte_text() -> ModelTokenizer:
+    """One token per byte (id = byte), and ChatML's two marks."""
+    vocab = dict(BYTE_OF_CHARACTER)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(mark, special=True, normalized=False)
+            for mark in ("<|im_start|>", "<|im_end|>")
+        ]
+    )
+    return ModelTokenizer(tokenizer, CHATML, {"eos_token": "<|im_end|>"})

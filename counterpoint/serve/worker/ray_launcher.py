@@ -1,0 +1,257 @@
+"""Actors: the places of a pool's workers in a Ray cluster (extra `cluster`).
+
+Owns: what is asked of Ray: room for all workers at once (a placement group), and an actor for each, whose process is the worker.
+Promises: an actor that ends, by itself or with its machine, can be started again where there is room; all end with this process,
+however it ends; no setting of the cluster is changed.
+Must not: send anything but a worker's Start through Ray. The worker dials the front as any other does; requests, tokens and KV go
+over connections of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import math
+import queue
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from counterpoint.config import Config, ConfigError, host_and_port
+from counterpoint.device.cores import usable_cores
+from counterpoint.disagg.peer_connection import is_local
+from counterpoint.serve.worker.engine_client import EngineFailed, exit_words
+from counterpoint.serve.worker.supervisor import divided
+from counterpoint.serve.worker.worker_process import StartWorker, work
+
+CONNECT_S = 60.0
+REACH_S = 5.0
+CLOSE_S = 5.0
+BEGIN_S = 60.0  # for Ray to take an actor
+LOOK_S, ANSWER_S = 5.0, 5.0  # pause between looks at the cluster, and what an answer may take
+ROOM_S = 60.0  # for Ray to find room for all workers
+STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
+
+T = TypeVar("T")
+log = logging.getLogger("counterpoint")
+
+
+class RayWorker:
+    """Its process is a worker."""
+
+    def run(self, start: bytes, rank: int, of: int, most_cores: int) -> int:
+        """Its exit status. This is worker number `rank` of `of` on this machine."""
+        cores = divided(usable_cores(), of)[rank][:most_cores]
+        return work(
+            msgspec.structs.replace(
+                msgspec.json.decode(start, type=StartWorker), cores=cores, engines=of
+            )
+        )
+
+
+class RayLauncher:
+    """Raises ConfigError if Ray is not installed."""
+
+    def __init__(self, config: Config) -> None:
+        try:
+            ray: Any = importlib.import_module("ray")
+            importlib.import_module("ray.util.scheduling_strategies")
+        except ImportError:
+            raise ConfigError(
+                "ray_address needs Ray, which is not here: pip install 'counterpoint[cluster]'"
+            ) from None
+        self.ray = ray
+        self._caller = RayCaller()
+        self.address = config.cluster.ray_address or "auto"
+        self.device, self.most_cores = config.device.device, config.device.cores
+        listen = config.cluster.cluster_listen
+        self.local = listen is None or is_local(host_and_port("cluster_listen", listen)[0])
+        self._numbers: dict[str, int] = {}  # name -> bundle of the placement group
+        self._bundle: dict[str, float] = {}
+        self._group: Any = None
+        self._actors: dict[str, Any] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self, names: Sequence[str]) -> None:
+        self._numbers = {name: number for number, name in enumerate(names)}
+        try:
+            if self.address not in ("auto", "local"):  # Ray itself would wait there for ever
+                await reach(host_and_port("ray_address", self.address))
+            await asyncio.wait_for(self._caller.call(self._open), CONNECT_S + ROOM_S)
+        except OSError as error:  # TimeoutError is one
+            raise EngineFailed(
+                f"ray_address {self.address}: {str(error) or 'Ray does not respond'}", "user"
+            ) from None
+        self._watching = asyncio.create_task(self._watch())
+        with contextlib.suppress(ValueError):  # not the main thread: there is no handler of ours
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # Ray puts one before ours that prints a stack
+                signal.signal(number, signal.getsignal(number))
+
+    def _open(self) -> None:
+        started = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+        try:
+            self.ray.init(
+                self.address, logging_level="error", **started if self.address == "local" else {}
+            )
+        except (self.ray.exceptions.RayError, ValueError, RuntimeError, OSError) as error:
+            raise EngineFailed(f"ray_address {self.address}: {error}", "user") from None
+        machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        workers, self._bundle = (
+            len(self._numbers),
+            bundle(machines, len(self._numbers), self.device, self.most_cores),
+        )
+        # GPUs near each other, as KV goes from one to another; CPU workers where each has memory bandwidth of its own.
+        strategy = "PACK" if "GPU" in self._bundle else "SPREAD"
+        log.info("asking Ray for room for %d workers, each %s", workers, self._bundle)
+        self._group = self.ray.util.placement_group([self._bundle] * workers, strategy=strategy)
+        if not self._group.wait(ROOM_S):
+            raise EngineFailed(
+                f"Ray has no room for {workers} workers with {self._bundle} each: set fewer workers, or --cores of each",
+                "user",
+            )
+        here = self._addresses()[self.ray.get_runtime_context().get_node_id()]
+        if self.local and set(self._machines()) != {here}:
+            raise EngineFailed(
+                "Ray places workers on other machines: set cluster_listen to this machine's address for them, and a token",
+                "user",
+            )
+
+    def _machines(self) -> list[str]:
+        """The address at which each bundle is now, "" for nowhere: Ray moves it when its machine is lost."""
+        where, addresses = (
+            self.ray.util.placement_group_table(self._group)["bundles_to_node_id"],
+            self._addresses(),
+        )
+        return [addresses.get(where.get(number, ""), "") for number in range(len(self._numbers))]
+
+    def _addresses(self) -> dict[str, str]:
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+
+    async def run(self, start: StartWorker) -> str:
+        try:
+            return exit_words(
+                await asyncio.wrap_future(
+                    await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)
+                )
+            )
+        except TimeoutError:
+            return "Ray does not respond"
+        except Exception as error:  # Ray has many kinds; whatever it is, the worker does not run, and is started again
+            return str(error).strip().partition("\n")[0]
+        finally:
+            self.kill(start.name)
+
+    async def _watch(self) -> None:
+        """Say so when the cluster is lost: Ray itself would not, and nobody tells of the end of its actors any more."""
+        responds = True
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await asyncio.wait_for(self._caller.call(self.ray.nodes), ANSWER_S)
+            except Exception:  # TimeoutError, or one of Ray's
+                if responds:
+                    log.error(
+                        "Ray does not respond: if the cluster's head is lost, start this server again for a new one"
+                    )
+                responds = False
+            else:
+                if not responds:
+                    log.info("Ray responds again")
+                responds = True
+
+    def _begin(self, start: StartWorker) -> Any:
+        """An actor in its place: the future of its exit status."""
+        number, machines = self._numbers[start.name], self._machines()
+        if not machines[number]:
+            raise RuntimeError("Ray has no machine for it now")
+        rank, of = machines[:number].count(machines[number]), machines.count(machines[number])
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, number
+        )
+        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        kind = self.ray.remote(max_restarts=0, scheduling_strategy=place, **needs)(
+            RayWorker
+        )  # crew.py starts it again
+        self._actors[start.name] = actor = kind.remote()
+        data = msgspec.json.encode(
+            msgspec.structs.replace(start, config=start.config.replace(cluster_host=None))
+        )
+        return actor.run.remote(data, rank, of, math.ceil(self._bundle["CPU"])).future()
+
+    def kill(self, name: str) -> None:
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            self._caller.call(self._kill, actor)
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(actor)
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # a cluster that is lost
+            await asyncio.wait_for(self._caller.call(self._close), CLOSE_S)
+
+    def _close(self) -> None:
+        if self.ray.is_initialized():
+            if self._group is not None:
+                self.ray.util.remove_placement_group(self._group)
+            self.ray.shutdown()
+
+
+async def reach(address: tuple[str, int]) -> None:
+    """Raises OSError if nobody listens there."""
+    _, writer = await asyncio.wait_for(asyncio.open_connection(*address), REACH_S)
+    writer.close()
+
+
+class RayCaller:
+    """One thread for all calls to Ray. Ray may never return from one: unlike an executor's thread, this one keeps nobody from
+    leaving. And it stays, for a cluster that Ray starts ends with the thread that started it (PR_SET_PDEATHSIG)."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ray", daemon=True).start()
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._calls.put(call)
+        return asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+def bundle(
+    machines: Sequence[Mapping[str, float]], workers: int, device: str, cores: int | None
+) -> dict[str, float]:
+    """What Ray sets aside for each of `workers`: on a GPU, where it runs on one or there are enough, and `cores`, or else the most
+    CPUs that it can have with all others having as many (less than one, if there are not so many)."""
+    gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
+    have = [machine.get("CPU", 0.0) for machine in machines]
+    share = sum(have) / workers
+    even = (n for n in range(int(share), 0, -1) if sum(count // n for count in have) >= workers)
+    most = cores or next(even, math.floor(100 * share) / 100)
+    return {"CPU": most} | (
+        {"GPU": 1} if device == "cuda" or (device == "auto" and gpus >= workers) else {}
+    )

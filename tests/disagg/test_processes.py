@@ -1,0 +1,204 @@
+"""Three real processes: KV over shared memory, TCP, and between pools cut over 4, 2 and 8 ranks; signals at every named point."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+from worker_processes import DIGEST, Cluster, Member
+
+from counterpoint.disagg.handoff_events import HandoffEnded, HandoffOutcome, Reroute
+from counterpoint.types import DisaggRole, OutputDelta
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "cut tcp"])
+def cluster(request) -> Iterator[Cluster]:
+    files = set(os.listdir("/dev/shm"))
+    children = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(request.param)
+    yield cluster
+    cluster.close()
+    assert set(os.listdir("/dev/shm")) <= files, "a shared-memory file was left"
+    left = [
+        c
+        for c in psutil.Process().children(recursive=True)
+        if c not in children and "resource_tracker" not in " ".join(c.cmdline())
+    ]
+    assert not left, f"orphans: {left}"
+
+
+@pytest.fixture(autouse=True)
+def calm(cluster: Cluster) -> Iterator[None]:
+    """Every test starts with three willing workers and ends with nothing left on any of them."""
+    cluster.reports.clear()
+    cluster.avoid.clear()
+    cluster.make_whole()
+    yield
+    cluster.make_whole()
+    cluster.at_rest()
+
+
+names = iter(range(10_000))
+
+
+def new_id() -> str:
+    return f"r{next(names)}"
+
+
+def test_answers_are_whole(cluster):
+    ids = [new_id() for _ in range(8)]
+    for number, id in enumerate(ids):
+        cluster.submit(id, tokens=5 + 7 * number % 40, max_tokens=1 + number % 5)
+    cluster.until(lambda: all(cluster.ended(id) for id in ids))
+    for id in ids:
+        cluster.check_answer(id)
+    assert cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
+        "nothing was handed over"
+    )
+
+
+def test_a_client_leaves_while_kv_is_sent(cluster):
+    id = new_id()
+    cluster.hold("p", prefills=3)
+    cluster.submit(id)
+    cluster.at_point("reserved", id)
+    cluster.front.withdraw(id)
+    cluster.serve()
+    cluster.until(
+        lambda: (
+            cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ABORTED)
+            and cluster.said("p", HandoffEnded, outcome=HandoffOutcome.ABORTED)
+        )
+    )
+
+
+# point -> (which worker is held, and how): the handoff stands still there
+POINTS = {
+    "queued": (
+        {
+            "d": {"closed": (DisaggRole.DECODE,)},
+            "e": {"closed": (DisaggRole.DECODE,)},
+            "p": {"prefills": 3},
+        }
+    ),
+    "reserved": ({"p": {"prefills": 3}}),
+    "parked": ({"d": {"closed": (DisaggRole.DECODE,)}, "e": {"closed": (DisaggRole.DECODE,)}}),
+    "decoding": ({"d": {"decodes": False}}),
+}
+
+
+def stand_at(cluster: Cluster, point: str) -> str:
+    id = new_id()
+    for name, hold in POINTS[point].items():
+        cluster.hold(name, **hold)
+    cluster.submit(id)
+    cluster.at_point(point, id)
+    return id
+
+
+def let_go(cluster: Cluster, *names: str) -> None:
+    for name in names:
+        cluster.hold(name)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_decode_worker_is_killed(cluster, point):
+    id = stand_at(cluster, point)
+    cluster.kill("d")
+    cluster.avoid.add("d")
+    cluster.front.lost("d")
+    cluster.serve()
+    let_go(cluster, "p", "e")
+    cluster.until(lambda: cluster.ended(id))
+    cluster.check_answer(id)
+    prefilled = {
+        words.id
+        for _, words in cluster.reports
+        if isinstance(words, OutputDelta) and words.id.endswith("prefill")
+    }
+    assert len(prefilled) == (2 if point == "decoding" else 1), "the prefill was not kept"
+    cluster.restart("d")
+    again = new_id()
+    cluster.avoid.clear()
+    cluster.submit(again)
+    cluster.until(lambda: cluster.ended(again))
+    cluster.check_answer(again)
+    assert cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
+        "the restarted worker gets no work"
+    )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_prefill_worker_is_killed(cluster, point):
+    id = stand_at(cluster, point)
+    cluster.kill("p")
+    cluster.avoid.add("p")
+    cluster.front.lost("p")
+    cluster.serve()
+    if point != "decoding":
+        cluster.until(lambda: cluster.said("d", HandoffEnded, part=DisaggRole.DECODE))
+        receiving = {"queued", "reserved", "verifying", "aborting"}
+        cluster.until(lambda: receiving.isdisjoint(cluster.census("d")["states"]))
+    let_go(cluster, "d", "e")
+    cluster.until(lambda: cluster.ended(id))
+    cluster.check_answer(id)
+    cluster.restart("p")
+    again = new_id()
+    cluster.avoid.clear()
+    cluster.submit(again)
+    cluster.until(lambda: cluster.ended(again))
+    cluster.check_answer(again)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_decode_worker_stands_still(cluster, point):
+    id = stand_at(cluster, point)
+    cluster.members["d"].signal(signal.SIGSTOP)
+    cluster.avoid.add("d")
+    let_go(cluster, "p", "e")
+    if point == "decoding":
+        cluster.front.lost("d")  # what the front does when its own connection is silent
+        cluster.serve()
+    else:
+        cluster.until(lambda: cluster.said("p", Reroute))
+    cluster.until(lambda: cluster.ended(id))
+    cluster.check_answer(id)
+    cluster.at_rest("pe")
+    cluster.members["d"].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_prefill_worker_stands_still(cluster, point):
+    id = stand_at(cluster, point)
+    cluster.members["p"].signal(signal.SIGSTOP)
+    cluster.avoid.add("p")
+    if point != "decoding":
+        cluster.until(
+            lambda: cluster.said(
+                "d", HandoffEnded, part=DisaggRole.DECODE, outcome=HandoffOutcome.FAILED
+            )
+        )
+    cluster.front.lost("p")
+    cluster.serve()
+    let_go(cluster, "d", "e")
+    cluster.until(lambda: cluster.ended(id))
+    cluster.check_answer(id)
+    cluster.members["p"].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("field", ["weights", "kv_dtype"])
+def test_a_worker_of_another_model_is_refused(cluster, field):
+    odd = Member("odd", cluster.kind, digest=msgspec.structs.replace(DIGEST, **{field: "another"}))
+    cluster.members["odd"] = odd
+    cluster.until(lambda: odd.address is not None)
+    cluster.avoid |= {"d", "e"}
+    id = new_id()
+    cluster.submit(id)
+    cluster.until(lambda: cluster.ended(id) or cluster.said("p", HandoffEnded))
+    assert not cluster.said("odd", HandoffEnded, outcome=HandoffOutcome.ADOPTED)
+    del cluster.members["odd"]
+    odd.close()

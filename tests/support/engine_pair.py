@@ -1,0 +1,124 @@
+"""A prefill and a decode worker, face to face, moved by hand. The tests play the engines, the movers and the network."""
+
+from __future__ import annotations
+
+from counterpoint.disagg import handoff_events
+from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_events import (
+    Command,
+    HandoffConfig,
+    KvGeometry,
+    TransferGranularity,
+    engine_id,
+)
+from counterpoint.disagg.messages import HandoffId
+from counterpoint.types import AddRequest, Admitted, Computed, DisaggRole, OutputDelta, Sampling
+
+ID = HandoffId("r", 1)
+P_NAME, D_NAME = engine_id(ID, DisaggRole.PREFILL), engine_id(ID, DisaggRole.DECODE)
+LAYERS = 4
+
+
+def arrive(tokens: int = 10, max_tokens: int = 5) -> AddRequest:
+    return AddRequest(id="r", prompt=tuple(range(tokens)), sampling=Sampling(max_tokens=max_tokens))
+
+
+class Side:
+    def __init__(self, handoffs: Handoffs) -> None:
+        self.handoffs = handoffs
+        self.log: list[Command] = []
+        self.letters: list = []  # said, and not yet carried
+
+    def all(self, kind: type) -> list:
+        return [command for command in self.log if isinstance(command, kind)]
+
+    def last(self, kind: type):
+        return self.all(kind)[-1]
+
+    def told(self, kind: type) -> list:
+        """Events of `kind` for the engine."""
+        return [
+            command.event
+            for command in self.all(handoff_events.ToEngine)
+            if isinstance(command.event, kind)
+        ]
+
+
+class Pair:
+    """Pages of 4 tokens. The link is number 1 at the prefill worker's end and 2 at the other."""
+
+    def __init__(self, grain: TransferGranularity = TransferGranularity.LAYER, **rules) -> None:
+        self.now = 100.0
+        self.grain = grain
+        self.p = Side(Handoffs(HandoffConfig(**rules), KvGeometry(LAYERS, 4)))
+        self.d = Side(Handoffs(HandoffConfig(**rules), KvGeometry(LAYERS, 4)))
+        self.join(1, 2)
+
+    def join(self, here: int, there: int) -> None:
+        self.tell(self.p, handoff_events.LinkUp(here, there, "decode worker", DisaggRole.PREFILL))
+        self.tell(self.d, handoff_events.LinkUp(there, here, "prefill worker", DisaggRole.DECODE))
+
+    def tell(self, side: Side, event) -> None:
+        side.handoffs.handle(self.now, event)
+        self._collect(side)
+
+    def _collect(self, side: Side) -> None:
+        for command in side.handoffs.take_commands():
+            side.log.append(command)
+            if isinstance(command, handoff_events.SendMessage):
+                side.letters.append(command.message)
+
+    def carry(self) -> None:
+        """Every message arrives, and the answers to it."""
+        while self.p.letters or self.d.letters:
+            for side, other in ((self.p, self.d), (self.d, self.p)):
+                letters, side.letters = side.letters, []
+                for letter in letters:
+                    self.tell(other, letter)
+
+    def lose(self) -> list:
+        """Every message on its way is lost; what they were."""
+        lost = [*self.p.letters, *self.d.letters]
+        self.p.letters, self.d.letters = [], []
+        return lost
+
+    def wait(self, seconds: float, carry: bool = True) -> None:
+        """Time passes in steps of 0.1 s."""
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            for side in (self.p, self.d):
+                side.handoffs.tick(self.now)
+                self._collect(side)
+            if carry:
+                self.carry()
+
+    # ------------------------------------------------------------ a handoff's usual steps
+
+    def start(
+        self, tokens: int = 10, deadline_s: float = 60.0, pages=(5, 6, 7), cached: int = 0
+    ) -> None:
+        """It starts and has its pages on the prefill worker; the offer is on its way."""
+        self.tell(
+            self.p, handoff_events.StartHandoff(ID, arrive(tokens), 1, deadline_s, self.grain)
+        )
+        self.tell(self.p, Admitted(P_NAME, tuple(pages), cached))
+
+    def reserve(self, pages=(1, 2, 3), cached: int = 0) -> None:
+        """The decode worker has pages, and the prefill worker knows."""
+        self.carry()
+        self.tell(self.d, Admitted(D_NAME, tuple(pages), cached))
+        self.carry()
+
+    def prefill(self, tokens: int = 10, token: int = 77, finish=None) -> None:
+        """The whole prompt and the first token."""
+        self.tell(self.p, Computed(P_NAME, tokens, tokens, 0))
+        self.tell(self.p, OutputDelta(P_NAME, (token,), finish=finish))
+
+    def write(self, error: str = "") -> None:
+        """All writes posted so far end."""
+        for write in self.p.all(handoff_events.WriteKv):
+            self.tell(self.p, handoff_events.WriteDone(write.op, error))
+
+    def empty(self) -> bool:
+        """Nothing is left on either side."""
+        return all(side.handoffs.idle and side.handoffs.ledger.empty for side in (self.p, self.d))

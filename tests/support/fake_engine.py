@@ -1,0 +1,276 @@
+"""An engine for the server's tests: the real core, and a device that says again what it was told.
+
+Tokens are bytes (the tokeniser of a model without files). The answer to a chat is its last user message; to a completion, its
+prompt; then comes the end of the turn, or the same again under ignore_eos. With a temperature, and a prompt in which "random"
+stands, each token is a letter drawn from (seed, position). Some words make the device fail: see `EchoExecutor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterpoint.build import System, cpu_policy, make_limits
+from counterpoint.config import Config, ConfigError
+from counterpoint.core.engine import Engine
+from counterpoint.core.policy import make_policy
+from counterpoint.cost_model.calibration import CalibrationKey, shape_of
+from counterpoint.cost_model.roofline import Roofline
+from counterpoint.device.event_queue import WallClockEventQueue
+from counterpoint.spec.device import cpu_device
+from counterpoint.spec.model import ModelSpec
+from counterpoint.spec.source import ModelSource
+from counterpoint.types import (
+    Command,
+    InitSlot,
+    Lane,
+    Sampling,
+    Segment,
+    Step,
+    StepDone,
+    TokenLogprobs,
+)
+
+BYTES, TURN, END, VOCAB = 256, 256, 257, 260
+STEP_S = 0.001
+LONG_STEP_S = 5.0
+SPEC = ModelSpec(
+    name="echo",
+    family="llama",
+    layers=1,
+    hidden=64,
+    heads=1,
+    kv_heads=1,
+    head_dim=64,
+    ffn=64,
+    vocab=VOCAB,
+    max_context_tokens=4096,
+    eos_token_ids=(END,),
+)
+
+
+def system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+    pages = config.device.kv_pages or 1024
+    limits = make_limits(config, SPEC, pages, units=1)
+    policy = make_policy(config.scheduler, 1, SPEC.layers)
+    return System(
+        engine=Engine(limits, policy),
+        executor=EchoExecutor(inbox, policy.lanes),
+        spec=SPEC,
+        source=ModelSource("spec", "", "echo"),
+        limits=limits,
+        lanes="one lane that echoes",
+    )
+
+
+def two_lane_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+    """Two units and four layers, so that every policy does what it can."""
+    spec = dataclasses.replace(SPEC, layers=4)
+    limits = make_limits(config, spec, config.device.kv_pages or 1024, units=2)
+    key = CalibrationKey(
+        device="echo",
+        units=2,
+        model=shape_of(spec),
+        dtype="float16",
+        kv_dtype="float16",
+        kernels="none",
+    )
+    policy, _ = cpu_policy(config, spec, key, Roofline(spec, cpu_device(2), "float16", "float16"))
+    executor = EchoExecutor(inbox, policy.lanes, spec.layers)
+    return System(
+        Engine(limits, policy),
+        executor,
+        spec,
+        ModelSource("spec", "", "echo"),
+        limits,
+        "lanes that echo",
+    )
+
+
+@dataclass
+class Row:
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    sampling: Sampling
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.prompt_tokens]
+
+    def reply(self) -> list[int]:
+        """What is said again: the last whole turn's content, or the prompt."""
+        prompt = list(self.prompt)
+        if TURN not in prompt or END not in prompt[prompt.index(TURN) :]:
+            return prompt
+        end = len(prompt) - 1 - prompt[::-1].index(END)
+        begin = max(i for i in range(end) if prompt[i] == TURN)
+        said = prompt[begin + 1 : end]
+        return said[said.index(ord("\n")) + 1 :] if ord("\n") in said else said
+
+    def says(self, word: str) -> bool:
+        return word.encode() in bytes(t for t in self.prompt if t < BYTES)
+
+    @property
+    def held_by(self) -> str:
+        """A prompt "HOLD UNTIL path" waits for that file."""
+        return self._behind("HOLD UNTIL ")
+
+    @property
+    def sticks_by(self) -> str:
+        """A prompt "STICK UNTIL path" holds up the engine's loop until that file is there."""
+        return self._behind("STICK UNTIL ")
+
+    def _behind(self, words: str) -> str:
+        text = bytes(t for t in self.prompt if t < BYTES).decode(errors="replace")
+        return text.partition(words)[2].partition(" ")[0]
+
+    def token(self, position: int) -> int:
+        sampling, n = self.sampling, position - self.prompt_tokens
+        forced = [token for token, bias in sampling.logit_bias if bias >= 100]
+        if forced:
+            return forced[0]
+        if sampling.temperature and self.says("random"):
+            return ord("a") + hashlib.blake2b(f"{sampling.seed} {n}".encode()).digest()[0] % 26
+        said = [*self.reply(), END]
+        token = said[n % len(said)]
+        if token == END and (n < sampling.min_tokens or sampling.ignore_eos):
+            token = ord(".")
+        while dict(sampling.logit_bias).get(token, 0) <= -100:
+            token = (token + 1) % BYTES
+        return token
+
+    def logprobs(self, token: int, top: int) -> TokenLogprobs:
+        unspelled = [VOCAB - 2, VOCAB - 1] if self.says("ALIKE") else []  # two ids without any text
+        others = [token, *unspelled, *((token + i) % BYTES for i in range(1, top))][:top]
+        return TokenLogprobs(-0.25, tuple(others), tuple(-0.25 * (i + 1) for i in range(top)))
+
+
+class EchoExecutor:
+    """A thread for each lane."""
+
+    def __init__(
+        self, inbox: WallClockEventQueue, lanes: Sequence[Lane], layers: int = SPEC.layers
+    ) -> None:
+        self.inbox = inbox
+        self.layers = layers
+        self.rows: dict[int, Row] = {}
+        self.over = threading.Event()
+        self.steps: dict[int, queue.SimpleQueue[Step | None]] = {
+            lane.id: queue.SimpleQueue() for lane in lanes
+        }
+        self.threads = [
+            threading.Thread(target=self.work, args=(steps,), daemon=True)
+            for steps in self.steps.values()
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, command: Command) -> None:
+        if isinstance(command, InitSlot):
+            row = Row(command.tokens, command.prompt_tokens, command.sampling)
+            if row.says("LOSE THE DEVICE"):
+                raise RuntimeError("the device is lost, as asked")
+            while row.sticks_by and not os.path.exists(
+                row.sticks_by
+            ):  # which an executor must never do
+                time.sleep(STEP_S)
+            self.rows[command.slot] = row
+        elif isinstance(command, Step):
+            self.steps[command.lane].put(command)
+
+    def close(self) -> None:
+        self.over.set()
+        for steps in self.steps.values():
+            steps.put(None)
+        for thread in self.threads:
+            thread.join()
+
+    def work(self, steps: queue.SimpleQueue[Step | None]) -> None:
+        while (step := steps.get()) is not None:
+            started_s = self.inbox.clock()
+            slow = any(
+                self.rows[segment.slot].says("TAKE LONG") and not segment.start
+                for segment in step.segments
+            )
+            self.over.wait(LONG_STEP_S if slow else STEP_S)
+            for path in {
+                row.held_by for row in (self.rows[s.slot] for s in step.segments) if row.held_by
+            }:
+                while not os.path.exists(path) and not self.over.wait(STEP_S):
+                    pass
+            self.inbox.put(self.answer(step, started_s))
+
+    def answer(self, step: Step, started_s: float) -> StepDone:
+        """What goes wrong in a step is its error, as with the executors that compute."""
+        try:
+            return self.done(step, started_s)
+        except Exception as error:
+            return StepDone(
+                step.id,
+                step.lane,
+                started_s=started_s,
+                ended_s=self.inbox.clock(),
+                units=step.units,
+                error=repr(error),
+            )
+
+    def done(self, step: Step, started_s: float) -> StepDone:
+        if step.last_layer < self.layers:
+            return StepDone(
+                step.id,
+                step.lane,
+                started_s=started_s,
+                ended_s=self.inbox.clock(),
+                units=step.units,
+            )
+        rows = [(segment, self.rows[segment.slot]) for segment in step.segments]
+        sampled = [(s, row) for s, row in rows if s.sample]
+        tokens = tuple(
+            -1 if row.says("GIVE NAN") else row.token(s.start + s.tokens) for s, row in sampled
+        )
+        return StepDone(
+            step=step.id,
+            lane=step.lane,
+            tokens=tokens,
+            logprobs=tuple(
+                None
+                if row.sampling.logprobs is None
+                else row.logprobs(token, row.sampling.logprobs)
+                for token, (_, row) in zip(tokens, sampled, strict=True)
+            ),
+            prompt_logprobs=tuple(self.about_prompt(s, row) for s, row in rows),
+            started_s=started_s,
+            ended_s=self.inbox.clock(),
+            units=step.units,
+            error="a failed step, as asked"
+            if any(row.says("FAIL THE STEP") for _, row in rows)
+            else "",
+        )
+
+    def about_prompt(self, segment: Segment, row: Row) -> tuple[TokenLogprobs, ...] | None:
+        top = row.sampling.prompt_logprobs
+        if top is None or segment.start >= row.prompt_tokens:
+            return None
+        last = min(segment.start + segment.tokens, row.prompt_tokens - 1)
+        return tuple(row.logprobs(token, top) for token in row.tokens[segment.start + 1 : last + 1])
+
+
+def waiting_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+    """Loads until the file `timeline` exists."""
+    while not os.path.exists(config.server.timeline or ""):
+        time.sleep(0.02)
+    return system(config, inbox)
+
+
+def refusing_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+    raise ConfigError("page_tokens is 16: it must be something else, says the test")
+
+
+def broken_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+    raise RuntimeError("a fault, as asked")

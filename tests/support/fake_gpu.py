@@ -1,0 +1,79 @@
+"""A GPU for movers, without one: its memory is shared memory of this machine, its copies are torch's on the CPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.kv_transfer.gpu import ROW, GpuKvMemory
+from counterpoint.kv_transfer.transport import TransportError
+
+
+class FakeGpu:
+    """`running`: copies end only while it is set. `copies`: how many were begun; `begun`: some were."""
+
+    def __init__(self, most_rows: int = 3) -> None:
+        self.most_rows = most_rows
+        self.running = threading.Event()
+        self.running.set()
+        self.begun = threading.Event()
+        self.copies = 0
+        self.shut_pools = 0
+        self._fd = -1
+
+    def allocate(self, pages: int, page_bytes: int, regions: int) -> GpuKvMemory:
+        self._fd = os.memfd_create("a fake GPU's memory", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, pages * page_bytes * regions)
+        return GpuKvMemory.of(mapped(self._fd).view(torch.uint8).view(regions, -1), pages)
+
+    def prepare(self, memory: GpuKvMemory) -> None:
+        pass
+
+    def export(self, memory: GpuKvMemory) -> bytes:
+        return msgspec.msgpack.encode((os.getpid(), self._fd))
+
+    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+        pid, number = msgspec.msgpack.decode(exported)
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise TransportError(f"no such memory: {error}") from None
+        return mapped(fd).view(rows, words)
+
+    def shut(self, rows_RW: Tensor) -> None:
+        self.shut_pools += 1
+
+    def copy(
+        self, source_RW: Tensor, sources: np.ndarray, target_RW: Tensor, targets: np.ndarray
+    ) -> Any:
+        assert 0 < len(sources) == len(targets) <= self.most_rows
+        self.copies += 1
+        self.begun.set()
+
+        def land() -> None:
+            target_RW[torch.from_numpy(targets)] = source_RW[torch.from_numpy(sources)]
+
+        return land
+
+    def wait(self, ticket: Any) -> None:
+        assert self.running.wait(30)
+        ticket()
+
+    def read(self, source_RW: Tensor, sources: np.ndarray) -> np.ndarray:
+        assert 0 < len(sources) <= self.most_rows
+        return source_RW[torch.from_numpy(sources)].numpy()
+
+    def write(self, content_NW: np.ndarray, target_RW: Tensor, targets: np.ndarray) -> None:
+        assert 0 < len(targets) <= self.most_rows
+        target_RW[torch.from_numpy(targets)] = torch.from_numpy(content_NW)
+
+
+def mapped(fd: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.int64)).to(ROW)

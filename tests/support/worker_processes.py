@@ -1,0 +1,400 @@
+"""Workers in processes of their own: real couriers, real movers, the made-up engine of kv_engine.py; the test is the front.
+
+A worker can be held at a named point (`Hold`), so that a signal meets it there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+from kv_engine import LAYERS, PAGE_TOKENS, FakeEngine, plain_memory, token_at
+
+from counterpoint.disagg import handoff_events
+from counterpoint.disagg.compatibility import CompatibilityDigest
+from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
+from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
+from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
+from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.peer_connection import Address
+from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
+from counterpoint.kv_transfer.head_mapping import HeadLayout
+from counterpoint.kv_transfer.memory import KvMemory
+from counterpoint.kv_transfer.nixl import NixlTransport
+from counterpoint.kv_transfer.sharded import ShardedMemory, ShardedPage, ShardedTransport
+from counterpoint.kv_transfer.shm import ShmTransport
+from counterpoint.kv_transfer.tcp import TcpTransport
+from counterpoint.kv_transfer.transport import Transport
+from counterpoint.types import AddRequest, DisaggRole, OutputDelta, Sampling
+
+PAGES, PAGE_BYTES = 24, 16 << 10
+KV_HEADS, HEAD_BYTES, RANKS = 4, 1 << 10, {"p": 4, "d": 2, "e": 8}  # of pools that are cut
+RULES = HandoffConfig(
+    heartbeat_s=0.1, dead_s=0.7, lease_s=1.5, park_s=60.0, resend_s=0.1, drain_s=0.7
+)
+DIGEST = CompatibilityDigest(
+    model="m",
+    weights="w",
+    layers=LAYERS,
+    kv_heads=1,
+    head_dim=1,
+    kv_dtype="word",
+    page_tokens=PAGE_TOKENS,
+    layout="",
+    rope="",
+    eos_token_ids=(),
+)
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """`prefills`: turns of prefill work that may still be done; None: any number. `closed`: parts that are not admitted.
+    `decodes`: whether tokens are decoded."""
+
+    prefills: int | None = None
+    closed: tuple[DisaggRole, ...] = ()
+    decodes: bool = True
+
+
+# ---------------------------------------------------------------- in the worker's process
+
+
+def make_mover(
+    kind: str, name: str, wake: Callable[[], None]
+) -> tuple[Transport, KvMemory | ShardedMemory]:
+    """`kind`: of the mover, or "cut tcp", "cut nixl": each worker's pool is cut over another number of ranks."""
+    if kind.startswith("cut "):
+        layout, page = (
+            HeadLayout(KV_HEADS, RANKS.get(name, 1)),
+            ShardedPage(KV_HEADS, PAGE_TOKENS, HEAD_BYTES, "token, head"),
+        )
+        own = page._replace(heads=len(layout.heads(0))).bytes
+        shards = ShardedMemory(
+            layout, page, tuple(plain_memory(PAGES, own) for _ in range(layout.tp))
+        )
+        return ShardedTransport(
+            [
+                NixlTransport(wake) if kind == "cut nixl" else TcpTransport(wake)
+                for _ in range(layout.tp)
+            ]
+        ), shards
+    if kind == "shm":
+        shm = ShmTransport(wake, sums=True)
+        return shm, shm.allocate(PAGES, PAGE_BYTES, 2 * LAYERS)
+    return NixlTransport(wake) if kind == "nixl" else TcpTransport(wake, sums=True), plain_memory(
+        PAGES, PAGE_BYTES
+    )
+
+
+class Worker:
+    def __init__(
+        self, pipe: Connection, name: str, kind: str, port: int, digest: CompatibilityDigest
+    ) -> None:
+        self.pipe = pipe
+        self.hold = Hold()
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.courier: HandoffRunner | None = None
+        mover, memory = make_mover(kind, name, self.wake)
+        self.kv = FakeEngine(memory, random.Random(name))
+        self.handoffs = Handoffs(RULES, KvGeometry(LAYERS, PAGE_TOKENS))
+        reach = Reach(str(os.getpid()), "this host", "cpu", (mover.kind,))
+        identity = WorkerIdentity(
+            name,
+            digest,
+            reach,
+            memory,
+            {mover.kind: mover},
+            {mover.kind: mover.register(memory)},
+            "a token",
+        )
+        self.mover = mover
+        self.courier = HandoffRunner(identity, self.handoffs, self, port=port)
+        self.courier.start()
+        self.send(("address", self.courier.address))
+
+    def wake(self) -> None:
+        if self.courier is not None:
+            self.courier.wake()
+
+    def send(self, words) -> None:
+        self.pipe.send(words)
+
+    # what the courier calls (courier.Outside)
+
+    def engine(self, event) -> None:
+        self.inbox.put(event)
+
+    def report(self, command) -> None:
+        self.inbox.put(("report", command))
+
+    def run(self) -> None:
+        threading.Thread(target=self.listen, daemon=True).start()
+        while True:
+            try:
+                got = self.inbox.get(timeout=0.002)
+            except queue.Empty:
+                got = None
+            if got == "quit":
+                break
+            if isinstance(got, tuple):
+                self.send(got)
+            elif isinstance(got, Hold):
+                self.hold = got
+                self.kv.closed = set(got.closed)
+                self.kv.admit()
+            elif got is not None:
+                self.kv.handle(got)
+            else:
+                self.work()
+            out, self.kv.out = self.kv.out, []
+            for output in out:
+                if isinstance(output, OutputDelta):
+                    self.send(("report", output))
+                self.courier.tell(output)
+        self.courier.close()
+        self.mover.close()
+
+    def work(self) -> None:
+        engine = self.kv
+        for piece in tuple(engine.active):
+            if piece.adopted:
+                if self.hold.decodes:
+                    engine.token(piece)
+            elif self.hold.prefills != 0:
+                engine.prefill(piece)
+                if self.hold.prefills is not None:
+                    self.hold = msgspec.structs.replace(self.hold, prefills=self.hold.prefills - 1)
+
+    def listen(self) -> None:
+        while True:
+            try:
+                words = self.pipe.recv()
+            except (EOFError, OSError):
+                words = "quit"  # the test is gone
+            if words == "census":
+                self.courier.inspect(lambda _: self.inbox.put(("census", self.census())))
+            elif isinstance(words, tuple):
+                self.courier.order(*words)
+            else:
+                self.inbox.put(words)
+            if words == "quit":
+                return
+
+    def census(self) -> dict:
+        """What is left; all zero when nothing is."""
+        return {
+            "handoffs": not self.handoffs.idle,
+            "held": not self.handoffs.ledger.empty,
+            "requests": len(self.kv.pieces),
+            "pages": PAGES - self.kv.pool.available,
+            "starting": len(self.courier._starting),
+            "states": [
+                part.state.value
+                for part in (*self.handoffs.senders.values(), *self.handoffs.receivers.values())
+            ],
+            "written": sum(sender.written for sender in self.handoffs.senders.values()),
+        }
+
+
+def work(pipe: Connection, name: str, kind: str, port: int, digest: CompatibilityDigest) -> None:
+    worker = Worker(pipe, name, kind, port, digest)
+    worker.run()
+
+
+# ---------------------------------------------------------------- in the test
+
+
+class Member:
+    """A worker, seen from the test."""
+
+    def __init__(
+        self, name: str, kind: str, port: int = 0, digest: CompatibilityDigest = DIGEST
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=work, args=(theirs, name, kind, port, digest), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.address: Address | None = None
+        self.left: dict | None = None
+        self.there = True
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+            self.pipe.send("quit")
+        self.process.join(10)
+        assert self.process.exitcode is not None, f"{self.name} does not end"
+        self.pipe.close()
+
+
+class Cluster:
+    """Workers p, d and e; requests are prefilled by p and decoded by d as long as they are there."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.members = {name: Member(name, kind) for name in "pde"}
+        self.front = PoolFrontend(self.pick, deadline_s=20.0, retries=3, on_loss=OnLoss.RECOMPUTE)
+        self.arrives: dict[str, AddRequest] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ends: dict[str, RequestFinished] = {}
+        self.reports: list = []
+        self.avoid: set[str] = set()
+        self.until(lambda: all(member.address for member in self.members.values()))
+
+    def pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
+        names = [name for name in self.members if name not in self.avoid and name != avoid]
+        prefill = prefill or names[0]
+        names = [name for name in names if name != prefill]
+        return Route(prefill, names[0]) if names else None
+
+    def submit(self, id: str, tokens: int = 30, max_tokens: int = 6) -> None:
+        start = 1000 * len(self.arrives)  # no two prompts share a page
+        arrive = AddRequest(
+            id=id,
+            prompt=tuple(range(start, start + tokens)),
+            sampling=Sampling(max_tokens=max_tokens),
+        )
+        self.arrives[id] = arrive
+        self.got[id] = []
+        self.front.submit(arrive)
+        self.serve()
+
+    def hold(self, name: str, **kwargs) -> None:
+        """It is in force when this returns."""
+        self.members[name].pipe.send(Hold(**kwargs))
+        self.census(name)
+
+    def until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
+        """Let the front work until `done`."""
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, f"waited in vain; reports: {self.reports[-8:]}"
+            pipes = {member.pipe: name for name, member in self.members.items() if member.there}
+            for pipe in wait(list(pipes), timeout=0.05):
+                self.hear(pipes[pipe])
+
+    def hear(self, name: str) -> None:
+        member = self.members[name]
+        try:
+            kind, words = member.pipe.recv()
+        except (EOFError, OSError):
+            member.there = False
+            return
+        if kind == "address":
+            member.address = Address(*words)
+        elif kind == "census":
+            member.left = words
+        else:
+            self.reports.append((name, words))
+            self.front.report(name, words)
+            self.serve()
+
+    def serve(self) -> None:
+        for item in self.front.take():
+            if isinstance(item, ToWorker):
+                member = self.members.get(item.worker)
+                if member is not None and member.there:
+                    address = self.members[item.decode].address if item.decode else None
+                    member.pipe.send((item.order, address))
+            elif isinstance(item.news, DeliverTokens):
+                got = self.got[item.id]
+                assert item.news.start == len(got)
+                got += [token.token for token in item.news.tokens]
+            else:
+                self.ends[item.id] = item.news
+
+    def ended(self, id: str) -> bool:
+        return id in self.ends
+
+    def check_answer(self, id: str) -> None:
+        arrive = self.arrives[id]
+        assert self.got[id] == [
+            token_at(arrive, position) for position in range(arrive.sampling.max_tokens)
+        ], self.ends
+
+    def said(self, name: str, kind: type, **fields) -> bool:
+        """Whether a worker has reported such a thing."""
+        return any(
+            who == name
+            and isinstance(words, kind)
+            and all(getattr(words, key) == value for key, value in fields.items())
+            for who, words in self.reports
+        )
+
+    def at_point(self, point: str, id: str) -> None:
+        """Wait until the handoff stands at a named point: see POINTS in test_processes.py."""
+        words = {
+            "queued": ("d", "queued"),
+            "reserved": ("d", "reserved"),
+            "parked": ("p", "parked"),
+            "decoding": ("d", "adopted"),
+        }
+        name, state = words[point]
+        if state == "adopted":
+            self.until(
+                lambda: self.said(
+                    name, handoff_events.HandoffEnded, outcome=handoff_events.HandoffOutcome.ADOPTED
+                )
+            )
+            return
+        self.until(lambda: state in self.census(name)["states"])
+        if point == "reserved":  # and some of it has been written
+            self.until(lambda: self.census("p")["written"] > 0)
+
+    def census(self, name: str) -> dict:
+        member = self.members[name]
+        member.left = None
+        member.pipe.send("census")
+        self.until(lambda: member.left is not None)
+        assert member.left is not None
+        return member.left
+
+    def at_rest(self, names: str = "pde", seconds: float = 10.0) -> None:
+        """Every ledger comes to zero."""
+        end = time.monotonic() + seconds
+        for name in names:
+            while any(left := self.census(name).values()):
+                assert time.monotonic() < end, f"{name} keeps {self.members[name].left}"
+                time.sleep(0.02)
+        assert not left or not any(left)
+
+    def kill(self, name: str) -> None:
+        member = self.members[name]
+        member.signal(signal.SIGKILL)
+        member.process.join()
+        while member.there:  # what it had said before
+            self.hear(name)
+
+    def restart(self, name: str) -> None:
+        """A new process on the same address."""
+        port = self.members[name].address.port
+        self.members[name].pipe.close()
+        self.members[name] = Member(name, self.kind, port)
+        self.until(lambda: self.members[name].address is not None)
+
+    def make_whole(self) -> None:
+        """Everybody is there and works."""
+        for name, member in tuple(self.members.items()):
+            if not member.there:
+                self.restart(name)
+            self.members[name].signal(signal.SIGCONT)
+            self.hold(name)
+
+    def close(self) -> None:
+        for member in self.members.values():
+            member.close()
