@@ -1,10 +1,12 @@
-# make demo: set up and see the main job.  make test: set up and run every check.
+# make demo: set up and see the main job.  make test: set up and run the checks.
+# make check: the quick ones, in under a minute.  make test-slow: the slow ones.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-slow check lint types clean
 
 setup: $(STAMP)
 
@@ -18,14 +20,24 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/counterpoint demo
 
-test: setup
-	$(BIN)/ruff check .
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Everything but the slow tests: style, types, tests.
+test: lint types
+	$(PYTEST) -m "not slow"
+
+# What is slow and rarely fails: a pool's deaths at every state, long soaks.
+test-slow: setup
+	$(PYTEST) -m slow
+
+# The inner loop: style, types, and the tests that need no model and no process. Under a minute.
+check: lint types
+	$(PYTEST) tests/arch tests/core tests/cost_model tests/replay tests/simulator tests/spec -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+
+types: setup
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis
