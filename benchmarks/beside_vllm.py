@@ -51,7 +51,7 @@ class Ours:
         }
         flags |= {"max_running": 64, "max_context_tokens": 8192, "kv_memory_bytes": 40 << 30}
         self.inbox = WallClockEventQueue()
-        self.system = build.system(Config().replace(model=model, **flags), self.inbox, print)
+        self.system = build.build_system(Config().replace(model=model, **flags), self.inbox, print)
         self.left = 0
         self.over = threading.Event()
         threading.Thread(target=self._loop, daemon=True).start()
@@ -67,7 +67,7 @@ class Ours:
         for output in outputs:
             if isinstance(output, OutputDelta):
                 assert not output.error, output.error
-                self.left -= output.finish is not None
+                self.left -= output.finish_reason is not None
         if not self.left:
             self.over.set()
 

@@ -18,7 +18,7 @@ from counterpoint.model.batch import make_batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.model.weights import load_decoder
-from counterpoint.spec.source import DEFAULT_CACHE, resolve
+from counterpoint.spec.source import DEFAULT_CACHE, resolve_model
 
 PAGE_TOKENS = 16
 
@@ -74,7 +74,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     config = ModelConfig(model=options.model, dtype=options.dtype, load_format=options.load_format)
     decoder = load_decoder(
-        resolve(options.model, options.cache),
+        resolve_model(options.model, options.cache),
         config,
         cache=None if options.no_kernels else options.cache,
     )

@@ -32,12 +32,12 @@ from benchmarks.cuda_steps import Bench, show
 from counterpoint.config import Config
 from counterpoint.device.cuda.device_setup import open_cuda
 from counterpoint.device.cuda.ipc import CudaCopier
-from counterpoint.device.kv_memory import memory_of
+from counterpoint.device.kv_memory import pool_memory
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
 from counterpoint.kv_transfer.transport import Completed
 from counterpoint.model.kv import KVPool
 from counterpoint.spec import ModelSpec
-from counterpoint.spec.source import resolve
+from counterpoint.spec.source import resolve_model
 from counterpoint.types import Role
 
 WRITER, READER, GENERATION = 1, 2, 1
@@ -58,7 +58,7 @@ class TimedGpu(CudaCopier):
         target_RW: Tensor,
         targets: NDArray[np.int64],
     ) -> Any:
-        ticket = super().copy(source_RW, sources, target_RW, targets)
+        ticket = super().start_copy(source_RW, sources, target_RW, targets)
         self.copies.append(ticket)
         return ticket
 
@@ -70,7 +70,7 @@ def own_a_pool(
     torch.cuda.set_device(0)
     pool = KVPool(spec, pages, page_tokens, dtype, "cuda")
     link = CudaIpcTransport(lambda: None, CudaCopier())
-    line.send(link.register(memory_of(pool)))
+    line.send(link.register(pool_memory(pool)))
     link.connect(READER, WRITER, line.recv(), False)
     link.grant(READER, GENERATION, range(pages))
     line.send(None)
@@ -93,7 +93,7 @@ class TimedSender:
         self.process.start()
         self.gpu, self.bell = TimedGpu(), threading.Event()
         self.link = CudaIpcTransport(self.bell.set, self.gpu)
-        self.memory = memory_of(device.kv)
+        self.memory = pool_memory(device.kv)
         blob, theirs = self.link.register(self.memory), self.line.recv()
         self.line.send(blob)
         self.line.recv()
@@ -164,7 +164,7 @@ class TimedSender:
     def prefill(self, tokens: int, group: int, sends: bool) -> dict[str, float]:
         """One prompt in layer groups, each sent as its step comes back. Milliseconds."""
         bench, driver = self.bench, self.bench.device.driver
-        stream = bench.device.places.choose(Role.PREFILL, bench.device.units).stream
+        stream = bench.device.stream_partitions.choose(Role.PREFILL, bench.device.units).stream
         steps = bench.prefill_steps(tokens, bench.device.units, group)
         pages = list(steps[0].segments[0].pages)
         layers = {step.id: (step.first_layer, step.last_layer) for step in steps}
@@ -222,7 +222,7 @@ def main() -> None:
     }
     device = open_cuda(
         Config().replace(model=args.model, **flags),
-        resolve(args.model),
+        resolve_model(args.model),
         lambda line: print(line, flush=True),
     )
     bench = Bench(device)

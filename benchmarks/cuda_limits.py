@@ -22,7 +22,7 @@ from benchmarks.cuda_steps import Bench, Meter
 from counterpoint.device.cuda.gemm_autotune import Matrix, scaled
 from counterpoint.device.cuda.green_contexts import SmPartition
 from counterpoint.device.cuda.stream_partitions import StreamPartition
-from counterpoint.device.slot_tables import pass_rows
+from counterpoint.device.slot_tables import make_pass_rows
 from counterpoint.model.decoder import Layer
 from counterpoint.model.fp8 import ScaledWeight, quantise_rows
 from counterpoint.types import Role, Segment
@@ -98,7 +98,7 @@ def decode_bytes(bench: Bench, batch: int, context: int) -> int:
 def parts_table(bench: Bench, tokens: int = 4096) -> dict[str, dict[str, float]]:
     """A prefill pass taken apart: each kind of operation of all layers, one kind after the other, on the whole device, over and
     over for as long as some passes take, so that the card is as warm as in a pass. `MHz`, `W`: clock and power meanwhile."""
-    spec, place = bench.device.spec, bench.device.places.of(Role.PREFILL)[0]
+    spec, place = bench.device.spec, bench.device.stream_partitions.of(Role.PREFILL)[0]
     flops = {
         "qkv": spec.hidden * spec.qkv_features,
         "output": spec.heads * spec.head_dim * spec.hidden,
@@ -142,7 +142,9 @@ def operations(
     segments = (Segment(0, 0, tokens, True, bench.open_prefill(tokens)),)
     device.tables.send(segments)
     batch = device.tables.batch(
-        device.tables.inputs(pass_rows(segments), place.planner, place.decode, device.passes.size)
+        device.tables.inputs(
+            make_pass_rows(segments), place.planner, place.decode, device.piecewise_graphs.size
+        )
     )
     angles, x = device.decoder.angles(batch), device.decoder.embed(batch)
     first = weights.layers[0]

@@ -34,10 +34,10 @@ from counterpoint.core.limits import EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Multiplex, Serial
 from counterpoint.device.cuda.device_setup import CudaDevice, open_cuda, weights_by_shape
-from counterpoint.device.cuda.gemm_autotune import by_cublas, by_cublas_told, captured_ms
+from counterpoint.device.cuda.gemm_autotune import by_cublas, by_cublas_limited, captured_ms
 from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.spec.source import resolve
+from counterpoint.spec.source import resolve_model
 from counterpoint.types import (
     AddRequest,
     BatchShape,
@@ -120,11 +120,11 @@ def small_table(bench: Bench, sizes: Sequence[int], passes: int = 6) -> dict[str
     result: dict[str, Any] = {}
     device = bench.device
     ways = {
-        "graph": device.passes,
+        "graph": device.piecewise_graphs,
         "eager": PiecewiseGraphs(device.decoder, device.kv, device.tables, device.driver, ()),
     }
     for way, used in ways.items():
-        bench.use(dataclasses.replace(device, passes=used))
+        bench.use(dataclasses.replace(device, piecewise_graphs=used))
         for tokens in sizes:
             bench.play(bench.prompts(2, tokens))
             queued, host_s = bench.prompts(passes, tokens), []
@@ -154,10 +154,10 @@ def products_table(
     result: dict[str, Any] = {}
     kinds, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
     for units in (total, *(total - level for level in levels)):
-        place = bench.device.places.choose(Role.PREFILL, units)
+        place = bench.device.stream_partitions.choose(Role.PREFILL, units)
         ways = {
             "as it is": by_cublas,
-            "told": by_cublas_told(units),
+            "told": by_cublas_limited(units),
             "chosen": lambda x, w, place=place: place.ops.linear(x, (w, None)),
         }
         for rows in sizes:
@@ -321,7 +321,7 @@ def loop_table(
             inbox: WallClockEventQueue = inbox,
             finished: list[str] = finished,
         ) -> None:
-            finished += [o.id for o in outputs if isinstance(o, OutputDelta) and o.finish]
+            finished += [o.id for o in outputs if isinstance(o, OutputDelta) and o.finish_reason]
             if len(finished) == batch and engine.idle:
                 inbox.stop()
 
@@ -415,7 +415,7 @@ def main() -> None:
     began_s = time.perf_counter()
     device = open_cuda(
         config,
-        resolve(args.model),
+        resolve_model(args.model),
         lambda line: print(f"{time.perf_counter() - began_s:6.1f} s  {line}", flush=True),
     )
     print(*device.notes, sep="\n")
@@ -424,8 +424,11 @@ def main() -> None:
         "power limit W": Meter().limit_w,
         "torch": torch.__version__,
         "ops": device.decoder.ops.name,
-        "graphs": {"count": device.graphs.count, "seconds": device.graphs.capture_s},
-        "graphs of passes": {"count": device.passes.count, "seconds": device.passes.capture_s},
+        "graphs": {"count": device.decode_graphs.count, "seconds": device.decode_graphs.capture_s},
+        "graphs of passes": {
+            "count": device.piecewise_graphs.count,
+            "seconds": device.piecewise_graphs.capture_s,
+        },
     }
     if "loop" in args.what:
         result["loop"] = loop_table(device)

@@ -45,7 +45,7 @@ class Known(NamedTuple):
 
 
 def knowledge() -> Iterator[Known]:
-    table = calibration_store.shipped(H200, MODEL, "bfloat16", "bfloat16")
+    table = calibration_store.shipped_calibration(H200, MODEL, "bfloat16", "bfloat16")
     if table is not None:
         yield Known("calibrated", lambda: Fitted(table, Roofline(MODEL, H200)), table.splits)
     yield Known("roofline", lambda: Roofline(MODEL, H200), H200.partitions())
@@ -87,7 +87,7 @@ def decisions(known: Known, decoding: int) -> dict[str, list[float]]:
 def decide(known: Known, decoding: int) -> dict[str, list[float]]:
     scheduler = SchedulerConfig(ttft_s=1.0, tpot_s=0.05)
     policy = make_policy(
-        scheduler, H200.units, MODEL.layers, 2, levels=known.levels, belief=known.make()
+        scheduler, H200.units, MODEL.layers, 2, levels=known.levels, estimator=known.make()
     )
     spent: dict[str, list[float]] = {}
     for name in DECISIONS:

@@ -24,9 +24,9 @@ from counterpoint.serve.structured_output.grammar import (
     from_choice,
     from_json_schema,
     from_regex,
-    vocabulary_of,
+    make_vocabulary,
 )
-from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.spec.source import load_spec
 from counterpoint.types import Sampling
 
@@ -62,16 +62,16 @@ def cpu_us(work) -> tuple[float, object]:
 def walk(grammars: Grammars, grammar: str, tokens: int, ends: set[int]) -> list[float]:
     chance, spent = random.Random(1), []
     sampling = Sampling(max_tokens=tokens, grammar=grammar)
-    grammars.open(0, sampling)
+    grammars.init_slot(0, sampling)
     for count in range(tokens):
-        us, bits = cpu_us(lambda n=count: grammars.masks([0], [n]))
+        us, bits = cpu_us(lambda n=count: grammars.compute_bitmasks([0], [n]))
         spent.append(us)
         allowed = np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist()  # type: ignore[index]
         going_on = [id for id in allowed if id not in ends]
         if going_on:
-            grammars.follow([0], [chance.choice(going_on)])
+            grammars.accept_tokens([0], [chance.choice(going_on)])
         else:
-            grammars.open(0, sampling)
+            grammars.init_slot(0, sampling)
     return spent
 
 
@@ -83,17 +83,17 @@ def main() -> None:
     torch.set_num_threads(1)
     source = build.find_model(Config().replace(model=asked.model))
     spec = load_spec(source, None)
-    us, vocabulary = cpu_us(lambda: vocabulary_of(load_text(source)))
+    us, vocabulary = cpu_us(lambda: make_vocabulary(load_tokenizer(source)))
     more_us, _ = cpu_us(lambda: make_tokenizer(vocabulary, spec.vocab, spec.eos_token_ids))  # type: ignore[arg-type]
     print(
         f"{source.name}, vocabulary of {spec.vocab:,}: read in {us / 1e3:.0f} ms, made ready in {more_us / 1e3:.0f} ms"
     )
     settings = SamplingTables(64, spec.vocab, spec.eos_token_ids)
-    settings.grammars.connect(lambda: vocabulary)  # type: ignore[arg-type,return-value]
-    settings.grammars.prepare(from_choice(["warm"]))
+    settings.grammars.set_vocabulary_loader(lambda: vocabulary)  # type: ignore[arg-type,return-value]
+    settings.grammars.compile(from_choice(["warm"]))
     print("grammar            compile ms   mask us: mean   p99   max")
     for name, grammar in GRAMMARS.items():
-        compile_us, _ = cpu_us(lambda g=grammar: settings.grammars.prepare(g))
+        compile_us, _ = cpu_us(lambda g=grammar: settings.grammars.compile(g))
         spent = sorted(walk(settings.grammars, grammar, asked.tokens, set(spec.eos_token_ids)))
         p99 = spent[int(0.99 * len(spent))]
         print(
@@ -107,7 +107,7 @@ def main() -> None:
         for grammar in ("", GRAMMARS["JSON object"]):
             for temperature in (0.0, 1.0):
                 for slot in range(rows):
-                    settings.put(
+                    settings.set_row(
                         slot, Sampling(max_tokens=99, temperature=temperature, grammar=grammar), 4
                     )
                 spent.append(
@@ -120,7 +120,9 @@ def sampled_us(settings: SamplingTables, rows: int, vocab: int) -> float:
     logits_BV = torch.randn(rows, vocab)
     slot_B, end_B = torch.arange(rows), torch.full((rows,), 4)
     return cpu_us(
-        lambda: sample(logits_BV, settings.choice(slot_B, end_B, torch.zeros(rows, 8)), vocab)
+        lambda: sample(
+            logits_BV, settings.sampler_inputs(slot_B, end_B, torch.zeros(rows, 8)), vocab
+        )
     )[0]
 
 

@@ -21,9 +21,9 @@ import msgspec
 
 from counterpoint.bench import transform
 from counterpoint.bench.load import LoadOptions, parse_slo
-from counterpoint.bench.report import presence_s, summarise
+from counterpoint.bench.report import summarise, time_with_requests_s
 from counterpoint.bench.workload import TokenRange
-from counterpoint.config import Config, writable
+from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units
 from counterpoint.simulator.machine import Machine, make_pool
@@ -38,7 +38,7 @@ from counterpoint.simulator.plan import (
     judge,
     play,
 )
-from counterpoint.simulator.simulate import CollectedResults, arrival, targets
+from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Stats
@@ -161,7 +161,7 @@ def task_of(setting: PaperSetting, traces: Path, requests: int) -> PlanTask:
     flags: dict[str, Any] = {
         key: str(traces / value) if key == "trace" else value for key, value in setting.load.items()
     }
-    queries = LoadOptions(requests=requests, arrivals="poisson", **flags).make().queries
+    queries = LoadOptions(requests=requests, arrivals="poisson", **flags).build_trace().queries
     longest = machine.model.max_context_tokens
     config = Config().replace(
         **msgspec.structs.asdict(parse_slo(setting.slo)),
@@ -301,8 +301,8 @@ def fleets(setting: PaperSetting, split: int, wanted: int) -> list[Fleet]:
 def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
     """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss their targets. `idle`: the share of
     all units x time that no step had, while new requests came and any was there."""
-    queries = transform.at_rate(task.queries, rate * fleet.gpus)
-    slo = {query.id: targets(query, task.config) for query in queries}
+    queries = transform.scale_to_rate(task.queries, rate * fleet.gpus)
+    slo = {query.id: query_slo(query, task.config) for query in queries}
     config = task.config.replace(**fleet.settings)
     if fleet.strict:
         config = config.replace(
@@ -313,15 +313,15 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
     )
     pool = make_pool(fleet.machine, config, collected.keep)
     if fleet.strict:  # nor does it matter how many a worker may run
-        for seat in pool.routing.seats.values():
+        for seat in pool.routing.workers.values():
             seat.shape = msgspec.structs.replace(seat.shape, slots=len(queries) + 1)
     tokens = TokenRange.within(fleet.machine.model.vocab)
     for query in queries:
-        pool.post(query.arrival_s, arrival(query, tokens, task.seed, config))
+        pool.post(query.arrival_s, make_arrival(query, tokens, task.seed, config))
     seen: list[dict[str, float]] = []
     last_s = queries[-1].arrival_s
     for at_s in (SETTLED * last_s, last_s):
-        pool.door.call(
+        pool.door.call_at(
             at_s,
             lambda: seen.append(
                 {name: used_s(worker.engine.stats()) for name, worker in pool.workers.items()}
@@ -332,7 +332,7 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
     except SloUnreachable:
         return None
     records = list(collected.records.values())
-    room_s = presence_s(records, SETTLED * last_s, last_s) * fleet.machine.device.units
+    room_s = time_with_requests_s(records, SETTLED * last_s, last_s) * fleet.machine.device.units
     idle = {name: max(0.0, 1 - (used - seen[0][name]) / room_s) for name, used in seen[1].items()}
     result = summarise(records, slo=slo)
     kept = {key: result[key] for key in ("slo_attainment", "mean_ttft_ms", "mean_tpot_ms")}
@@ -417,7 +417,8 @@ def wave_rows() -> Iterator[dict[str, float]]:
     for tokens, paper in WAVES.items():
         fixed = [one_tile(product, tokens, device.units) for product in roofline.layer_products]
         chosen = [
-            roofline.tiled(product, tokens, device.units) for product in roofline.layer_products
+            roofline.tiled_cost(product, tokens, device.units)
+            for product in roofline.layer_products
         ]
         yield {
             "tokens": tokens,
@@ -543,7 +544,7 @@ def main() -> None:
         if not (options.traces / name).is_file():
             parser.error(f"--traces {options.traces}: there is no {name} in it")
     try:
-        writable("--json", options.json)
+        require_writable("--json", options.json)
         simulate_all(options)
     except ValueError as error:
         parser.error(str(error))

@@ -62,7 +62,7 @@ def h200_alone() -> Iterator[CheckRow]:
     llama = Roofline(PRESETS["llama-3.1-8b"], H200)
     skinny = {8: 772, 16: 1471, 24: 1958, 32: 2094, 48: 2616, 64: 3278, 132: 3595}
     for units, measured in skinny.items():
-        cost = llama.product(MatrixProduct(28672, 4096), 64, units)
+        cost = llama.product_cost(MatrixProduct(28672, 4096), 64, units)
         yield CheckRow(
             f"64-row product on {units} SMs",
             "GB/s",
@@ -76,7 +76,7 @@ def h200_alone() -> Iterator[CheckRow]:
         128: 138,
         256: 328,
     }.items():  # launch-bound in eager torch, and unsteady
-        cost = llama.alone(prefill(tokens, 8, 32), 132)
+        cost = llama.solo_cost(prefill(tokens, 8, 32), 132)
         yield CheckRow(
             f"prefill {tokens} (host-bound)",
             "TFLOP/s",

@@ -26,7 +26,7 @@ def main() -> None:
     args = asked.parse_args()
     queries = (
         LoadOptions(trace=args.trace, requests=args.requests, arrivals="poisson", rate=args.rate)
-        .make()
+        .build_trace()
         .queries
     )
     tokens = sum(q.prompt_tokens + q.output_tokens for q in queries)

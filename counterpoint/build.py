@@ -22,12 +22,12 @@ from counterpoint.core.limits import EngineLimits
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.active_units import ActiveUnits
-from counterpoint.cost_model.calibration import CalibrationKey, shape_of
+from counterpoint.cost_model.calibration import CalibrationKey, shape_key
 from counterpoint.cost_model.roofline import Roofline
-from counterpoint.device.choose import gpu_found
+from counterpoint.device.choose import has_gpu
 from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
 from counterpoint.disagg.handoff_runner import WorkerIdentity
-from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.interfaces import Estimator, Executor, Policy
 from counterpoint.kv_transfer.host import host_name
 from counterpoint.kv_transfer.memory import Allocate, KvMemory
@@ -37,7 +37,7 @@ from counterpoint.kv_transfer.tcp import TcpTransport
 from counterpoint.kv_transfer.transport import Transport, TransportError, Wake
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.device import PRESETS, cpu_device, unknown_gpu
-from counterpoint.spec.source import ModelSource, load_spec, resolve, weights_id
+from counterpoint.spec.source import ModelSource, load_spec, resolve_model, weights_fingerprint
 
 if TYPE_CHECKING:
     from counterpoint.device.cuda.device_setup import CudaDevice
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ def cache_folder() -> Path:
     return Path(named) if named else base / "counterpoint"
 
 
-def calibrations() -> Path:
+def calibration_folder() -> Path:
     """Where this user's calibrations are kept."""
     return cache_folder() / calibration_store.FOLDER
 
 
 def find_model(config: Config) -> ModelSource:
     """Where the configured model is. Raises ConfigError if it is nowhere."""
-    return resolve(config.model.model, cache_folder())
+    return resolve_model(config.model.model, cache_folder())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class System:
     lanes: str
     notes: tuple[str, ...] = ()
     grammars: Grammars | None = None
-    pricing: CalibrationTarget | None = None
-    again: Callable[[Config, WallClockEventQueue, type[Auto]], System] | None = None
+    calibration_target: CalibrationTarget | None = None
+    rebuild: Callable[[Config, WallClockEventQueue, type[Auto]], System] | None = None
     memory: KvMemory | None = None
     digest: CompatibilityDigest | None = None
 
@@ -143,26 +143,26 @@ def make_limits(
     )
 
 
-def system(
+def build_system(
     config: Config,
     inbox: WallClockEventQueue,
-    progress: Progress = print,
-    place: WorkerPlacement | None = None,
+    progress: OnProgress = print,
+    placement: WorkerPlacement | None = None,
 ) -> System:
     """Load the configured model on the configured device and put an engine over it. `progress` is told each stage in words.
     `place`: if it is one of a pool. Raises ConfigError, or spec.model.ModelError if the model can't be had or isn't supported."""
     source = find_model(config)
-    if (chosen_device(config) if place is None else place.device) == "cuda":
-        return cuda_system(config, source, inbox, progress, place)
-    return cpu_system(config, source, inbox, progress, place or WorkerPlacement())
+    if (choose_device(config) if placement is None else placement.device) == "cuda":
+        return cuda_system(config, source, inbox, progress, placement)
+    return cpu_system(config, source, inbox, progress, placement or WorkerPlacement())
 
 
-def chosen_device(config: Config) -> str:
+def choose_device(config: Config) -> str:
     """cpu or cuda: what `device` says, or, for auto, cuda if torch sees a GPU. Raises ConfigError if cuda is asked for in vain."""
     wanted = config.device.device
     if wanted == "cpu":
         return "cpu"
-    if gpu_found():
+    if has_gpu():
         return "cuda"
     if wanted == "cuda":
         raise ConfigError(
@@ -175,16 +175,16 @@ def cpu_system(
     config: Config,
     source: ModelSource,
     inbox: WallClockEventQueue,
-    progress: Progress,
-    place: WorkerPlacement,
+    progress: OnProgress,
+    placement: WorkerPlacement,
     auto: type[Auto] = Auto,
 ) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
-    from counterpoint.device.kv_memory import memory_of
+    from counterpoint.device.kv_memory import pool_memory
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.device.slot_tables import SlotTables
-    from counterpoint.model.invariance import refuse_varying_products
+    from counterpoint.model.invariance import require_invariant_gemms
     from counterpoint.model.kv import KVPool, page_bytes
     from counterpoint.model.weights import load_decoder
 
@@ -197,7 +197,7 @@ def cpu_system(
     invariant = config.device.batch_invariant
     decoder = load_decoder(source, config.model, "cpu", cache=cache_folder(), invariant=invariant)
     if invariant:
-        refuse_varying_products(decoder)
+        require_invariant_gemms(decoder)
     spec, size = decoder.spec, config.device.page_tokens
     each = page_bytes(spec, size, decoder.kv_dtype)
     context = config.model.max_context_tokens or spec.max_context_tokens
@@ -206,11 +206,11 @@ def cpu_system(
         each,
         config.scheduler.max_running,
         context,
-        available_bytes() // place.engines,
+        available_bytes() // placement.engines,
     )
     limits = make_limits(config, spec, pages, len(cores))
     kv_dtype = str(decoder.kv_dtype).removeprefix("torch.")
-    model, kernels = shape_of(spec), decoder.ops.name
+    model, kernels = shape_key(spec), decoder.ops.name
     key = CalibrationKey(
         device=cpu_name(),
         units=len(cores),
@@ -222,12 +222,12 @@ def cpu_system(
     prior = Roofline(spec, cpu_device(len(cores)), key.dtype, kv_dtype)
     policy, notes = cpu_policy(config, spec, key, prior, auto)
     storage = (
-        place.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions
-        if place.allocate is not None
+        placement.allocate(pages, each // (2 * spec.layers), 2 * spec.layers).regions
+        if placement.allocate is not None
         else None
     )
     kv = KVPool(spec, pages, size, decoder.kv_dtype, storage=storage)
-    vocab = known_vocab(source, spec)
+    vocab = tokenizer_vocab(source, spec)
     tables = SlotTables(
         limits.max_running, limits.max_context_tokens, size, vocab, spec.eos_token_ids
     )
@@ -235,7 +235,7 @@ def cpu_system(
     warning = binding_warning(os.environ)
     lanes = ", ".join(
         f"{lane.role.value} on cores {'+'.join(map(str, lane_cores(lane.role, units, cores)))}"
-        for lane, units in zip(policy.lanes, policy.shares, strict=True)
+        for lane, units in zip(policy.lanes, policy.lane_units, strict=True)
     )
     progress(f"ready: {decoder.ops.name}, KV cache of {pages} pages ({pages * each >> 20} MiB)")
     notes += [warning] if warning else []
@@ -247,23 +247,25 @@ def cpu_system(
         limits,
         lanes,
         tuple(notes),
-        grammars=tables.settings.grammars,
-        pricing=CalibrationTarget(key, prior, levels=tuple(range(1, len(cores)))),
-        again=lambda config, inbox, auto: cpu_system(config, source, inbox, progress, place, auto),
-        memory=memory_of(kv),
-        digest=digest_of(config, source, spec, kv),
+        grammars=tables.sampling.grammars,
+        calibration_target=CalibrationTarget(key, prior, levels=tuple(range(1, len(cores)))),
+        rebuild=lambda config, inbox, auto: cpu_system(
+            config, source, inbox, progress, placement, auto
+        ),
+        memory=pool_memory(kv),
+        digest=make_compatibility_digest(config, source, spec, kv),
     )
 
 
-def digest_of(
+def make_compatibility_digest(
     config: Config, source: ModelSource, spec: ModelSpec, kv: KVPool
 ) -> CompatibilityDigest:
     """Of what this worker and another must have in common for the one's KV to be the other's."""
-    from counterpoint.device.kv_memory import layout_of
+    from counterpoint.device.kv_memory import page_layout
 
     seed = config.model.weights_seed if config.model.load_format == "dummy" else None
     return make_digest(
-        spec, weights_id(source, seed), str(kv.k[0].dtype), kv.page_tokens, layout_of(kv)
+        spec, weights_fingerprint(source, seed), str(kv.k[0].dtype), kv.page_tokens, page_layout(kv)
     )
 
 
@@ -271,27 +273,29 @@ def cuda_system(
     config: Config,
     source: ModelSource,
     inbox: WallClockEventQueue,
-    progress: Progress,
-    place: WorkerPlacement | None = None,
+    progress: OnProgress,
+    placement: WorkerPlacement | None = None,
 ) -> System:
-    set_queues()
+    set_hardware_queues()
     from counterpoint.device.cuda.device_setup import open_cuda
 
-    vocab = known_vocab(source, load_spec(source, config.model.max_context_tokens))
+    vocab = tokenizer_vocab(source, load_spec(source, config.model.max_context_tokens))
     cuda = open_cuda(
-        config, source, progress, vocab, engines=place.engines if place is not None else 1
+        config, source, progress, vocab, engines=placement.engines if placement is not None else 1
     )
     built = cuda_engine(config, source, inbox, cuda)
-    if place is None:
+    if placement is None:
         return built
-    from counterpoint.device.kv_memory import memory_of
+    from counterpoint.device.kv_memory import pool_memory
 
     return dataclasses.replace(
-        built, memory=memory_of(cuda.kv), digest=digest_of(config, source, cuda.spec, cuda.kv)
+        built,
+        memory=pool_memory(cuda.kv),
+        digest=make_compatibility_digest(config, source, cuda.spec, cuda.kv),
     )
 
 
-def set_queues() -> None:
+def set_hardware_queues() -> None:
     """Each stream its own queue to the GPU: two that share one wait for each other. Read when the GPU is first used."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -305,7 +309,7 @@ def cuda_engine(
 ) -> System:
     """An engine over an open GPU. `auto`: as make_policy has it. Raises ConfigError if `config` wants what the GPU was not opened
     for."""
-    cuda.capture(config)
+    cuda.capture_graphs(config)
     spec, units, notes = cuda.spec, cuda.units, list(cuda.notes)
     limits = make_limits(config, spec, cuda.pages, units, overlap=cuda.isolated)
     dtype, kv_dtype = element_types(config, cuda.decoder.ops.weight_dtype)
@@ -313,14 +317,14 @@ def cuda_engine(
     key = CalibrationKey(
         device=cuda.name,
         units=units,
-        model=shape_of(spec),
+        model=shape_key(spec),
         dtype=dtype,
         kv_dtype=kv_dtype,
         kernels=kernels,
     )
-    device = calibration_store.of_device(cuda.name, tuple(PRESETS.values()))
+    device = calibration_store.match_device(cuda.name, tuple(PRESETS.values()))
     prior = Roofline(spec, device or unknown_gpu(units), dtype, kv_dtype)
-    prices = calibration_store.prices(key, prior, calibrations())
+    prices = calibration_store.find_calibration(key, prior, calibration_folder())
     belief = None if device is None and prices.estimator is prior else prices.estimator
     if config.scheduler.policy == "auto":
         unknown = f"auto runs chunked: nothing is known of {cuda.name}; `counterpoint calibrate` measures it"
@@ -333,10 +337,17 @@ def cuda_engine(
         )
     levels = cuda.levels if cuda.isolated else ()
     policy = make_policy(
-        config.scheduler, units, spec.layers, depth=2, levels=levels, belief=belief, auto=auto
+        config.scheduler,
+        units,
+        spec.layers,
+        depth=2,
+        levels=levels,
+        estimator=belief,
+        auto_class=auto,
     )
     lanes = ", ".join(
-        f"{lane.role.value} on {n} SMs" for lane, n in zip(policy.lanes, policy.shares, strict=True)
+        f"{lane.role.value} on {n} SMs"
+        for lane, n in zip(policy.lanes, policy.lane_units, strict=True)
     )
     return System(
         Engine(
@@ -350,9 +361,11 @@ def cuda_engine(
         limits,
         lanes,
         tuple(notes),
-        grammars=cuda.tables.settings.grammars,
-        pricing=CalibrationTarget(key, prior, levels, cuda.graphs.buckets, cuda.passes.sizes),
-        again=lambda config, inbox, auto: cuda_engine(config, source, inbox, cuda, auto),
+        grammars=cuda.tables.sampling.grammars,
+        calibration_target=CalibrationTarget(
+            key, prior, levels, cuda.decode_graphs.buckets, cuda.piecewise_graphs.sizes
+        ),
+        rebuild=lambda config, inbox, auto: cuda_engine(config, source, inbox, cuda, auto),
     )
 
 
@@ -373,7 +386,7 @@ def cpu_policy(
         notes.append(
             f"{config.scheduler.policy} needs two cores, and this process may use one: it runs chunked instead"
         )
-    belief = calibration_store.prices(key, prior, calibrations())
+    belief = calibration_store.find_calibration(key, prior, calibration_folder())
     if cores > 1 and config.scheduler.policy == "auto":
         notes.append(belief.note)
     levels = tuple(range(1, cores))
@@ -382,43 +395,43 @@ def cpu_policy(
         cores,
         spec.layers,
         levels=levels,
-        belief=belief.estimator,
-        chunk=128,
-        auto=auto,
+        estimator=belief.estimator,
+        chunk_tokens=128,
+        auto_class=auto,
     ), notes
 
 
 # ---------------------------------------------------------------- workers of a pool
 
 
-def take_gpu(config: Config, rank: int | None, workers: int) -> tuple[str, int]:
+def claim_gpu(config: Config, rank: int | None, workers: int) -> tuple[str, int]:
     """(device, how many workers share it) of worker `rank` among `workers` of this machine: GPUs in turn, each process seeing its
     own alone. Before the GPU is used in any way. `rank` None: it has been given its GPU by others. Raises ConfigError."""
-    set_queues()
+    set_hardware_queues()
     if rank is None or config.device.device == "cpu":
-        return chosen_device(config), 1
-    from counterpoint.device.choose import gpus
+        return choose_device(config), 1
+    from counterpoint.device.choose import gpu_count
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (
         [name for name in seen.split(",") if name]
         if seen is not None
-        else [str(n) for n in range(gpus())]
+        else [str(n) for n in range(gpu_count())]
     )
     if len(names) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
-    return chosen_device(config), sharers(rank, workers, max(1, len(names)))
+    return choose_device(config), workers_on_gpu(rank, workers, max(1, len(names)))
 
 
-def sharers(rank: int, workers: int, gpus: int) -> int:
+def workers_on_gpu(rank: int, workers: int, gpus: int) -> int:
     """How many of `workers` have the GPU of worker `rank`."""
     return len(range(rank % gpus, workers, gpus))
 
 
-def movers(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Transport]:
+def make_transports(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Transport]:
     """What can carry KV to and from a worker on `device`, by kind. Raises ConfigError if the wanted transport is not there."""
     wanted, found = config.cluster.transport, dict[str, Transport]()
-    makers = gpu_movers(config, wake) if device == "cuda" else host_movers(config, wake)
+    makers = gpu_transports(config, wake) if device == "cuda" else host_transports(config, wake)
     unasked = ("cuda-ipc",) if device == "cuda" else tuple(makers)
     if wanted not in ("auto", *makers):
         raise ConfigError(
@@ -434,7 +447,7 @@ def movers(config: Config, wake: Wake, device: str = "cpu") -> dict[str, Transpo
     return found
 
 
-def host_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
+def host_transports(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
     return {
         "shm": lambda: ShmTransport(wake),
         "tcp": lambda: TcpTransport(wake, config.cluster.cluster_host or "127.0.0.1"),
@@ -442,7 +455,7 @@ def host_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]
     }
 
 
-def gpu_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
+def gpu_transports(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]:
     from counterpoint.device.cuda.ipc import CudaCopier
     from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
     from counterpoint.kv_transfer.staged import StagedTransport
@@ -454,11 +467,13 @@ def gpu_movers(config: Config, wake: Wake) -> dict[str, Callable[[], Transport]]
     return {
         "cuda-ipc": lambda: CudaIpcTransport(wake, CudaCopier()),
         "shm": through_shm,
-        "tcp": lambda: StagedTransport(host_movers(config, wake)["tcp"](), CudaCopier(staged=True)),
+        "tcp": lambda: StagedTransport(
+            host_transports(config, wake)["tcp"](), CudaCopier(staged=True)
+        ),
     }
 
 
-def identity(
+def make_identity(
     name: str, links: dict[str, Transport], built: System, token: str, device: str = "cpu"
 ) -> WorkerIdentity:
     """What worker `name` says of itself to others. Registers its pool with its movers; one that can't take it is left out.
@@ -481,14 +496,14 @@ def identity(
     staged = device == "cuda" and "cuda-ipc" not in blobs
     if staged:
         log.warning("%s: KV goes through host memory (%s): slowly", name, ", ".join(blobs))
-    reach = Reach(secrets.token_hex(8), host_name(), device, tuple(blobs))
+    reach = TransportEndpoint(secrets.token_hex(8), host_name(), device, tuple(blobs))
     mine = {kind: links[kind] for kind in blobs}
     return WorkerIdentity(
         name, built.digest, reach, built.memory, mine, blobs, token, allow_staged=staged
     )
 
 
-def estimator(config: Config, source: ModelSource, units: int, gpu: str = "") -> Estimator:
+def make_estimator(config: Config, source: ModelSource, units: int, gpu: str = "") -> Estimator:
     """Prices of steps on a worker of `units` cores, or SMs of the GPU that is called so, for the router."""
     spec = load_spec(source, config.model.max_context_tokens)
     if not gpu:
@@ -496,7 +511,7 @@ def estimator(config: Config, source: ModelSource, units: int, gpu: str = "") ->
     dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
     return Roofline(
         spec,
-        calibration_store.of_device(gpu, tuple(PRESETS.values())) or unknown_gpu(units),
+        calibration_store.match_device(gpu, tuple(PRESETS.values())) or unknown_gpu(units),
         *element_types(config, dtype),
     )
 
@@ -507,7 +522,7 @@ def link_bytes_per_s(config: Config, gpu: str) -> float:
     return config.cluster.link_bytes_per_s or (1e11 if by_ipc else 1e9)
 
 
-def known_vocab(source: ModelSource, spec: ModelSpec) -> int:
+def tokenizer_vocab(source: ModelSource, spec: ModelSpec) -> int:
     """Ids that the tokenizer can write: a checkpoint's vocabulary may be padded beyond them, and padding is never sampled."""
     file = Path(source.path) / "tokenizer.json"
     if source.kind != "hf" or not file.is_file():

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from counterpoint import __version__
 from counterpoint.config import Config
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 from counterpoint.types import Role
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def flag(help: str) -> Parameter:
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler", "server", "cluster")
+@config_flags("model", "device", "scheduler", "server", "cluster")
 def serve(config: Config) -> int:
     """Serve a model behind the OpenAI API.
 
@@ -59,7 +59,7 @@ def serve(config: Config) -> int:
 
     if config.server.api_key is None:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
-    config = with_token(config)
+    config = with_cluster_token(config)
     if config.cluster.ray_address is not None:
         os.environ.setdefault(
             "RAY_USAGE_STATS_ENABLED", "0"
@@ -73,7 +73,7 @@ def serve(config: Config) -> int:
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler", "cluster")
+@config_flags("model", "device", "scheduler", "cluster")
 def worker(
     *,
     join: Annotated[
@@ -97,11 +97,11 @@ def worker(
     """
     from counterpoint.serve.worker.worker_process import join as join_front
 
-    return join_front(with_token(config), join, role, name)
+    return join_front(with_cluster_token(config), join, role, name)
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler")
+@config_flags("model", "device", "scheduler")
 def chat(
     *,
     url: Annotated[
@@ -117,22 +117,22 @@ def chat(
     config: Config,
 ) -> None:
     """Chat with a model in the terminal."""
-    from counterpoint.serve.offline.chat import converse, local_speaker, remote_speaker
+    from counterpoint.serve.offline.chat import local_speaker, remote_speaker, run_chat
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    options = drop_unset(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     console = Console()
     if url is not None:
-        converse(remote_speaker(url, os.environ.get("OPENAI_API_KEY"), options), console, system)
+        run_chat(remote_speaker(url, os.environ.get("OPENAI_API_KEY"), options), console, system)
         return
     with console.status("starting the engine") as status:
         engine = OfflineEngine(config, status.update)
     with engine:
-        converse(local_speaker(engine, options), console, system)
+        run_chat(local_speaker(engine, options), console, system)
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler")
+@config_flags("model", "device", "scheduler")
 def generate(
     *,
     prompt: Annotated[list[str], flag("the text to continue; may be given several times")],
@@ -154,7 +154,7 @@ def generate(
     """
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    options = given(
+    options = drop_unset(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -170,7 +170,7 @@ def generate(
 
 
 @app.command(group=USE)
-@settings("model", "device", "scheduler")
+@config_flags("model", "device", "scheduler")
 def batch(
     file: Annotated[Path, flag("requests in OpenAI's batch format, a line of JSON each")],
     *,
@@ -190,10 +190,10 @@ def batch(
     """
     from rich.progress import Progress
 
-    from counterpoint.serve.offline.batch import answer, left_to_do
+    from counterpoint.serve.offline.batch import answer_lines, remaining_lines
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    lines, notes = left_to_do(file, out), Console(stderr=True, highlight=False)
+    lines, notes = remaining_lines(file, out), Console(stderr=True, highlight=False)
     if not lines:
         notes.print(f"nothing is left to do: {out} has every answer", soft_wrap=True)
         return 0
@@ -201,7 +201,7 @@ def batch(
         engine = OfflineEngine(config, status.update)
     with engine, Progress(console=notes) as bar:
         task = bar.add_task("answering", total=len(lines))
-        failed = answer(
+        failed = answer_lines(
             lines, out, engine, lambda done, failed, total: bar.update(task, completed=done)
         )
     notes.print(f"{len(lines)} answered, {failed} of them with an error: {out}", soft_wrap=True)
@@ -222,9 +222,9 @@ def show_completions(pieces: Iterable[tuple[int, OutputPiece]], count: int) -> N
 def pull(name: str) -> None:
     """Fetch a model by name."""
     from counterpoint import build
-    from counterpoint.spec.source import pull
+    from counterpoint.spec.source import pull_model
 
-    pull(name, print, build.cache_folder())
+    pull_model(name, print, build.cache_folder())
 
 
 @app.command(group=MODELS)
@@ -235,11 +235,11 @@ def models() -> None:
     from counterpoint import build
     from counterpoint.spec.model import SHAPES_ONLY
     from counterpoint.spec.presets import PRESETS
-    from counterpoint.spec.source import NAMED, find_named
+    from counterpoint.spec.source import NAMED_MODELS, find_pulled
 
     table = Table("name", "what it is", Column("where", overflow="fold"), box=None)
-    for name, wheel in NAMED.items():
-        where = find_named(name, build.cache_folder())
+    for name, wheel in NAMED_MODELS.items():
+        where = find_pulled(name, build.cache_folder())
         table.add_row(
             name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]"
         )
@@ -291,14 +291,14 @@ app.command(
 )
 
 
-def with_token(config: Config) -> Config:
+def with_cluster_token(config: Config) -> Config:
     """The cluster's token from the environment, unless it is set."""
     if config.cluster.cluster_token is not None or config.cluster.cluster_token_file is not None:
         return config
     return config.replace(cluster_token=os.environ.get("COUNTERPOINT_CLUSTER_TOKEN") or None)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def drop_unset(**options: Any) -> dict[str, Any]:
     """Those that are. Raises ValueError for nan, which JSON has not."""
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
@@ -310,10 +310,10 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.exit(status_of(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:]))
 
 
-def status_of(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run a command line; its exit status. COUNTERPOINT_TRACEBACK=1 shows where an error came from."""
     try:
         result = app(
@@ -321,7 +321,7 @@ def status_of(arguments: list[str]) -> int:
         )
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
-        return tell(str(error), 2)
+        return print_error(str(error), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has left
@@ -331,10 +331,10 @@ def status_of(arguments: list[str]) -> int:
         # ConfigError, ModelError, flags that contradict each other; nobody at a URL; a full disk; more than this machine holds
         if os.environ.get("COUNTERPOINT_TRACEBACK"):
             raise
-        return tell(in_words(error), 2)
+        return print_error(describe_error(error), 2)
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"not enough memory: {str(error) or 'a number is too large for this machine'}"
     if isinstance(error, OSError) and error.strerror is not None:
@@ -344,7 +344,7 @@ def in_words(error: Exception) -> str:
     return str(error)
 
 
-def tell(message: str, status: int) -> int:
+def print_error(message: str, status: int) -> int:
     Console(stderr=True, highlight=False).print(
         message.strip(), style="red", markup=False, soft_wrap=True
     )

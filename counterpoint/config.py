@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from counterpoint.types import Slo
 
-LARGEST = 2**63  # of whole numbers, and excluded
-KINDS: dict[Any, str] = {
+MAX_INT = 2**63  # of whole numbers, and excluded
+TYPE_NAMES: dict[Any, str] = {
     int: "a whole number below 2**63",
     float: "a number",
     bool: "true or false",
@@ -39,12 +39,12 @@ class ConfigError(ValueError):
     """A setting is unknown or wrong; the message names it and says what to write instead."""
 
 
-def positive(name: str, value: float | None) -> None:
+def require_positive(name: str, value: float | None) -> None:
     if value is not None and not value > 0:  # NaN is not
         raise ConfigError(f"{name} is {value}: it must be more than 0")
 
 
-def writable(name: str, path: str | Path | None) -> None:
+def require_writable(name: str, path: str | Path | None) -> None:
     """Raises ConfigError if no file can be written at `path` (None, or - for standard output: nothing is). To be asked before the
     work of which the file is to tell."""
     if path is None or str(path) == "-":
@@ -59,7 +59,7 @@ def writable(name: str, path: str | Path | None) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def name_file_in_errors(path: str | Path) -> Iterator[None]:
     """What goes wrong while a file is written (a full disk) names it, as what goes wrong at its opening does by itself."""
     try:
         yield
@@ -93,7 +93,7 @@ class ModelConfig:
     served_name: str | None = setting(None, "the model's name in the API; unset: its own")
 
     def __post_init__(self) -> None:
-        positive("max_context_tokens", self.max_context_tokens)
+        require_positive("max_context_tokens", self.max_context_tokens)
         if not self.model:
             raise ConfigError("model is empty: give a folder, a file or a name, or leave it out")
 
@@ -120,7 +120,7 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         for name in ("cores", "kv_memory_bytes", "kv_pages", "page_tokens"):
-            positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.kv_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(
                 "kv_pages and kv_memory_bytes both set the same pool: give one of them"
@@ -174,7 +174,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         counts = ("chunk_tokens", "split", "layer_group", "max_running", "max_pass_tokens")
         for name in (*counts, "ttft_s", "ttft_per_token_s", "tpot_s", "itl_s"):
-            positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         for name in ("max_preemptions", "max_bypass_s", "ttft_weight", "tbt_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 0 or more")
@@ -241,7 +241,7 @@ class ServerConfig:
             "max_queued_tokens",
             "request_timeout_s",
         ):
-            positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.api_key is not None and not (
             self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()
         ):
@@ -327,7 +327,7 @@ class ClusterConfig:
             "elastic_s",
             "link_bytes_per_s",
         ):
-            positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if (
             self.cluster_listen is None
             and not self.replicas
@@ -338,13 +338,13 @@ class ClusterConfig:
                 f"{here} is {getattr(self, here)} and {there} is 0: set both, or replicas for workers that do both"
             )
         if self.cluster_listen is not None:
-            host_and_port("cluster_listen", self.cluster_listen)
+            parse_host_port("cluster_listen", self.cluster_listen)
         if self.ray_address is not None and self.ray_address not in ("auto", "local"):
             if "/" in self.ray_address:
                 raise ConfigError(
                     f"ray_address is {self.ray_address!r}: it must be auto, local or HOST:PORT, of a cluster's head"
                 )
-            host_and_port("ray_address", self.ray_address)
+            parse_host_port("ray_address", self.ray_address)
         if self.ray_address is not None and not self.workers:
             raise ConfigError(
                 "ray_address is set, and there are no workers to start: set prefill and decode, or replicas"
@@ -360,11 +360,11 @@ class ClusterConfig:
         return self.prefill + self.decode + self.replicas
 
     @property
-    def pooled(self) -> bool:
+    def has_pool(self) -> bool:
         return self.workers > 0 or self.cluster_listen is not None
 
 
-def host_and_port(name: str, value: str) -> tuple[str, int]:
+def parse_host_port(name: str, value: str) -> tuple[str, int]:
     """HOST:PORT or [HOST]:PORT, taken apart. Raises ConfigError."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -384,7 +384,7 @@ class Config:
         """A copy with flat settings (`chunk_tokens=256`) put in their sections. Raises ConfigError for an unknown name."""
         sections = {name: {} for name in SECTIONS}
         for key, value in flags.items():
-            sections[owner(key)][key] = checked(key, value)
+            sections[section_of(key)][key] = checked_value(key, value)
         return Config(
             **{
                 name: dataclasses.replace(getattr(self, name), **part)
@@ -441,7 +441,7 @@ def from_file(path: str) -> Config:
     return from_mapping(tree, path)
 
 
-def owner(key: str) -> str:
+def section_of(key: str) -> str:
     """The section that holds setting `key`."""
     for name, cls in SECTIONS.items():
         if key in {f.name for f in dataclasses.fields(cls)}:
@@ -450,9 +450,9 @@ def owner(key: str) -> str:
     raise ConfigError(f"unknown setting {key!r}{_hint(key, every)}")
 
 
-def checked(key: str, value: Any) -> Any:
+def checked_value(key: str, value: Any) -> Any:
     """`value` if it has the type of setting `key`; an int stands for a float. Raises ConfigError."""
-    section = SECTIONS[owner(key)]
+    section = SECTIONS[section_of(key)]
     want = typing.get_type_hints(section)[key]
     options = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
     for option in options:
@@ -467,7 +467,7 @@ def checked(key: str, value: Any) -> Any:
     names = [
         "one of " + ", ".join(map(str, typing.get_args(o)))
         if typing.get_origin(o) is Literal
-        else KINDS[o]
+        else TYPE_NAMES[o]
         for o in options
         if o is not types.NoneType
     ]
@@ -477,7 +477,7 @@ def checked(key: str, value: Any) -> Any:
 
 def is_number(value: Any, kind: type) -> bool:
     if type(value) is int:
-        return abs(value) < LARGEST
+        return abs(value) < MAX_INT
     return kind is float and type(value) is float and not math.isnan(value)
 
 

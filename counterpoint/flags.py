@@ -28,7 +28,7 @@ TITLES = {
 POSITIONAL = "model"  # the setting that is also the argument of a command that has no other
 
 
-def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def config_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a command `function(*its own flags*, config)`: gives it --config and the flags of `sections` in place of its
     parameter `config`, which gets the Config they make. Calling the command raises ConfigError if they can't."""
 
@@ -36,7 +36,7 @@ def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         own = inspect.signature(function)
         hints = typing.get_type_hints(function, include_extras=True)
         flags = [
-            flag(section, field)
+            flag_parameter(section, field)
             for section in sections
             for field in dataclasses.fields(SECTIONS[section])
         ]
@@ -83,7 +83,7 @@ def settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-def flag(section: str, field: dataclasses.Field[Any]) -> inspect.Parameter:
+def flag_parameter(section: str, field: dataclasses.Field[Any]) -> inspect.Parameter:
     """The parameter of one setting. None means that it was not given."""
     words = str(field.metadata["help"])
     if field.default is not None:

@@ -42,7 +42,7 @@ class Executor(Protocol):
 
 class Estimator(Protocol):
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         """Predicted duration of a step of `work` on `units` units, in seconds, while `beside` = (work, units) runs on other
         units of the same device (None: alone)."""
@@ -53,7 +53,7 @@ class BatchPlan(NamedTuple):
     """A policy's wish for a new pass: (request, tokens to compute) pairs, on how many units, and how many layers the first step
     runs (None: all). The engine grants what pages allow, in this order."""
 
-    picks: Sequence[tuple[Request, int]]
+    items: Sequence[tuple[Request, int]]
     units: int
     layers: int | None = None
 
@@ -63,30 +63,30 @@ class Policy(Protocol):
     Who inherits from it has the plainest answers, and writes `fill`; `advance` too, if its passes are cut."""
 
     lanes: tuple[Lane, ...]
-    shares: tuple[
+    lane_units: tuple[
         int, ...
     ]  # units of each lane while all have work (where the split moves: at first)
 
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+    def admission_order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         """The order in which waiting requests are offered pages."""
         return waiting
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         """What a lane with room should start now; None leaves it idle until the next event."""
         ...
 
-    def advance(
+    def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         """Units and layers of the next step of a pass cut into layer groups; None: not now."""
         raise AssertionError("no pass of this policy is cut")
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
+    def should_preempt(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
         """Whether `fill` shall start another pass on the lane first, while `open_pass` waits between two layer groups. One pass
         at a time can be put aside like this."""
         return False
 
-    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
+    def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
         """A step has come back, while `beside` ran on another lane: for policies that learn."""
 
     def report(self) -> PolicyReport:

@@ -45,7 +45,7 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     tpot_s: float | None = None
     itl_s: float | None = None
 
-    def over(self, others: Slo) -> Slo:
+    def with_defaults(self, others: Slo) -> Slo:
         """These targets, and `others` where there is none."""
         return Slo(
             others.ttft_s if self.ttft_s is None else self.ttft_s,
@@ -86,7 +86,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grammar: str = ""
 
     @property
-    def lockstep(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Its next token can't be sampled before the host knows the last one."""
         return bool(self.grammar)
 
@@ -123,7 +123,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defau
     priority: int = 0
     salt: str = ""
     generated_prefix: tuple[int, ...] = ()
-    part: DisaggRole = DisaggRole.WHOLE
+    disagg_role: DisaggRole = DisaggRole.WHOLE
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +133,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 NOT_FINITE, NO_GRAMMAR = -1, -2
-UNSAMPLED = {
+UNSAMPLED_REASONS = {
     NOT_FINITE: "the model gave no finite logits for this request",
     NO_GRAMMAR: "the grammar of this request could not be followed: it costs too much",
 }
@@ -238,7 +238,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     lane: int
-    batch: int
+    pass_id: int
     first_layer: int
     last_layer: int
     units: int
@@ -249,7 +249,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 class DiscardPass(msgspec.Struct, frozen=True, tag=True):
     """Forget the hidden states of pass `batch`: it will not be continued. None of its steps is in flight."""
 
-    batch: int
+    pass_id: int
 
 
 class FreeSlot(msgspec.Struct, frozen=True, tag=True):
@@ -279,8 +279,8 @@ class OutputDelta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish: FinishReason | None = None
-    stopped_by: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
     cached_tokens: int = 0
     error: str = ""
 
@@ -296,7 +296,7 @@ class RequestTiming(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     token_s: tuple[float, ...]
-    finish: FinishReason
+    finish_reason: FinishReason
     preemptions: int
 
 
@@ -312,7 +312,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
     id: str
     pages: tuple[int, ...]
-    cached: int
+    cached_pages: int
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -321,8 +321,8 @@ class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     id: str
     tokens: int
-    ahead: int = 0
-    layers: int = 0
+    partial_tokens: int = 0
+    partial_layers: int = 0
 
 
 Progress = Admitted | Computed
@@ -344,7 +344,7 @@ class LaneStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     still runs. The steps of one forward pass have one `batch`, and each of them says the whole pass's tokens."""
 
     lane: int
-    batch: int
+    pass_id: int
     started_s: float
     ended_s: float
     units: int
@@ -382,5 +382,5 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     resplits: int = 0
     overtakes: int = 0
     policy: PolicyReport = PolicyReport()
-    playing: tuple[LaneStep, ...] = ()
-    recent: tuple[LaneStep, ...] = ()
+    running_steps: tuple[LaneStep, ...] = ()
+    recent_steps: tuple[LaneStep, ...] = ()

@@ -29,23 +29,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from counterpoint import __version__, build
 from counterpoint.bench.calibration_report import report, show
 from counterpoint.bench.load import flag
-from counterpoint.config import Config, writable
+from counterpoint.config import Config, require_writable
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.calibration import (
-    BESIDE_EACH_OTHER,
+    CO_RUNNING_KIND,
     Calibration,
     CalibrationPoint,
     decode_work,
     file_name,
-    filled,
     fused_work,
+    pad_rows,
     prefill_work,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.device.step_probe import PROMPTS, ProbePrompt, ProbeTiming, StepProbe
-from counterpoint.flags import settings
+from counterpoint.device.step_probe import PROMPT_SLOTS, ProbePrompt, ProbeTiming, StepProbe
+from counterpoint.flags import config_flags
 from counterpoint.interfaces import Estimator
 from counterpoint.types import BatchShape
 
@@ -75,18 +75,18 @@ ROWS = (
 BATCHES = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (8, 1024), (64, 1024), (16, 1024), (256, 512), (96, 4096), (4, 4096),
            (192, 512), (2, 1024), (96, 1024), (8, 8192), (48, 512), (64, 8192), (80, 1024),
            (160, 1024), (24, 1024), (224, 512), (112, 1024))  # fmt: skip
-FEW = 3  # of these lists, at first
-UNEVEN = 0.6  # of the contexts of a batch: the standard deviation of their logarithms, as in a chat's load
-REUSED = (
+NUM_FIRST = 3  # of these lists, at first
+CONTEXT_SIGMA = 0.6  # of the contexts of a batch: the standard deviation of their logarithms, as in a chat's load
+CACHED_PROMPTS = (
     ProbePrompt(1024, 4096),
     ProbePrompt(256, 4096),
     ProbePrompt(2048, 12288),
     ProbePrompt(512, 16384),
 )
-SEVERAL = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
+MULTI_PROMPTS = ((4, 256), (8, 1024), (8, 64))  # prompts in a pass, tokens of each
 CHUNKS = ((512, 0), (2048, 4096), (128, 1024), (1024, 2048), (4096, 0), (256, 4096), (7936, 0), (512, 8192), (384, 0), (768, 0),
           (1536, 0), (64, 0), (960, 0), (1984, 0), (480, 1024), (16, 512))  # fmt: skip
-BESIDE = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
+FUSED_BATCHES = ((32, 1024), (128, 2048), (8, 2048), (240, 512), (64, 8192))
 PAIRS = (
     *itertools.product(
         (ProbePrompt(2048), ProbePrompt(512), ProbePrompt(2048, 8192)),
@@ -103,15 +103,15 @@ PAIRS = (
     (ProbePrompt(64), (64, 512)),
 )
 CPU_POOL_BYTES = 1 << 30  # of which every page is written before anything is measured
-ON_AND_ON = (
+SUSTAINED = (
     ("mixed", ProbePrompt(960, 1024), (64, 1024)),
     ("prefill", ProbePrompt(2048), None),
-    (BESIDE_EACH_OTHER, ProbePrompt(2048), (64, 1024)),
+    (CO_RUNNING_KIND, ProbePrompt(2048), (64, 1024)),
 )
 ON_AND_ON_SHARE, ON_AND_ON_S = 0.02, 6.0  # of the time, for each of these, and at most so long
 HELD_OUT_SOLO, HELD_OUT_PAIRS = 80, 60
-RESERVE = 0.2  # of the time, for the points held out
-MOST = 0.04  # of the time, for one point
+HELD_OUT_SHARE = 0.2  # of the time, for the points held out
+MAX_JOB_SHARE = 0.04  # of the time, for one point
 
 
 class CalibrationJob(NamedTuple):
@@ -123,7 +123,7 @@ class CalibrationJob(NamedTuple):
     fused: bool = False
     held_out: bool = False
 
-    def works(self, layers: int) -> tuple[BatchShape | None, BatchShape | None]:
+    def shapes(self, layers: int) -> tuple[BatchShape | None, BatchShape | None]:
         """Its prefill and its decode; a fused pass is the first."""
         decode = decode_work(list(self.contexts), layers) if self.contexts else None
         if not self.prompts:
@@ -145,9 +145,11 @@ class CalibrationJob(NamedTuple):
 # ---------------------------------------------------------------- what is measured
 
 
-def uneven(batch: int, mean: int) -> tuple[int, ...]:
+def uneven_contexts(batch: int, mean: int) -> tuple[int, ...]:
     """`batch` contexts of that mean, lognormal: a kernel that shares them out unevenly is measured so."""
-    spread = [math.exp(UNEVEN * NormalDist().inv_cdf((n + 0.5) / batch)) for n in range(batch)]
+    spread = [
+        math.exp(CONTEXT_SIGMA * NormalDist().inv_cdf((n + 0.5) / batch)) for n in range(batch)
+    ]
     scale = mean * batch / sum(spread)
     random.Random(batch).shuffle(spread)  # as they come, not by their size
     return tuple(max(16, round(scale * one)) for one in spread)
@@ -161,12 +163,12 @@ class DeviceCapacity(NamedTuple):
     batch: int
     rows: int
 
-    def holds(self, job: CalibrationJob) -> bool:
+    def fits(self, job: CalibrationJob) -> bool:
         longest = max([*job.contexts, *(sum(p) for p in job.prompts)]) + 2
         whole = (
             sum(job.contexts)
             + sum(sum(p) for p in job.prompts)
-            + 32 * (len(job.contexts) + PROMPTS)
+            + 32 * (len(job.contexts) + PROMPT_SLOTS)
         )
         rows = sum(p.tokens for p in job.prompts) + (len(job.contexts) if job.fused else 0)
         return (
@@ -180,10 +182,10 @@ class DeviceCapacity(NamedTuple):
 def rows_for(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Rows of the passes to measure: where passes are filled up to buckets, these."""
     every = (*ROWS, *buckets[::2], *buckets[1::2])
-    return tuple(dict.fromkeys(min(filled(rows, buckets), most) for rows in every))
+    return tuple(dict.fromkeys(min(pad_rows(rows, buckets), most) for rows in every))
 
 
-def in_turn(
+def interleave(
     some: Sequence[CalibrationJob], others: Sequence[CalibrationJob], block: int
 ) -> list[CalibrationJob]:
     """Both in their order, in turn by blocks of so many, and so that they come to their ends together."""
@@ -195,11 +197,11 @@ def in_turn(
     return [job for _, job in sorted(placed, key=lambda place: place[0])]
 
 
-def plan(
-    units: int, levels: Sequence[int], room: DeviceCapacity, buckets: tuple[int, ...] = ()
+def plan_jobs(
+    units: int, levels: Sequence[int], capacity: DeviceCapacity, buckets: tuple[int, ...] = ()
 ) -> list[CalibrationJob]:
     """All that is to be fitted, the most telling first. `buckets`: to which passes with prompt tokens are filled up."""
-    rows = rows_for(buckets, room.rows)
+    rows = rows_for(buckets, capacity.rows)
     prefill_units = [units, *(units - level for level in levels)]
     decode_units = [units, *levels]
 
@@ -210,44 +212,54 @@ def plan(
             yield from (CalibrationJob((ProbePrompt(tokens),), (), n) for n in prefill_units)
         for batch, context in batches:
             yield from (
-                CalibrationJob((), uneven(min(batch, room.batch), context), n) for n in decode_units
+                CalibrationJob((), uneven_contexts(min(batch, capacity.batch), context), n)
+                for n in decode_units
             )
         for number, chunk in enumerate(chunks):
-            batch, context = BESIDE[number % len(BESIDE)]
+            batch, context = FUSED_BATCHES[number % len(FUSED_BATCHES)]
             yield CalibrationJob(
-                (ProbePrompt(*chunk),), uneven(min(batch, room.batch), context), units, fused=True
+                (ProbePrompt(*chunk),),
+                uneven_contexts(min(batch, capacity.batch), context),
+                units,
+                fused=True,
             )
 
     def pairs(some: Sequence[tuple[ProbePrompt, tuple[int, int]]]) -> Iterator[CalibrationJob]:
         for prompt, (batch, context) in some:
             yield from (
-                CalibrationJob((prompt,), uneven(min(batch, room.batch), context), level)
+                CalibrationJob(
+                    (prompt,), uneven_contexts(min(batch, capacity.batch), context), level
+                )
                 for level in levels
             )
 
-    solo = [*alone(rows[FEW:], BATCHES[FEW:], CHUNKS[FEW:])]
-    for batch, context in BESIDE:
-        beside = uneven(min(batch, room.batch), context)
+    solo = [*alone(rows[NUM_FIRST:], BATCHES[NUM_FIRST:], CHUNKS[NUM_FIRST:])]
+    for batch, context in FUSED_BATCHES:
+        beside = uneven_contexts(min(batch, capacity.batch), context)
         solo += [
             CalibrationJob((ProbePrompt(n, r),), beside, units, fused=True)
-            for n, r in CHUNKS[: 2 * FEW]
+            for n, r in CHUNKS[: 2 * NUM_FIRST]
         ]
-    solo += [CalibrationJob((prompt,), (), n) for prompt in REUSED for n in prefill_units]
+    solo += [CalibrationJob((prompt,), (), n) for prompt in CACHED_PROMPTS for n in prefill_units]
     solo += [
         CalibrationJob((ProbePrompt(tokens),) * count, (), n)
-        for count, tokens in SEVERAL
+        for count, tokens in MULTI_PROMPTS
         for n in prefill_units
     ]
     jobs = [
-        *alone(rows[:FEW], BATCHES[:FEW], CHUNKS[:FEW]),
-        *pairs(PAIRS[:FEW]),
-        *in_turn(solo, [*pairs(PAIRS[FEW:])], len(levels)),
+        *alone(rows[:NUM_FIRST], BATCHES[:NUM_FIRST], CHUNKS[:NUM_FIRST]),
+        *pairs(PAIRS[:NUM_FIRST]),
+        *interleave(solo, [*pairs(PAIRS[NUM_FIRST:])], len(levels)),
     ]
-    return [job for job in dict.fromkeys(jobs) if room.holds(job)]
+    return [job for job in dict.fromkeys(jobs) if capacity.fits(job)]
 
 
-def held_out(
-    units: int, levels: Sequence[int], room: DeviceCapacity, most_tokens: int, seed: int = 1
+def held_out_jobs(
+    units: int,
+    levels: Sequence[int],
+    capacity: DeviceCapacity,
+    max_prompt_tokens: int,
+    seed: int = 1,
 ) -> list[CalibrationJob]:
     """Steps drawn at random: lengths and batches over the whole range, log-uniform; contexts of a batch all different."""
     chance = random.Random(seed)
@@ -257,16 +269,17 @@ def held_out(
 
     def prompts() -> tuple[ProbePrompt, ...]:
         count = chance.choice((1, 1, 1, 2, 4))
-        reused = between(64, room.context / 2) if chance.random() < 0.4 else 0
+        reused = between(64, capacity.context / 2) if chance.random() < 0.4 else 0
         return tuple(
-            ProbePrompt(max(1, between(64, most_tokens) // count), reused) for _ in range(count)
+            ProbePrompt(max(1, between(64, max_prompt_tokens) // count), reused)
+            for _ in range(count)
         )
 
     def contexts() -> tuple[int, ...]:
-        batch = between(1, room.batch)
-        mean = between(128, min(room.context / 2, room.tokens / batch / 2))
+        batch = between(1, capacity.batch)
+        mean = between(128, min(capacity.context / 2, capacity.tokens / batch / 2))
         return tuple(
-            min(room.context - 2, max(16, round(mean * chance.lognormvariate(0, 0.6))))
+            min(capacity.context - 2, max(16, round(mean * chance.lognormvariate(0, 0.6))))
             for _ in range(batch)
         )
 
@@ -280,7 +293,7 @@ def held_out(
         CalibrationJob(prompts(), contexts(), chance.choice(levels), held_out=True)
         for _ in range(2 * HELD_OUT_PAIRS)
     ]
-    solo, both = ([job for job in jobs if room.holds(job)] for jobs in (solo, both))
+    solo, both = ([job for job in jobs if capacity.fits(job)] for jobs in (solo, both))
     mixed = [job for jobs in zip(solo[::2], both, solo[1::2], strict=False) for job in jobs]
     return mixed[: HELD_OUT_SOLO + HELD_OUT_PAIRS]
 
@@ -301,24 +314,24 @@ class CalibrationRun:
         self.probe = probe
         self.table = table
         self.prior = prior
-        self.keep = keep
-        self._guess: Estimator = prior
-        self._guessed_from = 0
+        self.save = keep
+        self._estimator: Estimator = prior
+        self._num_fitted = 0
 
-    def known(self, job: CalibrationJob) -> bool:
+    def is_measured(self, job: CalibrationJob) -> bool:
         return not self.missing(job)
 
     def missing(
         self, job: CalibrationJob
     ) -> list[tuple[BatchShape, int, tuple[BatchShape, int] | None]]:
         """What of the job has not been measured: (work, units, beside)."""
-        have = {(p.work, p.units, p.beside) for p in self.table.points}
-        return [what for what in self._whats(job) if what not in have]
+        have = {(p.work, p.units, p.co_running) for p in self.table.points}
+        return [what for what in self._point_keys(job) if what not in have]
 
-    def _whats(
+    def _point_keys(
         self, job: CalibrationJob
     ) -> list[tuple[BatchShape, int, tuple[BatchShape, int] | None]]:
-        prefill, decode = job.works(self.probe.layers)
+        prefill, decode = job.shapes(self.probe.layers)
         if prefill is None or decode is None:
             return [(prefill or decode or BatchShape(), job.units, None)]
         rest = self.probe.units - job.units
@@ -326,28 +339,28 @@ class CalibrationRun:
 
     def expected_s(self, job: CalibrationJob) -> float:
         """How long measuring it will take, about."""
-        prices = self._prices()
-        whats = self._whats(job)
+        prices = self._current_estimator()
+        whats = self._point_keys(job)
         if len(whats) == 1:
             return 3.5 * prices.seconds(*whats[0])
         return 4.0 * max(prices.seconds(*whats[1]), 2.5 * prices.seconds(*whats[0]))
 
     def measure(self, job: CalibrationJob) -> None:
-        probe, (prefill, decode) = self.probe, job.works(self.probe.layers)
+        probe, (prefill, decode) = self.probe, job.shapes(self.probe.layers)
         if job.contexts:
-            probe.decoding(job.contexts)
+            probe.set_decode_batch(job.contexts)
         if prefill is None and decode is not None:
-            took: Sequence[ProbeTiming] = [probe.decode_s(decode, job.units)]
+            took: Sequence[ProbeTiming] = [probe.time_decode(decode, job.units)]
         elif prefill is not None and job.fused:
-            took = [probe.fused_s(prefill, job.prompts)]
+            took = [probe.time_fused(prefill, job.prompts)]
         elif prefill is not None and decode is None:
-            took = [probe.prefill_s(prefill, job.prompts, job.units)]
+            took = [probe.time_prefill(prefill, job.prompts, job.units)]
         else:
             assert prefill is not None and decode is not None
-            prices, rest = self._prices(), probe.units - job.units
+            prices, rest = self._current_estimator(), probe.units - job.units
             guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
-            took = probe.together_s(decode, job.units, prefill, job.prompts, guess)
-        for (work, units, beside), each in zip(self._whats(job), took, strict=True):
+            took = probe.time_co_running(decode, job.units, prefill, job.prompts, guess)
+        for (work, units, beside), each in zip(self._point_keys(job), took, strict=True):
             self.table.points.append(
                 CalibrationPoint(
                     work,
@@ -360,66 +373,74 @@ class CalibrationRun:
                     each.start_s,
                 )
             )
-        self.keep(self.table)
+        self.save(self.table)
 
-    def go_on_and_on(self, room: DeviceCapacity, levels: Sequence[int], budget_s: float) -> None:
+    def measure_sustained(
+        self, capacity: DeviceCapacity, levels: Sequence[int], budget_s: float
+    ) -> None:
         """Measure what is in ON_AND_ON and not known yet, if it is no more than its share of the time. Both sides of a pair count
         alike, on the middle one of the `levels`."""
         for_s = min(ON_AND_ON_S, ON_AND_ON_SHARE * budget_s)
-        for kind, prompt, beside in ON_AND_ON:
-            contexts = uneven(min(beside[0], room.batch), beside[1]) if beside else ()
-            units = levels[len(levels) // 2] if kind == BESIDE_EACH_OTHER else self.probe.units
+        for kind, prompt, beside in SUSTAINED:
+            contexts = uneven_contexts(min(beside[0], capacity.batch), beside[1]) if beside else ()
+            units = levels[len(levels) // 2] if kind == CO_RUNNING_KIND else self.probe.units
             job = CalibrationJob((prompt,), contexts, units, fused=kind == "mixed")
             if (
                 kind in self.table.on_and_on
-                or not room.holds(job)
-                or self.expected_s(job) > MOST * budget_s
+                or not capacity.fits(job)
+                or self.expected_s(job) > MAX_JOB_SHARE * budget_s
             ):
                 continue
             if contexts:
-                self.probe.decoding(contexts)
-            self.table.on_and_on[kind] = self._slower_on_and_on(job, for_s)
-            self.keep(self.table)
+                self.probe.set_decode_batch(contexts)
+            self.table.on_and_on[kind] = self._sustained_slowdown(job, for_s)
+            self.save(self.table)
 
-    def _slower_on_and_on(self, job: CalibrationJob, for_s: float) -> float:
-        prefill, decode = job.works(self.probe.layers)
+    def _sustained_slowdown(self, job: CalibrationJob, for_s: float) -> float:
+        prefill, decode = job.shapes(self.probe.layers)
         assert prefill is not None
         if decode is None:
-            return self.probe.slower_on_and_on(prefill, job.prompts, for_s)
-        prices, rest = self._prices(), self.probe.units - job.units
+            return self.probe.sustained_slowdown(prefill, job.prompts, for_s)
+        prices, rest = self._current_estimator(), self.probe.units - job.units
         guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
         short, long = (
-            self.probe.together_s(decode, job.units, prefill, job.prompts, guess, s)
+            self.probe.time_co_running(decode, job.units, prefill, job.prompts, guess, s)
             for s in (0.0, for_s)
         )
         return math.sqrt(long[0].seconds / short[0].seconds * long[1].seconds / short[1].seconds)
 
-    def _prices(self) -> Estimator:
+    def _current_estimator(self) -> Estimator:
         """What is expected of steps, by what has been measured until now."""
-        if len(self.table.points) >= max(8, 1.2 * self._guessed_from):
-            self._guess, self._guessed_from = Fitted(self.table, self.prior), len(self.table.points)
-        return self._guess
+        if len(self.table.points) >= max(8, 1.2 * self._num_fitted):
+            self._estimator, self._num_fitted = (
+                Fitted(self.table, self.prior),
+                len(self.table.points),
+            )
+        return self._estimator
 
 
-def calibrate(
-    calibration: CalibrationRun,
+def run_jobs(
+    run: CalibrationRun,
     jobs: Sequence[CalibrationJob],
-    judges: Sequence[CalibrationJob],
+    held_out: Sequence[CalibrationJob],
     budget_s: float,
-    tell: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> int:
     """Measure within `budget_s`; how many jobs were left out for want of time. `tell(done, of)`."""
     began_s, left_out, number = time.monotonic(), 0, 0
-    for some, until_s in ((jobs, budget_s * (1 - RESERVE)), (judges, budget_s)):
+    for some, until_s in ((jobs, budget_s * (1 - HELD_OUT_SHARE)), (held_out, budget_s)):
         for job in some:
             number += 1
-            if not calibration.known(job):
-                wanted_s = calibration.expected_s(job)
-                if wanted_s > MOST * budget_s or time.monotonic() - began_s + wanted_s > until_s:
+            if not run.is_measured(job):
+                wanted_s = run.expected_s(job)
+                if (
+                    wanted_s > MAX_JOB_SHARE * budget_s
+                    or time.monotonic() - began_s + wanted_s > until_s
+                ):
                     left_out += 1
                 else:
-                    calibration.measure(job)
-            tell(number, len(jobs) + len(judges))
+                    run.measure(job)
+            on_progress(number, len(jobs) + len(held_out))
     return left_out
 
 
@@ -448,7 +469,7 @@ def open_table(path: Path, pricing: build.CalibrationTarget, seed: int, fresh: b
     return new
 
 
-@settings("model", "device")
+@config_flags("model", "device")
 def command(
     *,
     budget: Annotated[float, flag("seconds to measure, beside loading", CALIBRATION)] = 240.0,
@@ -475,7 +496,7 @@ def command(
         raise ValueError(f"--seed is {seed}: it must be 0 or more")
     if out is not None and out.is_dir():
         raise ValueError(f"--out is {out}: that is a folder; name a file in it")
-    writable("--json", json)
+    require_writable("--json", json)
     notes = Console(stderr=True, highlight=False)
     config = config.replace(policy="multiplex")
     if build.find_model(config).kind == "spec":
@@ -483,35 +504,39 @@ def command(
             load_format="dummy"
         )  # what steps take does not depend on the weights
     if (
-        build.chosen_device(config) == "cpu"
+        build.choose_device(config) == "cpu"
         and config.device.kv_memory_bytes is None
         and config.device.kv_pages is None
     ):
         config = config.replace(kv_memory_bytes=CPU_POOL_BYTES)
     inbox = WallClockEventQueue()
     with notes.status("starting") as status:
-        system = build.system(config, inbox, lambda stage: status.update(stage))
+        system = build.build_system(config, inbox, lambda stage: status.update(stage))
     try:
-        pricing = system.pricing
+        pricing = system.calibration_target
         assert pricing is not None
         if not pricing.levels:
             raise ValueError(
                 f"{pricing.key.device} can't be split here, so there is nothing to decide that needs prices"
             )
-        path = out or build.calibrations() / file_name(pricing.key)
+        path = out or build.calibration_folder() / file_name(pricing.key)
         table = open_table(path, pricing, seed, fresh)
-        calibration = start(system, inbox, table, pricing.prior, path)
+        calibration = open_run(system, inbox, table, pricing.prior, path)
         limits = system.limits
         room = DeviceCapacity(
             limits.max_context_tokens,
             limits.pages * limits.page_tokens,
-            limits.max_running - PROMPTS,
+            limits.max_running - PROMPT_SLOTS,
             limits.max_pass_tokens,
         )
-        judges = held_out(
-            limits.units, pricing.levels, room, longest(calibration, room, budget), seed
+        judges = held_out_jobs(
+            limits.units,
+            pricing.levels,
+            room,
+            max_measurable_tokens(calibration, room, budget),
+            seed,
         )
-        jobs = plan(limits.units, pricing.levels, room, pricing.pass_buckets)
+        jobs = plan_jobs(limits.units, pricing.levels, room, pricing.pass_buckets)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -520,15 +545,15 @@ def command(
         )
         with Progress(*columns, console=notes, refresh_per_second=2) as bar:
             task = bar.add_task(f"{system.spec.name} on {pricing.key.device}", total=None)
-            most_s = budget * (1 - ON_AND_ON_SHARE * len(ON_AND_ON))
-            left_out = calibrate(
+            most_s = budget * (1 - ON_AND_ON_SHARE * len(SUSTAINED))
+            left_out = run_jobs(
                 calibration,
                 jobs,
                 judges,
                 most_s,
                 lambda done, of: bar.update(task, completed=done, total=of),
             )
-            calibration.go_on_and_on(room, pricing.levels, budget)
+            calibration.measure_sustained(room, pricing.levels, budget)
     finally:
         system.executor.close()
     result = report(table, calibration.prior) | {"left_out": left_out, "table": str(path)}
@@ -542,7 +567,7 @@ def command(
     return 0
 
 
-def start(
+def open_run(
     system: build.System,
     inbox: WallClockEventQueue,
     table: Calibration,
@@ -563,13 +588,16 @@ def start(
     return CalibrationRun(probe, table, prior, lambda table: calibration_store.save(table, path))
 
 
-def longest(calibration: CalibrationRun, room: DeviceCapacity, budget_s: float) -> int:
+def max_measurable_tokens(
+    calibration: CalibrationRun, room: DeviceCapacity, budget_s: float
+) -> int:
     """Prompt tokens that can be measured on the fewest units within a point's share of the time."""
     layers, units = calibration.probe.layers, calibration.probe.units
     lengths = [n for n in sorted(ROWS) if n <= room.rows]
     fitting = [
         n
         for n in lengths
-        if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units) <= MOST * budget_s
+        if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units)
+        <= MAX_JOB_SHARE * budget_s
     ]
     return max(fitting, default=lengths[0])

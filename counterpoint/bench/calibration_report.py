@@ -20,15 +20,15 @@ from counterpoint.interfaces import Estimator
 
 
 def kind_of(point: CalibrationPoint) -> str:
-    return f"{point.work.kind}{' beside the other' if point.beside else ''}"
+    return f"{point.work.kind}{' beside the other' if point.co_running else ''}"
 
 
 def errors(estimator: Estimator, points: Sequence[CalibrationPoint]) -> dict[str, dict[str, float]]:
     """Relative errors by kind of step."""
     found: dict[str, list[float]] = {}
     for point in points:
-        off = abs(estimator.seconds(point.work, point.units, point.beside) / point.seconds - 1)
-        for kind in (kind_of(point), "all, beside the other" if point.beside else "all, alone"):
+        off = abs(estimator.seconds(point.work, point.units, point.co_running) / point.seconds - 1)
+        for kind in (kind_of(point), "all, beside the other" if point.co_running else "all, alone"):
             found.setdefault(kind, []).append(off)
     return {kind: {"points": len(offs), **quantiles(offs)} for kind, offs in sorted(found.items())}
 
@@ -59,13 +59,13 @@ def report(table: Calibration, prior: Roofline) -> dict[str, Any]:
                 "kind": kind_of(p),
                 "units": p.units,
                 "work": msgspec.to_builtins(p.work),
-                "beside": msgspec.to_builtins(p.beside),
+                "beside": msgspec.to_builtins(p.co_running),
                 "ms": 1e3 * p.seconds,
                 "host_ms": 1e3 * p.host_s,
                 "steps": p.steps,
                 "start_ms": 1e3 * p.start_s,
-                "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.beside),
-                "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.beside),
+                "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.co_running),
+                "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.co_running),
             }
             for p in judges
         ],

@@ -80,7 +80,7 @@ class HttpTarget:
 # ---------------------------------------------------------------- the engine's own figures
 
 # Stats fields by the name of their sample at /metrics.
-SAMPLES = {
+METRIC_FIELDS = {
     "counterpoint_requests_waiting": "waiting",
     "counterpoint_requests_running": "running",
     "counterpoint_kv_pages_total": "pages_total",
@@ -106,8 +106,10 @@ def read_stats(text: str) -> Stats | None:
     tables: dict[str, list[tuple[dict[str, str], float]]] = collections.defaultdict(list)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name in SAMPLES:
-                found[SAMPLES[sample.name]] = found.get(SAMPLES[sample.name], 0) + int(sample.value)
+            if sample.name in METRIC_FIELDS:
+                found[METRIC_FIELDS[sample.name]] = found.get(METRIC_FIELDS[sample.name], 0) + int(
+                    sample.value
+                )
             elif sample.name.startswith(PREFIX):
                 tables[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
     if "pages_total" not in found:
@@ -171,7 +173,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def says_something(self) -> bool:
+    def has_output(self) -> bool:
         if self.delta is None:
             return bool(self.text)
         return bool(self.delta.content or self.delta.reasoning or self.delta.reasoning_content)
@@ -201,58 +203,66 @@ class StreamedReply:
 
     def __init__(self) -> None:
         self.deliveries: list[tuple[float, int]] = []
-        self.total: int | None = None  # tokens by the server's own count
+        self.total_tokens: int | None = None  # tokens by the server's own count
         self.prompt_tokens: int | None = None
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error = ""
-        self._counted = 0
-        self._untold = False  # a chunk came without a count
-        self._rest = b""
+        self._num_delivered = 0
+        self._has_uncounted_chunk = False  # a chunk came without a count
+        self._partial_line = b""
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Bytes that arrived at `now_s`; events may be cut anywhere."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 payload = line[5:].strip()
                 if payload != b"[DONE]":
-                    self._take(_decode(payload), now_s)
+                    self._on_chunk(_decode(payload), now_s)
 
-    def _take(self, chunk: _Chunk, now_s: float) -> None:
+    def _on_chunk(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error is not None:
             self.error = f"error event: {str(chunk.error)[:300]}"
         spoke = False
         for choice in chunk.choices:
-            spoke = spoke or choice.says_something
+            spoke = spoke or choice.has_output
             self.finish_reason = choice.finish_reason or self.finish_reason
         usage = chunk.usage
         if usage is None or usage.completion_tokens is None:
             if spoke:
-                self._untold = True
+                self._has_uncounted_chunk = True
                 self._deliver(now_s, 1)
             return
-        self.total, self.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
+        self.total_tokens, self.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-        fresh = usage.completion_tokens - self._counted if not self._untold else int(spoke)
+        fresh = (
+            usage.completion_tokens - self._num_delivered
+            if not self._has_uncounted_chunk
+            else int(spoke)
+        )
         if fresh > 0:
             self._deliver(now_s, fresh)
 
     def _deliver(self, now_s: float, tokens: int) -> None:
         self.deliveries.append((now_s, tokens))
-        self._counted += tokens
+        self._num_delivered += tokens
 
     @property
-    def spread(self) -> bool:
+    def times_are_estimated(self) -> bool:
         """The chunks did not say how many tokens they held, and it was not one each."""
-        return self.total is not None and self.total != self._counted and bool(self.deliveries)
+        return (
+            self.total_tokens is not None
+            and self.total_tokens != self._num_delivered
+            and bool(self.deliveries)
+        )
 
     def token_times(self) -> tuple[float, ...]:
         """One time per token. Where chunks did not say how many they held, the total is shared out evenly among them."""
-        if not self.spread:
+        if not self.times_are_estimated:
             return tuple(time_s for time_s, tokens in self.deliveries for _ in range(tokens))
-        total, chunks = self.total or 0, len(self.deliveries)
+        total, chunks = self.total_tokens or 0, len(self.deliveries)
         return tuple(self.deliveries[i * chunks // total][0] for i in range(total))
 
 
@@ -263,10 +273,10 @@ class QueryResult:
     record: RequestTiming
     error: str
     lag_s: float
-    spread: bool
+    times_are_estimated: bool
 
 
-async def ask(
+async def send_query(
     http: httpx.AsyncClient,
     target: HttpTarget,
     query: Query,
@@ -291,7 +301,7 @@ async def ask(
     except msgspec.DecodeError as error:
         reply.error = f"an event is not JSON of the API: {error}"
     ended_s = clock()
-    error = reply.error or _shortfall(target, query, reply)
+    error = reply.error or _incomplete_reason(target, query, reply)
     record = RequestTiming(
         id=query.id,
         arrival_s=sent_s,
@@ -300,17 +310,17 @@ async def ask(
         prompt_tokens=query.prompt_tokens if reply.prompt_tokens is None else reply.prompt_tokens,
         cached_tokens=reply.cached_tokens,
         token_s=reply.token_times(),
-        finish=FinishReason.ERROR
+        finish_reason=FinishReason.ERROR
         if error
         else FinishReason.STOP
         if reply.finish_reason == "stop"
         else FinishReason.LENGTH,
         preemptions=0,
     )
-    return QueryResult(record, error, max(0.0, sent_s - due_s), reply.spread)
+    return QueryResult(record, error, max(0.0, sent_s - due_s), reply.times_are_estimated)
 
 
-def _shortfall(target: HttpTarget, query: Query, reply: StreamedReply) -> str:
+def _incomplete_reason(target: HttpTarget, query: Query, reply: StreamedReply) -> str:
     """Why a stream that ended without an error is still no answer; empty if it is one."""
     if reply.finish_reason is None:
         return "the stream ended without a finish_reason"

@@ -25,14 +25,14 @@ from counterpoint import __version__, build
 from counterpoint.bench import tables, transform
 from counterpoint.bench.client import HttpTarget
 from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
-from counterpoint.bench.replay import ReplayResult, Watch, replay_engine, replay_http
+from counterpoint.bench.replay import OnRequest, ReplayResult, replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.trace import Trace, write_queries
-from counterpoint.bench.workload import TokenRange, describe, offered_rate
-from counterpoint.config import Config, writable
+from counterpoint.bench.workload import TokenRange, describe_load, offered_rate
+from counterpoint.config import Config, require_writable
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 from counterpoint.types import Slo
 
 TARGET = Group("HttpTarget", sort_key=0)
@@ -104,7 +104,7 @@ class ReportOptions:
     label: Annotated[str | None, flag("a name for this run, kept in the result", OUTPUT)] = None
 
 
-@settings("model", "device", "scheduler")
+@config_flags("model", "device", "scheduler")
 def bench(
     *,
     where: TargetOptions = TargetOptions(),
@@ -127,22 +127,20 @@ def bench(
         ("--save-load", out.save_load),
         ("--timeline", out.timeline),
     ):
-        writable(name, path)
+        require_writable(name, path)
     if out.warmup < 0:
         raise ValueError(f"--warmup is {out.warmup}: it must be 0 or more")
     if not where.timeout > 0:
         raise ValueError(f"--timeout is {where.timeout}: it must be more than 0 seconds")
     notes = Console(stderr=True, highlight=False)
-    targets = parse_slo(out.slo) if out.slo else _slo_of(config)
+    targets = parse_slo(out.slo) if out.slo else _config_slo(config)
     config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
-    trace = load.make()
-    trace = dataclasses.replace(
-        trace, queries=tuple(transform.with_targets(trace.queries, targets))
-    )
+    trace = load.build_trace()
+    trace = dataclasses.replace(trace, queries=tuple(transform.apply_slo(trace.queries, targets)))
     if out.save_load:
         write_queries(out.save_load, trace.queries)
     if where.url is not None:
-        results = {"": _at_url(where.url, load, where, out, trace, notes)}
+        results = {"": _run_over_http(where.url, load, where, out, trace, notes)}
     else:
         policies = (
             [p.strip() for p in where.compare.split(",")]
@@ -151,14 +149,14 @@ def bench(
         )
         configs = {policy: config.replace(policy=policy) for policy in policies}
         results = {
-            policy: _in_process(one, load, where, out, trace, notes)
+            policy: _run_in_process(one, load, where, out, trace, notes)
             for policy, one in configs.items()
         }
-    _write(results, out)
+    _write_results(results, out)
     return 0 if all(r["completed"] for r in results.values()) else 1
 
 
-def _slo_of(config: Config) -> Slo:
+def _config_slo(config: Config) -> Slo:
     scheduler = config.scheduler
     return Slo(scheduler.ttft_s, scheduler.tpot_s, scheduler.itl_s)
 
@@ -166,7 +164,7 @@ def _slo_of(config: Config) -> Slo:
 # ---------------------------------------------------------------- the two targets
 
 
-def _at_url(
+def _run_over_http(
     url: str,
     load: LoadOptions,
     where: TargetOptions,
@@ -183,13 +181,13 @@ def _at_url(
         timeout_s=where.timeout,
     )
     if not target.model:
-        target = dataclasses.replace(target, model=first_model(target))
+        target = dataclasses.replace(target, model=fetch_first_model(target))
     tokens = _token_range(where.token_ids) or TokenRange()
-    with _progress(notes, target.root, len(trace.queries)) as watch:
+    with _progress_bar(notes, target.root, len(trace.queries)) as watch:
         outcome = replay_http(
             target,
             trace.queries,
-            warmup=transform.rehearsal(trace.queries, out.warmup),
+            warmup=transform.warmup_queries(trace.queries, out.warmup),
             tokens=tokens,
             seed=load.seed,
             watch=watch,
@@ -200,10 +198,10 @@ def _at_url(
         "endpoint": where.endpoint,
         "model_id": target.model,
     }
-    return _result(about, load, out, trace, outcome)
+    return _build_result(about, load, out, trace, outcome)
 
 
-def first_model(target: HttpTarget) -> str:
+def fetch_first_model(target: HttpTarget) -> str:
     """The name of the first model that the server lists. Raises ConnectionError if it gives none."""
     try:
         response = httpx.get(
@@ -212,14 +210,16 @@ def first_model(target: HttpTarget) -> str:
         response.raise_for_status()
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, OSError) as error:
-        raise ConnectionError(f"{target.root}: no list of models ({why_none(error)})") from None
+        raise ConnectionError(
+            f"{target.root}: no list of models ({describe_http_error(error)})"
+        ) from None
     except (ValueError, LookupError, TypeError):
         raise ConnectionError(
             f"{target.root}/v1/models lists no model; name one with --api-model"
         ) from None
 
 
-def why_none(error: Exception) -> str:
+def describe_http_error(error: Exception) -> str:
     if not isinstance(error, httpx.HTTPStatusError):
         return f"{error}; is the server up?"
     status = f"{error.response.status_code} {error.response.reason_phrase}"
@@ -230,7 +230,7 @@ def why_none(error: Exception) -> str:
     )
 
 
-def _in_process(
+def _run_in_process(
     config: Config,
     load: LoadOptions,
     where: TargetOptions,
@@ -240,13 +240,13 @@ def _in_process(
 ) -> dict[str, Any]:
     inbox = WallClockEventQueue()
     with notes.status("starting the engine") as status:
-        system = build.system(config, inbox, lambda stage: status.update(stage))
-    queries = transform.without_texts(trace.queries)
+        system = build.build_system(config, inbox, lambda stage: status.update(stage))
+    queries = transform.drop_texts(trace.queries)
     timeline = (
         Timeline(system.executor, inbox, system.engine.policy.lanes) if out.timeline else None
     )
     try:
-        with _progress(
+        with _progress_bar(
             notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)
         ) as watch:
             outcome = replay_engine(
@@ -254,7 +254,7 @@ def _in_process(
                 inbox,
                 system.executor,
                 queries,
-                warmup=transform.rehearsal(queries, out.warmup),
+                warmup=transform.warmup_queries(queries, out.warmup),
                 tokens=_token_range(where.token_ids) or TokenRange.within(system.spec.vocab),
                 seed=load.seed,
                 watch=watch,
@@ -263,7 +263,9 @@ def _in_process(
     finally:
         system.executor.close()
     if timeline and out.timeline:
-        timeline.write(_beside(out.timeline, config.scheduler.policy if where.compare else ""))
+        timeline.write(
+            _labelled_path(out.timeline, config.scheduler.policy if where.compare else "")
+        )
     said = list(system.notes)
     if queries != list(trace.queries):
         said.append("given texts were played as made tokens of their estimated length")
@@ -274,7 +276,7 @@ def _in_process(
         "lanes": system.lanes,
         "config": dataclasses.asdict(config),
     }
-    return _result(
+    return _build_result(
         about,
         load,
         out,
@@ -283,7 +285,7 @@ def _in_process(
     )
 
 
-def _beside(path: str, word: str) -> Path:
+def _labelled_path(path: str, word: str) -> Path:
     """`path` with `word` before its ending: one file per policy."""
     file = Path(path)
     return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
@@ -301,7 +303,7 @@ def _token_range(text: str | None) -> TokenRange | None:
 # ---------------------------------------------------------------- the result
 
 
-def _result(
+def _build_result(
     about: dict[str, Any],
     load: LoadOptions,
     out: ReportOptions,
@@ -322,7 +324,7 @@ def _result(
         "max_concurrency": None,
         "arrivals": arrivals,
         "seed": load.seed,
-        "workload": describe(trace.queries) | {"trace": load.trace},
+        "workload": describe_load(trace.queries) | {"trace": load.trace},
         "slo": parse_slo(out.slo) if out.slo else None,
         **summarise(
             outcome.records,
@@ -333,34 +335,34 @@ def _result(
             lag_s=outcome.lag_s,
             detailed=out.save_detailed,
         ),
-        "pages_free_before": _usable(outcome, "before"),
-        "pages_free_after": _usable(outcome, "after"),
+        "pages_free_before": _usable_pages(outcome, "before"),
+        "pages_free_after": _usable_pages(outcome, "after"),
         "pages_leaked": outcome.pages_leaked,
         "notes": [*trace.notes, *outcome.notes],
     }
 
 
-def _usable(outcome: ReplayResult, when: Literal["before", "after"]) -> int | None:
+def _usable_pages(outcome: ReplayResult, when: Literal["before", "after"]) -> int | None:
     stats = outcome.before if when == "before" else outcome.after
     return None if stats is None else stats.pages_free + stats.pages_cached
 
 
-def _write(results: dict[str, dict[str, Any]], out: ReportOptions) -> None:
+def _write_results(results: dict[str, dict[str, Any]], out: ReportOptions) -> None:
     whole: Any = (
         next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
     )
-    if not tables.write(whole, out.json):
+    if not tables.write_json(whole, out.json):
         return
     console = Console()
     if len(results) == 1:
         result = next(iter(results.values()))
-        tables.show(
+        tables.show_result(
             console,
             result,
             f"{result['model_id']} {result.get('policy', 'at ' + result.get('base_url', ''))}",
         )
     else:
-        tables.compare(
+        tables.show_comparison(
             console,
             results,
             f"{whole['runs'][0]['model_id']}, the same {whole['runs'][0]['num_prompts']} requests",
@@ -368,7 +370,7 @@ def _write(results: dict[str, dict[str, Any]], out: ReportOptions) -> None:
 
 
 @contextlib.contextmanager
-def _progress(console: Console, title: str, count: int) -> Iterator[Watch]:
+def _progress_bar(console: Console, title: str, count: int) -> Iterator[OnRequest]:
     """A bar on standard error while a load is played; what it yields is told of each request."""
     told: collections.Counter[str] = collections.Counter()
     columns = (

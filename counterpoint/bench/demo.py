@@ -53,9 +53,9 @@ def demo(
         raise ValueError(f"--seconds is {seconds}: it must be more than 0")
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    with serving(model, console) as url:
+    with start_server(model, console) as url:
         for question in QUESTIONS:
-            ask(url, question, console)
+            ask_question(url, question, console)
     queries = mixed_load(seconds)
     long = sum(q.prompt_tokens > 1000 for q in queries)
     console.print(
@@ -67,12 +67,12 @@ def demo(
     spans: dict[str, Timeline] = {}
     for policy in POLICIES:
         with console.status(f"{policy} …"):
-            results[policy], spans[policy] = play(model, policy, queries)
+            results[policy], spans[policy] = run_load(model, policy, queries)
         spans[policy].write(out / f"timeline-{policy}.json")
-    tables.compare(console, results, "Latency of all requests, and output speed")
+    tables.show_comparison(console, results, "Latency of all requests, and output speed")
     (out / "results.json").write_text(json.dumps(results, indent=2))
     picture = draw_lanes(spans, out / "lanes.png")
-    console.print(verdict(results), highlight=False)
+    console.print(describe_winner(results), highlight=False)
     shown = (
         f"picture: {picture}"
         if picture
@@ -87,7 +87,7 @@ def demo(
 
 
 @contextlib.contextmanager
-def serving(model: str, console: Console) -> Iterator[str]:
+def start_server(model: str, console: Console) -> Iterator[str]:
     """`counterpoint serve MODEL` on a free port, for as long as the context lasts. Yields its address."""
     command = [sys.executable, "-m", "counterpoint", "serve", model, "--port", "0"]
     console.print(f"[bold]$ counterpoint serve {model}[/bold]", highlight=False)
@@ -109,7 +109,7 @@ def serving(model: str, console: Console) -> Iterator[str]:
         server.wait(timeout=START_S)
 
 
-def ask(url: str, question: str, console: Console) -> None:
+def ask_question(url: str, question: str, console: Console) -> None:
     """Stream one chat answer to the console."""
     console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
     body = {
@@ -143,9 +143,9 @@ def mixed_load(seconds: float) -> list[Query]:
     return sorted(queries, key=lambda q: q.arrival_s)
 
 
-def play(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any], Timeline]:
+def run_load(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any], Timeline]:
     inbox = WallClockEventQueue()
-    system = build.system(
+    system = build.build_system(
         Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None
     )
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)
@@ -173,7 +173,7 @@ def play(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any],
     return {**result, "policy": policy, "lanes": system.lanes}, timeline
 
 
-def verdict(results: dict[str, dict[str, Any]]) -> str:
+def describe_winner(results: dict[str, dict[str, Any]]) -> str:
     """What the table says, in a sentence: by the longest silence between two tokens, which people feel most."""
     gaps = {policy: result["max_longest_gap_ms"] for policy, result in results.items()}
     best = min(gaps, key=lambda policy: gaps[policy])

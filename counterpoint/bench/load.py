@@ -20,19 +20,19 @@ from counterpoint.bench.workload import (
     PrefixGroups,
     Query,
     offered_rate,
-    synthetic,
+    synthetic_queries,
 )
 from counterpoint.types import Slo
 
 TRACE = Group("Workload from a trace", sort_key=1)
-MADE = Group("Made workload", sort_key=2)
+SYNTHETIC = Group("Made workload", sort_key=2)
 SHAPE = Group("Shape of the workload", sort_key=3)
 
 SYNTHETIC_REQUESTS = 64
 SYNTHETIC_RATE = 1.0
-MOST = 2**63
-OF_A_TRACE = ("trace_format", "tokenizer", "thin", "length_scale", "time_scale", "jitter")
-OF_A_MADE_ONE = (
+MAX_INT = 2**63
+TRACE_ONLY = ("trace_format", "tokenizer", "thin", "length_scale", "time_scale", "jitter")
+SYNTHETIC_ONLY = (
     *(
         "prompt_tokens",
         "prompt_lengths",
@@ -92,26 +92,26 @@ class LoadOptions:
         ),
     ] = None
 
-    prompt_tokens: Annotated[int, flag("mean prompt length", MADE)] = 256
+    prompt_tokens: Annotated[int, flag("mean prompt length", SYNTHETIC)] = 256
     prompt_lengths: Annotated[
-        Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)
+        Literal["constant", "uniform", "lognormal"], flag("its distribution", SYNTHETIC)
     ] = "lognormal"
     prompt_spread: Annotated[
-        float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)
+        float, flag("uniform: ± share of the mean; lognormal: sigma", SYNTHETIC)
     ] = 0.5
-    output_tokens: Annotated[int, flag("mean output length", MADE)] = 32
+    output_tokens: Annotated[int, flag("mean output length", SYNTHETIC)] = 32
     output_lengths: Annotated[
-        Literal["constant", "uniform", "lognormal"], flag("its distribution", MADE)
+        Literal["constant", "uniform", "lognormal"], flag("its distribution", SYNTHETIC)
     ] = "lognormal"
     output_spread: Annotated[
-        float, flag("uniform: ± share of the mean; lognormal: sigma", MADE)
+        float, flag("uniform: ± share of the mean; lognormal: sigma", SYNTHETIC)
     ] = 0.5
     prefix_groups: Annotated[
-        int, flag("groups of requests whose prompts begin alike; 0: none do", MADE)
+        int, flag("groups of requests whose prompts begin alike; 0: none do", SYNTHETIC)
     ] = 0
-    prefix_share: Annotated[float, flag("share of a prompt that its group has in common", MADE)] = (
-        0.5
-    )
+    prefix_share: Annotated[
+        float, flag("share of a prompt that its group has in common", SYNTHETIC)
+    ] = 0.5
 
     skip: Annotated[
         int, flag("leave out the first so many requests: another part of the same trace", SHAPE)
@@ -137,10 +137,10 @@ class LoadOptions:
     max_output_tokens: Annotated[int | None, flag("cut longer outputs", SHAPE)] = None
     seed: Annotated[int, flag("of everything that is random in the workload", SHAPE)] = 0
 
-    def make(self) -> Trace:
+    def build_trace(self) -> Trace:
         """The queries. Raises ValueError (TraceError for a file) naming the flag or the place."""
-        self._check()
-        self._check_use()
+        self._check_ranges()
+        self._check_combination()
         if self.trace is None:
             trace = Trace(tuple(self._synthetic()), timed=False)
         else:
@@ -151,14 +151,14 @@ class LoadOptions:
                 jitter_s=self.jitter,
                 seed=self.seed,
             )
-        queries = self._fitted(list(trace.queries))
+        queries = self._select_and_resize(list(trace.queries))
         if not queries:
             raise ValueError(
                 "no request is left of the workload: raise --max-prompt-tokens or --thin"
             )
-        return Trace(tuple(self._arriving(queries, trace.timed)), True, trace.notes)
+        return Trace(tuple(self._set_arrivals(queries, trace.timed)), True, trace.notes)
 
-    def _check(self) -> None:
+    def _check_ranges(self) -> None:
         """Of what would not be told by its flag further on."""
         given = {
             "prompt-tokens": (self.prompt_tokens, 1),
@@ -169,16 +169,16 @@ class LoadOptions:
             "seed": (self.seed, 0),
         }
         for name, (value, low) in given.items():
-            if value is not None and not low <= value < MOST:
+            if value is not None and not low <= value < MAX_INT:
                 raise ValueError(
                     f"--{name} is {value}: it must be {low} or more, and less than 2**63"
                 )
         if self.rate is not None and not self.rate > 0:
             raise ValueError(f"--rate is {self.rate}: it must be more than 0 requests per second")
 
-    def _check_use(self) -> None:
+    def _check_combination(self) -> None:
         """A flag that would do nothing beside the others is a mistake."""
-        idle = OF_A_TRACE if self.trace is None else OF_A_MADE_ONE
+        idle = TRACE_ONLY if self.trace is None else SYNTHETIC_ONLY
         for field in fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 why = (
@@ -195,7 +195,7 @@ class LoadOptions:
             )
 
     def _synthetic(self) -> list[Query]:
-        return synthetic(
+        return synthetic_queries(
             self.requests or SYNTHETIC_REQUESTS,
             Lengths(self.prompt_tokens, self.prompt_lengths, self.prompt_spread),
             Lengths(self.output_tokens, self.output_lengths, self.output_spread),
@@ -206,18 +206,18 @@ class LoadOptions:
             seed=self.seed,
         )
 
-    def _fitted(self, queries: list[Query]) -> list[Query]:
+    def _select_and_resize(self, queries: list[Query]) -> list[Query]:
         """Fewer and other lengths; times as they are."""
         if self.thin is not None:
-            queries = transform.thinned(queries, self.thin, self.seed)
+            queries = transform.thin(queries, self.thin, self.seed)
         if self.length_scale is not None:
-            queries = transform.scaled(queries, self.length_scale)
-        queries = transform.clipped(queries, self.max_prompt_tokens, self.max_output_tokens)
+            queries = transform.scale_lengths(queries, self.length_scale)
+        queries = transform.clip_lengths(queries, self.max_prompt_tokens, self.max_output_tokens)
         if self.skip:
-            queries = transform.without_first(queries, self.skip)
-        return queries if self.requests is None else transform.first(queries, self.requests)
+            queries = transform.skip_first(queries, self.skip)
+        return queries if self.requests is None else transform.take_first(queries, self.requests)
 
-    def _arriving(self, queries: list[Query], timed: bool) -> list[Query]:
+    def _set_arrivals(self, queries: list[Query], timed: bool) -> list[Query]:
         """The same queries at the wanted times."""
         if self.arrivals == "trace" and not timed:
             raise ValueError(
@@ -232,15 +232,15 @@ class LoadOptions:
                     f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them"
                 )
             usual = offered_rate(queries) if timed else SYNTHETIC_RATE
-            return transform.rearrived(
+            return transform.replace_arrivals(
                 queries, kind, usual if self.rate is None else self.rate, self.burstiness, self.seed
             )
         if self.rate is not None and self.time_scale is not None:
             raise ValueError("--rate and --time-scale both set the clock: give one of them")
         if self.rate is not None:
-            return transform.at_rate(queries, self.rate)
+            return transform.scale_to_rate(queries, self.rate)
         return (
-            transform.stretched(queries, self.time_scale)
+            transform.stretch_time(queries, self.time_scale)
             if self.time_scale is not None
             else queries
         )

@@ -19,7 +19,7 @@ from typing import Literal
 import httpx
 import msgspec
 
-from counterpoint.bench.client import HttpTarget, QueryResult, ask, scrape
+from counterpoint.bench.client import HttpTarget, QueryResult, scrape, send_query
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs
@@ -28,14 +28,14 @@ from counterpoint.device.timeline import Timeline, run
 from counterpoint.interfaces import Executor
 from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling, Stats
 
-Watch = Callable[[Literal["sent", "done", "failed"]], None]
+OnRequest = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter
 
 HEAD_START_S = 0.05  # between the start of the clock and the first query
 IDLE_WAIT_S = 10.0  # for a server's gauges to come to rest
 
 
-def unwatched(_: Literal["sent", "done", "failed"]) -> None:
+def ignore_progress(_: Literal["sent", "done", "failed"]) -> None:
     pass
 
 
@@ -60,7 +60,7 @@ class ReplayResult:
         return free_before - (self.after.pages_free + self.after.pages_cached)
 
 
-def since(record: RequestTiming, start_s: float) -> RequestTiming:
+def relative_to(record: RequestTiming, start_s: float) -> RequestTiming:
     """`record` on a clock that began at `start_s`."""
     return msgspec.structs.replace(
         record,
@@ -81,7 +81,7 @@ def replay_http(
     warmup: Sequence[Query] = (),
     tokens: TokenRange = TokenRange(),
     seed: int = 0,
-    watch: Watch = unwatched,
+    watch: OnRequest = ignore_progress,
 ) -> ReplayResult:
     """Play `queries` against a server. `warmup` is sent first, one by one, and not counted.
 
@@ -89,46 +89,46 @@ def replay_http(
     """
     bodies = [target.body(query, tokens, seed) for query in queries]
     return asyncio.run(
-        _over_http(
+        _replay_http_async(
             target, queries, bodies, [(q, target.body(q, tokens, seed)) for q in warmup], watch
         )
     )
 
 
-async def _over_http(
+async def _replay_http_async(
     target: HttpTarget,
     queries: Sequence[Query],
     bodies: Sequence[bytes],
     warmup: Sequence[tuple[Query, bytes]],
-    watch: Watch,
+    watch: OnRequest,
 ) -> ReplayResult:
-    _allow_sockets(len(queries))
+    _raise_socket_limit(len(queries))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(target.timeout_s, connect=30.0)
     async with httpx.AsyncClient(
         limits=limits, timeout=timeout, headers=target.headers(), trust_env=False
     ) as http:
         for query, body in warmup:
-            answer = await ask(http, target, query, body, clock(), clock)
+            answer = await send_query(http, target, query, body, clock(), clock)
             if answer.error:
                 raise ConnectionError(f"{target.path}: the warm-up request failed: {answer.error}")
-        before = await idle_stats(http, target)
+        before = await wait_for_idle_stats(http, target)
         start_s = clock() + HEAD_START_S
-        answers = await _play(http, target, queries, bodies, start_s, watch)
-        after = await idle_stats(http, target) if before else None
-    return _outcome(answers, start_s, before, after)
+        answers = await _send_all(http, target, queries, bodies, start_s, watch)
+        after = await wait_for_idle_stats(http, target) if before else None
+    return _collect_results(answers, start_s, before, after)
 
 
-async def _play(
+async def _send_all(
     http: httpx.AsyncClient,
     target: HttpTarget,
     queries: Sequence[Query],
     bodies: Sequence[bytes],
     start_s: float,
-    watch: Watch,
+    watch: OnRequest,
 ) -> list[QueryResult]:
     async def one(query: Query, body: bytes) -> QueryResult:
-        answer = await ask(http, target, query, body, start_s + query.arrival_s, clock)
+        answer = await send_query(http, target, query, body, start_s + query.arrival_s, clock)
         watch("failed" if answer.error else "done")
         return answer
 
@@ -140,10 +140,10 @@ async def _play(
     return await asyncio.gather(*tasks)
 
 
-def _outcome(
+def _collect_results(
     answers: Sequence[QueryResult], start_s: float, before: Stats | None, after: Stats | None
 ) -> ReplayResult:
-    spread = sum(a.spread for a in answers)
+    spread = sum(a.times_are_estimated for a in answers)
     notes = (
         [
             f"{spread} answers had several tokens in a chunk without a count: their times are shared out evenly"
@@ -152,7 +152,7 @@ def _outcome(
         else []
     )
     return ReplayResult(
-        records=tuple(since(a.record, start_s) for a in answers),
+        records=tuple(relative_to(a.record, start_s) for a in answers),
         errors={a.record.id: a.error for a in answers if a.error},
         lag_s=tuple(a.lag_s for a in answers),
         before=before,
@@ -161,7 +161,7 @@ def _outcome(
     )
 
 
-async def idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
+async def wait_for_idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
     """The server's figures once no request is in it, or as they are after IDLE_WAIT_S. None if it does not tell them."""
     deadline_s = clock() + IDLE_WAIT_S
     while (stats := await scrape(http, target)) is not None:
@@ -171,7 +171,7 @@ async def idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | Non
     return None
 
 
-def _allow_sockets(count: int) -> None:
+def _raise_socket_limit(count: int) -> None:
     """An open load needs a socket for every request in flight; the usual soft limit is 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
@@ -185,45 +185,45 @@ def _allow_sockets(count: int) -> None:
 # ---------------------------------------------------------------- in this process
 
 
-class _Phase:
+class ReplayPhase:
     """Collects what the engine says of one set of requests. `over` is set when all have ended and the engine is idle."""
 
-    def __init__(self, count: int, watch: Watch) -> None:
-        self.count = count
+    def __init__(self, count: int, watch: OnRequest) -> None:
+        self.num_requests = count
         self.watch = watch
         self.records: dict[str, RequestTiming] = {}
         self.errors: dict[str, str] = {}
         self.stats: Stats | None = None
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
-    def take(self, outputs: Sequence[Output], engine: Engine) -> None:
+    def on_outputs(self, outputs: Sequence[Output], engine: Engine) -> None:
         for output in outputs:
             if isinstance(output, RequestTiming):
                 self.records[output.id] = output
                 self.watch("failed" if output.id in self.errors else "done")
             elif output.error:
                 self.errors[output.id] = output.error
-        if len(self.records) == self.count and engine.idle and not self.over.is_set():
+        if len(self.records) == self.num_requests and engine.idle and not self.finished.is_set():
             self.stats = engine.stats()
-            self.over.set()
+            self.finished.set()
 
 
-class _Player:
+class EnginePlayer:
     """Puts a load into the inbox of an engine whose loop runs in a thread, from `start` to `stop`."""
 
     def __init__(self, inbox: WallClockEventQueue, loop: Callable[[DeliverOutputs], None]) -> None:
         self.inbox = inbox
-        self.phase = _Phase(-1, unwatched)
+        self.phase = ReplayPhase(-1, ignore_progress)
         self.failure: BaseException | None = None
         self._loop = loop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
         try:
-            self._loop(lambda outputs, engine: self.phase.take(outputs, engine))
+            self._loop(lambda outputs, engine: self.phase.on_outputs(outputs, engine))
         except BaseException as error:
             self.failure = error
-            self.phase.over.set()
+            self.phase.finished.set()
 
     def start(self) -> None:
         self._thread.start()
@@ -235,12 +235,12 @@ class _Player:
     def play(
         self,
         arrives: Sequence[tuple[float, AddRequest]],
-        watch: Watch,
+        watch: OnRequest,
         limit_s: float | None = None,
-    ) -> tuple[_Phase, float, list[float]]:
+    ) -> tuple[ReplayPhase, float, list[float]]:
         """Put each Arrive when its time has come, and wait for all ends, of which those after `limit_s` are aborts: the phase, its
         start, and when each was put. Raises RuntimeError if the loop fails."""
-        phase = self.phase = _Phase(len(arrives), watch)
+        phase = self.phase = ReplayPhase(len(arrives), watch)
         inbox, sent_s = self.inbox, []
         start_s = inbox.clock() + HEAD_START_S
         for at_s, arrive in arrives:
@@ -251,12 +251,12 @@ class _Player:
             inbox.put(arrive)
             watch("sent")
         if arrives and self.failure is None:
-            if limit_s is not None and not phase.over.wait(
+            if limit_s is not None and not phase.finished.wait(
                 max(0.0, start_s + limit_s - inbox.clock())
             ):
                 for _, arrive in arrives:
                     inbox.put(Abort(arrive.id))
-            phase.over.wait()
+            phase.finished.wait()
         if self.failure is not None:
             raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
         return phase, start_s, sent_s
@@ -271,7 +271,7 @@ def replay_engine(
     warmup: Sequence[Query] = (),
     tokens: TokenRange = TokenRange(),
     seed: int = 0,
-    watch: Watch = unwatched,
+    watch: OnRequest = ignore_progress,
     timeline: Timeline | None = None,
     limit_s: float | None = None,
 ) -> ReplayResult:
@@ -281,15 +281,15 @@ def replay_engine(
     `timeline` is one over this executor and inbox. What is unanswered after `limit_s` is aborted. Raises ValueError for a query
     that is a text (see reshape.without_texts), RuntimeError if the engine or its device fails.
     """
-    warm = [(0.0, _arrive(query, tokens, seed)) for query in warmup]
-    arrives = [(query.arrival_s, _arrive(query, tokens, seed)) for query in queries]
-    player = _Player(
+    warm = [(0.0, _make_add_request(query, tokens, seed)) for query in warmup]
+    arrives = [(query.arrival_s, _make_add_request(query, tokens, seed)) for query in queries]
+    player = EnginePlayer(
         inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline)
     )
     before = engine.stats()
     player.start()
     try:
-        before = player.play(warm, unwatched)[0].stats or before
+        before = player.play(warm, ignore_progress)[0].stats or before
         phase, start_s, sent_s = player.play(arrives, watch, limit_s)
     finally:
         player.stop()
@@ -298,7 +298,7 @@ def replay_engine(
         for q, at_s in zip(queries, sent_s, strict=True)
     ]
     return ReplayResult(
-        records=tuple(since(record, start_s) for record in records),
+        records=tuple(relative_to(record, start_s) for record in records),
         errors=phase.errors,
         lag_s=tuple(
             max(0.0, at_s - start_s - q.arrival_s) for q, at_s in zip(queries, sent_s, strict=True)
@@ -308,7 +308,7 @@ def replay_engine(
     )
 
 
-def _arrive(query: Query, tokens: TokenRange, seed: int) -> AddRequest:
+def _make_add_request(query: Query, tokens: TokenRange, seed: int) -> AddRequest:
     sampling = Sampling(
         max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True
     )

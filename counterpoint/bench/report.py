@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Slo, Stats
 
 PERCENTILES = (50, 90, 95, 99)
-KINDS_OF_ERROR = 10  # the commonest messages are counted
+MAX_ERROR_KINDS = 10  # the commonest messages are counted
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
@@ -45,7 +45,7 @@ class RequestLatency:
     def longest_gap(self) -> float | None:
         return float(self.gaps.max()) if len(self.gaps) else None
 
-    def met(self, slo: Slo) -> dict[str, bool]:
+    def meets(self, slo: Slo) -> dict[str, bool]:
         """Which targets were met. A target on what a one-token reply does not have is met."""
         return {
             "ttft": slo.ttft_s is None or (self.ttft is not None and self.ttft <= slo.ttft_s),
@@ -54,11 +54,11 @@ class RequestLatency:
         }
 
 
-def completed(record: RequestTiming) -> bool:
-    return record.finish in (FinishReason.STOP, FinishReason.LENGTH)
+def is_complete(record: RequestTiming) -> bool:
+    return record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def wilson(hits: int, trials: int) -> tuple[float, float] | None:
+def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
     """The 95 % Wilson score interval of a share (Wilson, JASA 1927). None for no trials."""
     if trials == 0:
         return None
@@ -84,12 +84,12 @@ def summarise(
     at the end, from which those of `stats_before` are subtracted. `errors`: messages by request id. `lag_s`: how late each request
     was sent. `detailed` adds a list per request. The duration is from the first arrival to the last end.
     """
-    done = [r for r in records if completed(r)]
+    done = [r for r in records if is_complete(r)]
     latency = {r.id: RequestLatency(r) for r in done}
     duration_s = max((r.finished_s for r in records), default=0.0) - min(
         (r.arrival_s for r in records), default=0.0
     )
-    result = _volumes(records, done, latency, duration_s)
+    result = _throughput(records, done, latency, duration_s)
     result |= _goodput(records, latency, slo, duration_s)
     values = list(latency.values())
     result |= _distribution("ttft", [v.ttft for v in values])
@@ -97,17 +97,17 @@ def summarise(
     result |= _distribution("itl", np.concatenate([v.gaps for v in values]) if values else ())
     result |= _distribution("e2el", [v.e2e for v in values])
     result |= _distribution("longest_gap", [v.longest_gap for v in values])
-    result |= _engine(records, stats, stats_before)
-    result |= _generator(lag_s)
+    result |= _engine_counters(records, stats, stats_before)
+    result |= _send_lag(lag_s)
     result["error_counts"] = dict(
-        collections.Counter((errors or {}).values()).most_common(KINDS_OF_ERROR)
+        collections.Counter((errors or {}).values()).most_common(MAX_ERROR_KINDS)
     )
     if detailed:
-        result |= _detailed(records, errors or {})
+        result |= _per_request(records, errors or {})
     return result
 
 
-def _volumes(
+def _throughput(
     records: Sequence[RequestTiming],
     done: Sequence[RequestTiming],
     latency: Mapping[str, RequestLatency],
@@ -121,11 +121,11 @@ def _volumes(
         "duration": duration_s,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "request_throughput": _per(len(done), duration_s),
-        "output_throughput": _per(outputs, duration_s),
-        "total_token_throughput": _per(inputs + outputs, duration_s),
-        "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": _most_at_once(records),
+        "request_throughput": _rate_per_s(len(done), duration_s),
+        "output_throughput": _rate_per_s(outputs, duration_s),
+        "total_token_throughput": _rate_per_s(inputs + outputs, duration_s),
+        "max_output_tokens_per_s": _max_tokens_per_s(done),
+        "max_concurrent_requests": _max_concurrency(records),
     }
 
 
@@ -143,26 +143,26 @@ def _goodput(
         targets += wanted != Slo()
         if record.id not in latency:
             continue
-        here = latency[record.id].met(wanted)
+        here = latency[record.id].meets(wanted)
         good += all(here.values())
         for name, ok in here.items():
             met[name] += ok
     if not targets:
         return {"request_goodput": None, "slo_attainment": None, "slo_attainment_ci95": None}
-    interval = wilson(good, len(records))
+    interval = wilson_interval(good, len(records))
     return {
-        "request_goodput": _per(good, duration_s),
+        "request_goodput": _rate_per_s(good, duration_s),
         "slo_attainment": good / len(records),
         "slo_attainment_ci95": list(interval) if interval else None,
         **{f"slo_attainment_{name}": count / len(records) for name, count in met.items()},
     }
 
 
-def _engine(
+def _engine_counters(
     records: Sequence[RequestTiming], stats: Stats | None, before: Stats | None
 ) -> dict[str, Any]:
     """What the engine did: cached prompt tokens, preemptions, how its units were split over time, how well it predicted."""
-    ran = [r for r in records if completed(r)]
+    ran = [r for r in records if is_complete(r)]
     prompts = sum(r.prompt_tokens for r in ran)
     result: dict[str, Any] = {
         "prefix_hit_share": sum(r.cached_tokens for r in ran) / prompts if prompts else None,
@@ -174,13 +174,13 @@ def _engine(
     result["preemptions"] = stats.preemptions - before.preemptions
     result["overtakes"] = stats.overtakes - before.overtakes
     result["resplits"] = stats.resplits - before.resplits
-    result |= _splits(stats, before)
-    result |= _lanes(stats, before)
-    result |= _policy(stats.policy, before.policy)
+    result |= _split_shares(stats, before)
+    result |= _lane_shares(stats, before)
+    result |= _prediction_counters(stats.policy, before.policy)
     return result
 
 
-def _since(
+def _seconds_since(
     now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]
 ) -> list[tuple[Any, ...]]:
     """Rows of (names ..., seconds) less those of `before`, without the empty ones."""
@@ -189,13 +189,15 @@ def _since(
     return [row for row in spent if row[-1] > 0]
 
 
-def _splits(stats: Stats, before: Stats) -> dict[str, Any]:
+def _split_shares(stats: Stats, before: Stats) -> dict[str, Any]:
     """How long each split was in force; units with work as a share of all, while anything ran."""
-    spent = _since(stats.split_s, before.split_s)
+    spent = _seconds_since(stats.split_s, before.split_s)
     total = sum(seconds for _, _, seconds in spent)
     both = sum(seconds for p, d, seconds in spent if p and d)
     active = stats.active_unit_s - before.active_unit_s
-    result: dict[str, Any] = {"resplits_per_s": _per(stats.resplits - before.resplits, total)}
+    result: dict[str, Any] = {
+        "resplits_per_s": _rate_per_s(stats.resplits - before.resplits, total)
+    }
     result["active_share"] = (
         min(1.0, active / (stats.units_total * total)) if active and total else None
     )
@@ -212,9 +214,9 @@ def _splits(stats: Stats, before: Stats) -> dict[str, Any]:
     return result
 
 
-def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
+def _lane_shares(stats: Stats, before: Stats) -> dict[str, Any]:
     """What each lane did with its time, and on which units steps really ran."""
-    spent = _since(stats.lane_s, before.lane_s)
+    spent = _seconds_since(stats.lane_s, before.lane_s)
     total: collections.Counter[str] = collections.Counter()
     for role, _, seconds in spent:
         total[role] += seconds
@@ -225,12 +227,12 @@ def _lanes(stats: Stats, before: Stats) -> dict[str, Any]:
         ],
         "unit_seconds": [
             {"kind": kind, "units": asked, "realised_units": ran, "seconds": seconds}
-            for kind, asked, ran, seconds in _since(stats.step_s, before.step_s)
+            for kind, asked, ran, seconds in _seconds_since(stats.step_s, before.step_s)
         ],
     }
 
 
-def presence_s(
+def time_with_requests_s(
     records: Iterable[RequestTiming], since_s: float = -math.inf, until_s: float = math.inf
 ) -> float:
     """For how long, between two moments, any request was there."""
@@ -242,13 +244,13 @@ def presence_s(
     return found_s
 
 
-def bubbles(
+def bubble_shares(
     engines: Iterable[tuple[str, Stats]], records: Sequence[RequestTiming]
 ) -> dict[str, float | None]:
     """Of each engine, by name, and of all: the share of its units times seconds in which no step had them, of the time in which any
     request was anywhere between arrival and end. So a worker of a pool that has nothing to do while another has is idle. (Units
     that a step has and does not use are another matter: `active_share`.)"""
-    present_s = presence_s(records)
+    present_s = time_with_requests_s(records)
     idle: dict[str, float | None] = {}
     for name, stats in engines:
         used_s = sum(
@@ -260,7 +262,7 @@ def bubbles(
     return idle | {"all": sum(known) / len(known) if known else None}
 
 
-def _policy(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
+def _prediction_counters(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
     """Errors are of the latest steps and corrections those in force at the end; counts are of this run."""
     return {
         "prediction_error": {
@@ -270,12 +272,12 @@ def _policy(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
         "prediction_cells": [
             {"cell": cell, "ratio": ratio, "guard": guard} for cell, ratio, guard in report.cells
         ],
-        "decisions": _counted(report.decisions, before.decisions),
-        "fallbacks": _counted(report.fallbacks, before.fallbacks),
+        "decisions": _counts_since(report.decisions, before.decisions),
+        "fallbacks": _counts_since(report.fallbacks, before.fallbacks),
     }
 
 
-def _counted(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def _counts_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {
         name: count - before.get(name, 0)
         for name, count in sorted(now.items())
@@ -283,10 +285,10 @@ def _counted(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int
     }
 
 
-LATE_S = 0.05
+MAX_SEND_LAG_S = 0.05
 
 
-def _generator(lag_s: Sequence[float]) -> dict[str, Any]:
+def _send_lag(lag_s: Sequence[float]) -> dict[str, Any]:
     """Whether the load generator itself kept time: `degraded` when more than 1 % of requests left over 50 ms late."""
     if not len(lag_s):
         return {}
@@ -295,11 +297,11 @@ def _generator(lag_s: Sequence[float]) -> dict[str, Any]:
         "p50_send_lag_ms": float(p50) * 1e3,
         "p99_send_lag_ms": float(p99) * 1e3,
         "max_send_lag_ms": float(max(lag_s)) * 1e3,
-        "degraded": bool(p99 > LATE_S),
+        "degraded": bool(p99 > MAX_SEND_LAG_S),
     }
 
 
-def _detailed(records: Sequence[RequestTiming], errors: Mapping[str, str]) -> dict[str, Any]:
+def _per_request(records: Sequence[RequestTiming], errors: Mapping[str, str]) -> dict[str, Any]:
     """Lists with one entry per request, in the order of `records`; seconds."""
     latency = [RequestLatency(r) for r in records]
     return {
@@ -311,7 +313,7 @@ def _detailed(records: Sequence[RequestTiming], errors: Mapping[str, str]) -> di
         "ttfts": [v.ttft for v in latency],
         "itls": [v.gaps.tolist() for v in latency],
         "latencies": [v.e2e for v in latency],
-        "finish_reasons": [str(r.finish) for r in records],
+        "finish_reasons": [str(r.finish_reason) for r in records],
         "errors": [errors.get(r.id, "") for r in records],
     }
 
@@ -326,11 +328,11 @@ def _distribution(name: str, seconds: Iterable[float | None]) -> dict[str, float
     return {f"{key}_{name}_ms": float(value) for key, value in zip(keys, values, strict=True)}
 
 
-def _per(count: float, duration_s: float) -> float | None:
+def _rate_per_s(count: float, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def _busiest_second(records: Sequence[RequestTiming]) -> float | None:
+def _max_tokens_per_s(records: Sequence[RequestTiming]) -> float | None:
     """Most output tokens in one of the seconds counted from the first arrival."""
     if not records:
         return None
@@ -343,7 +345,7 @@ def _busiest_second(records: Sequence[RequestTiming]) -> float | None:
     )
 
 
-def _most_at_once(records: Sequence[RequestTiming]) -> int:
+def _max_concurrency(records: Sequence[RequestTiming]) -> int:
     """Most requests between arrival and end at any instant; an end and an arrival at the same instant don't overlap."""
     edges = sorted([(r.arrival_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
     most = now = 0

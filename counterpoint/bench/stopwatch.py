@@ -31,17 +31,17 @@ class Stopwatch:
     def close(self) -> None:
         self.inner.close()
 
-    def told(self) -> dict[str, object]:
+    def summarise(self) -> dict[str, object]:
         """Seconds of the loop's turns: in all, in launching steps by their kind (and the longest of them: one that waits for the
         device takes as long as the step that runs), and what is left (events, decisions, answers)."""
         inbox, launches = self.inbox, sorted(self._launches.items())
         launching_s = self._others_s + sum(sum(took) for _, took in launches)
         return {
-            "turns": inbox.turns,
+            "turns": inbox.num_gets,
             "busy_s": inbox.busy_s,
             "launch": {
                 kind: {"steps": len(took), "seconds": sum(took), "longest_s": max(took)}
                 for kind, took in launches
             },
-            "turn_ms": 1e3 * (inbox.busy_s - launching_s) / max(1, inbox.turns),
+            "turn_ms": 1e3 * (inbox.busy_s - launching_s) / max(1, inbox.num_gets),
         }

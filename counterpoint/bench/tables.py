@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.config import writing
+from counterpoint.config import name_file_in_errors
 
 Result = Mapping[str, Any]
 
@@ -28,38 +28,38 @@ LATENCIES = {
     "longest_gap": "longest gap",
     "e2el": "whole answer (E2E)",
 }
-SEEN = 0.005  # splits that were in force for less of the time are in the file alone
-POINTS = ("mean", "p50", "p90", "p99", "max")
+MIN_SPLIT_SHARE = 0.005  # splits that were in force for less of the time are in the file alone
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
-def write(result: Result, path: str | None) -> bool:
+def write_json(result: Result, path: str | None) -> bool:
     """The whole of it as JSON into the file at `path`, if there is one. False if that is -, standard output: nothing else may be
     shown there."""
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if path == "-":
         print(text.decode())
     elif path:
-        with writing(path):
+        with name_file_in_errors(path):
             Path(path).write_bytes(text + b"\n")
     return path != "-"
 
 
-def show(console: Console, result: Result, title: str = "") -> None:
+def show_result(console: Console, result: Result, title: str = "") -> None:
     """One result: latencies, throughput, targets, the engine's side, and what has to be doubted."""
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("ms", no_wrap=True)
-    for point in POINTS:
+    for point in STATISTICS:
         table.add_column(point, justify="right", no_wrap=True)
     for key, name in LATENCIES.items():
-        table.add_row(name, *(short(result[f"{point}_{key}_ms"]) for point in POINTS))
+        table.add_row(name, *(format_short(result[f"{point}_{key}_ms"]) for point in STATISTICS))
     console.print(table)
-    for line in facts(result):
+    for line in result_lines(result):
         console.print(line, highlight=False)
-    for line in doubts(result):
+    for line in warning_lines(result):
         console.print(line, style="yellow", highlight=False)
 
 
-def compare(console: Console, results: Mapping[str, Result], title: str = "") -> None:
+def show_comparison(console: Console, results: Mapping[str, Result], title: str = "") -> None:
     """Several results of one load, a row each."""
     columns = [
         "TTFT\np50",
@@ -91,10 +91,13 @@ def compare(console: Console, results: Mapping[str, Result], title: str = "") ->
             ("p50", "longest_gap"),
             ("max", "longest_gap"),
         ]
-        row = [short(result[f"{point}_{key}_ms"]) for point, key in cells]
-        row.append(short(result["output_throughput"]))
+        row = [format_short(result[f"{point}_{key}_ms"]) for point, key in cells]
+        row.append(format_short(result["output_throughput"]))
         if targets:
-            row += [share(result["slo_attainment"]), number(result["request_goodput"], 2)]
+            row += [
+                format_share(result["slo_attainment"]),
+                format_number(result["request_goodput"], 2),
+            ]
         table.add_row(name, *row)
     console.print(table)
     console.print(
@@ -103,24 +106,26 @@ def compare(console: Console, results: Mapping[str, Result], title: str = "") ->
         highlight=False,
     )
     for name, result in results.items():
-        for line in doubts(result):
+        for line in warning_lines(result):
             console.print(f"{name}: {line}", style="yellow", highlight=False)
 
 
-def facts(result: Result) -> list[str]:
+def result_lines(result: Result) -> list[str]:
     found = [
-        f"{result['completed']} of {result['num_prompts']} requests answered in {number(result['duration'], 2)} s: "
-        f"{number(result['request_throughput'], 2)} requests/s, {number(result['output_throughput'])} output tokens/s, "
-        f"{number(result['total_token_throughput'])} tokens/s; at most {result['max_concurrent_requests']} at once"
+        f"{result['completed']} of {result['num_prompts']} requests answered in {format_number(result['duration'], 2)} s: "
+        f"{format_number(result['request_throughput'], 2)} requests/s, {format_number(result['output_throughput'])} output tokens/s, "
+        f"{format_number(result['total_token_throughput'])} tokens/s; at most {result['max_concurrent_requests']} at once"
     ]
     if result["slo_attainment"] is not None:
         low, high = result["slo_attainment_ci95"] or (None, None)
         found.append(
-            f"within all targets: {share(result['slo_attainment'])} (95 % interval {share(low)} to {share(high)}), "
-            f"goodput {number(result['request_goodput'], 2)} requests/s"
+            f"within all targets: {format_share(result['slo_attainment'])} (95 % interval {format_share(low)} to {format_share(high)}), "
+            f"goodput {format_number(result['request_goodput'], 2)} requests/s"
         )
     if result["prefix_hit_share"]:
-        found.append(f"prompt tokens from the prefix cache: {share(result['prefix_hit_share'])}")
+        found.append(
+            f"prompt tokens from the prefix cache: {format_share(result['prefix_hit_share'])}"
+        )
     if result["preemptions"]:
         found.append(f"preemptions: {result['preemptions']}")
     if result.get("pages_free_after") is not None:
@@ -128,25 +133,25 @@ def facts(result: Result) -> list[str]:
             f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after"
         )
     for split in result.get("split_share", ()):
-        if split["share"] < SEEN:
+        if split["share"] < MIN_SPLIT_SHARE:
             continue
         units = f"prefill on {split['prefill_units']} units, decode on {split['decode_units']}"
-        found.append(f"{units}: {share(split['share'])} of the busy time")
-    return found + inside(result)
+        found.append(f"{units}: {format_share(split['share'])} of the busy time")
+    return found + engine_lines(result)
 
 
-def inside(result: Result) -> list[str]:
+def engine_lines(result: Result) -> list[str]:
     """What the engine tells of its lanes and its predictions."""
     found = []
     lanes: dict[str, list[str]] = {}
     for part in sorted(result.get("lane_share", ()), key=lambda part: -part["share"]):
-        lanes.setdefault(part["lane"], []).append(f"{part['state']} {share(part['share'])}")
+        lanes.setdefault(part["lane"], []).append(f"{part['state']} {format_share(part['share'])}")
     found += [f"{lane} lane: {', '.join(parts)}" for lane, parts in lanes.items()]
     if result.get("active_share") is not None:
-        found.append(f"units with work while anything ran: {share(result['active_share'])}")
+        found.append(f"units with work while anything ran: {format_share(result['active_share'])}")
     for kind, error in result.get("prediction_error", {}).items():
         found.append(
-            f"{kind} steps predicted within {share(error['p50'])} (p50), {share(error['p95'])} (p95)"
+            f"{kind} steps predicted within {format_share(error['p50'])} (p50), {format_share(error['p95'])} (p95)"
         )
     for name in ("decisions", "fallbacks"):
         if result.get(name):
@@ -156,7 +161,7 @@ def inside(result: Result) -> list[str]:
     return found
 
 
-def doubts(result: Result) -> list[str]:
+def warning_lines(result: Result) -> list[str]:
     """What makes the figures less than they seem."""
     found = []
     if result["failed"]:
@@ -166,7 +171,7 @@ def doubts(result: Result) -> list[str]:
         ]
     if result.get("degraded"):
         found.append(
-            f"the load generator itself was late (p99 {number(result['p99_send_lag_ms'])} ms): "
+            f"the load generator itself was late (p99 {format_number(result['p99_send_lag_ms'])} ms): "
             "the load was not the one asked for; use a faster machine or a lower rate"
         )
     if result.get("pages_leaked"):
@@ -174,14 +179,14 @@ def doubts(result: Result) -> list[str]:
     return found + list(result.get("notes", ()))
 
 
-def number(value: float | None, digits: int = 1) -> str:
+def format_number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def short(value: float | None) -> str:
+def format_short(value: float | None) -> str:
     """Three figures or more: a decimal place below 100, none above."""
-    return number(value, 1 if value is not None and value < 100 else 0)
+    return format_number(value, 1 if value is not None and value < 100 else 0)
 
 
-def share(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"

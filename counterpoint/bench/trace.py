@@ -37,7 +37,7 @@ Tokenize = Callable[[str], Sequence[int]]
 MOONCAKE_BLOCK_TOKENS = 512
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Target = Annotated[float, msgspec.Meta(gt=0)]
+TargetSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class TraceError(ValueError):
@@ -69,25 +69,25 @@ def read_trace(
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            format = format or detect(path, file)
+            format = format or detect_format(path, file)
             if format == "mooncake":
-                trace = _mooncake(path, file)
+                trace = _read_mooncake(path, file)
             elif format == "sharegpt":
-                trace = _sharegpt(path, file, tokenize)
+                trace = _read_sharegpt(path, file, tokenize)
             elif format == "queries":
-                trace = _own(path, file)
+                trace = _read_queries(path, file)
             else:
-                trace = _table(path, file, TABLES[format])
+                trace = _read_csv(path, file, CSV_FORMATS[format])
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text (byte {error.start})") from None
     if not trace.queries:
         raise TraceError(f"{path}: no requests in it (read as {format})")
-    return _unquantised(trace, jitter_s, seed) if trace.timed else trace
+    return _spread_ticks(trace, jitter_s, seed) if trace.timed else trace
 
 
-def detect(path: str, file: TextIO) -> Format:
+def detect_format(path: str, file: TextIO) -> Format:
     """The format, from the file's first line; the file stands at its start again afterwards."""
     first = next((line.strip() for line in file if line.strip()), "")
     file.seek(0)
@@ -96,12 +96,12 @@ def detect(path: str, file: TextIO) -> Format:
     if first.startswith("{"):
         return "mooncake" if '"input_length"' in first else "queries"
     columns = {name.strip() for name in first.split(",")}
-    for name, table in TABLES.items():
+    for name, table in CSV_FORMATS.items():
         if columns >= {table.prompt, table.output} and (
             table.time is None or table.time in columns
         ):
             return name
-    known = "; ".join(f"{name}: {', '.join(t.columns)}" for name, t in TABLES.items())
+    known = "; ".join(f"{name}: {', '.join(t.columns)}" for name, t in CSV_FORMATS.items())
     raise TraceError(
         f"{path}:1: neither JSON nor a CSV header known here ({known}); give the format with --trace-format"
     )
@@ -110,7 +110,7 @@ def detect(path: str, file: TextIO) -> Format:
 # ---------------------------------------------------------------- CSV
 
 
-def clock_s(text: str) -> float:
+def parse_time_s(text: str) -> float:
     """Seconds of a date and time as ISO 8601 or Azure writes it (seven digits of a second)."""
     return datetime.fromisoformat(text).timestamp()
 
@@ -129,14 +129,14 @@ class TraceColumns:
         return [name for name in (self.time, self.prompt, self.output) if name]
 
 
-TABLES: dict[Format, TraceColumns] = {
-    "azure": TraceColumns("ContextTokens", "GeneratedTokens", "TIMESTAMP", clock_s),
+CSV_FORMATS: dict[Format, TraceColumns] = {
+    "azure": TraceColumns("ContextTokens", "GeneratedTokens", "TIMESTAMP", parse_time_s),
     "burstgpt": TraceColumns("Request tokens", "Response tokens", "Timestamp"),
     "lengths": TraceColumns("num_prefill_tokens", "num_decode_tokens"),
 }
 
 
-def _table(path: str, file: TextIO, table: TraceColumns) -> Trace:
+def _read_csv(path: str, file: TextIO, table: TraceColumns) -> Trace:
     rows = csv.DictReader(file, skipinitialspace=True)
     header = [name.strip() for name in rows.fieldnames or ()]
     rows.fieldnames = header
@@ -148,19 +148,21 @@ def _table(path: str, file: TextIO, table: TraceColumns) -> Trace:
     found = []
     for row in rows:
         where = f"{path}:{rows.line_num}"
-        arrival_s = _cell(where, row, table.time, table.seconds, "a time") if table.time else 0.0
+        arrival_s = (
+            _parse_cell(where, row, table.time, table.seconds, "a time") if table.time else 0.0
+        )
         found.append(
             (
                 arrival_s,
-                _cell(where, row, table.prompt, int, "a whole number"),
-                _cell(where, row, table.output, int, "a whole number"),
+                _parse_cell(where, row, table.prompt, int, "a whole number"),
+                _parse_cell(where, row, table.output, int, "a whole number"),
                 (),
             )
         )
-    return _timed(found, timed=table.time is not None)
+    return _build_trace(found, timed=table.time is not None)
 
 
-def _cell(
+def _parse_cell(
     where: str, row: dict[str, str | None], column: str, read: Callable[[str], Number], kind: str
 ) -> Number:
     text = row[column]
@@ -177,7 +179,7 @@ def _cell(
     return value
 
 
-def _timed(
+def _build_trace(
     rows: Iterable[tuple[float, int, int, tuple[int, ...]]], timed: bool, block_tokens: int = 0
 ) -> Trace:
     """Queries from (time, prompt, output, blocks) rows, timed from the first; those with an empty prompt or answer are left out."""
@@ -207,9 +209,9 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: list[BlockId] = []
 
 
-def _mooncake(path: str, file: TextIO) -> Trace:
+def _read_mooncake(path: str, file: TextIO) -> Trace:
     rows = []
-    for where, row in _lines(path, file, _MooncakeRow):
+    for where, row in _read_json_lines(path, file, _MooncakeRow):
         for name, value in (
             ("input_length", row.input_length),
             ("output_length", row.output_length),
@@ -217,10 +219,10 @@ def _mooncake(path: str, file: TextIO) -> Trace:
             if value < 0:
                 raise TraceError(f"{where}: field {name} is {value}: it must not be negative")
         rows.append((row.timestamp / 1e3, row.input_length, row.output_length, tuple(row.hash_ids)))
-    return _timed(rows, timed=True, block_tokens=MOONCAKE_BLOCK_TOKENS)
+    return _build_trace(rows, timed=True, block_tokens=MOONCAKE_BLOCK_TOKENS)
 
 
-def _lines(path: str, file: TextIO, row: type[T]) -> Iterator[tuple[str, T]]:
+def _read_json_lines(path: str, file: TextIO, row: type[T]) -> Iterator[tuple[str, T]]:
     decoder = msgspec.json.Decoder(row)
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -228,12 +230,12 @@ def _lines(path: str, file: TextIO, row: type[T]) -> Iterator[tuple[str, T]]:
         try:
             yield f"{path}:{number}", decoder.decode(line)
         except msgspec.ValidationError as error:
-            raise TraceError(f"{path}:{number}: {_field(str(error))}") from None
+            raise TraceError(f"{path}:{number}: {_name_field(str(error))}") from None
         except msgspec.DecodeError as error:
             raise TraceError(f"{path}:{number}: not JSON: {error}") from None
 
 
-def _field(message: str) -> str:
+def _name_field(message: str) -> str:
     """msgspec's message with the field in front: "Expected `int`, got `str` - at `$.a`" becomes "field a: Expected ..."."""
     text, at, place = message.partition(" - at `$.")
     return f"field {place.rstrip('`')}: {text}" if at else message
@@ -248,11 +250,11 @@ class _Conversation(msgspec.Struct):
     id: str | int = ""
 
 
-def _sharegpt(path: str, file: TextIO, tokenize: Tokenize | None) -> Trace:
+def _read_sharegpt(path: str, file: TextIO, tokenize: Tokenize | None) -> Trace:
     try:
         items = msgspec.json.decode(file.read(), type=list[_Conversation])
     except msgspec.ValidationError as error:
-        raise TraceError(f"{path}: {_field(str(error).replace('`$[', '`$.['))}") from None
+        raise TraceError(f"{path}: {_name_field(str(error).replace('`$[', '`$.['))}") from None
     except msgspec.DecodeError as error:
         raise TraceError(f"{path}: not JSON: {error}") from None
     queries = []
@@ -305,9 +307,9 @@ class _QueryRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     ids: tuple[TokenId, ...] = ()
     messages: tuple[Message, ...] = ()
     session: str = ""
-    ttft_s: Target | None = None
-    tpot_s: Target | None = None
-    itl_s: Target | None = None
+    ttft_s: TargetSeconds | None = None
+    tpot_s: TargetSeconds | None = None
+    itl_s: TargetSeconds | None = None
 
     def query(self, number: int) -> Query:
         length = len(self.ids) or estimate_tokens(
@@ -326,9 +328,9 @@ class _QueryRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         )
 
 
-def _own(path: str, file: TextIO) -> Trace:
+def _read_queries(path: str, file: TextIO) -> Trace:
     queries, timed = [], 0
-    for where, row in _lines(path, file, _QueryRow):
+    for where, row in _read_json_lines(path, file, _QueryRow):
         given = [
             name
             for name, value in (("text", row.text), ("ids", row.ids), ("messages", row.messages))
@@ -386,7 +388,7 @@ def clock_tick_s(times_s: ArrayLike) -> float | None:
     return tick_s if (off <= 0.005).mean() >= 0.99 else None
 
 
-def _unquantised(trace: Trace, jitter_s: float | None, seed: int) -> Trace:
+def _spread_ticks(trace: Trace, jitter_s: float | None, seed: int) -> Trace:
     """Spread the arrivals of one tick over `jitter_s` at random; rows keep their order."""
     times = np.array([q.arrival_s for q in trace.queries])
     tick_s = clock_tick_s(times)

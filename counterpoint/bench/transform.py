@@ -17,10 +17,10 @@ import numpy as np
 from counterpoint.bench.workload import Arrivals, Query, arrival_times, offered_rate
 from counterpoint.types import Slo
 
-REHEARSED = 1 << 40  # the numbers of warm-up queries begin here, beyond those of any load
+FIRST_WARMUP_NUMBER = 1 << 40  # the numbers of warm-up queries begin here, beyond those of any load
 
 
-def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
+def scale_to_rate(queries: Sequence[Query], rate: float) -> list[Query]:
     """The same arrivals on a clock stretched or compressed so that `rate` requests arrive per second on average."""
     if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
@@ -29,10 +29,10 @@ def at_rate(queries: Sequence[Query], rate: float) -> list[Query]:
         raise ValueError(
             "all requests arrive at once: a rate can't be had by stretching their clock; give --arrivals"
         )
-    return stretched(queries, now / rate)
+    return stretch_time(queries, now / rate)
 
 
-def stretched(queries: Sequence[Query], factor: float) -> list[Query]:
+def stretch_time(queries: Sequence[Query], factor: float) -> list[Query]:
     """Every time multiplied by `factor`: 0.1 plays ten times as fast."""
     if not 0 < factor < math.inf:
         raise ValueError(
@@ -41,7 +41,7 @@ def stretched(queries: Sequence[Query], factor: float) -> list[Query]:
     return [dataclasses.replace(q, arrival_s=q.arrival_s * factor) for q in queries]
 
 
-def rearrived(
+def replace_arrivals(
     queries: Sequence[Query], kind: Arrivals, rate: float, burstiness: float, seed: int
 ) -> list[Query]:
     """The same requests in the same order at made times (see `workload.arrival_times`)."""
@@ -49,23 +49,23 @@ def rearrived(
     return [dataclasses.replace(q, arrival_s=float(t)) for q, t in zip(queries, times, strict=True)]
 
 
-def first(queries: Sequence[Query], count: int) -> list[Query]:
+def take_first(queries: Sequence[Query], count: int) -> list[Query]:
     """The first `count`, their clock from 0 on."""
     if count < 1:
         raise ValueError(f"requests is {count}: it must be 1 or more")
-    return _from_zero(queries[:count])
+    return _start_at_zero(queries[:count])
 
 
-def without_first(queries: Sequence[Query], count: int) -> list[Query]:
+def skip_first(queries: Sequence[Query], count: int) -> list[Query]:
     """All but the first `count`, their clock from 0 on."""
     if not 0 <= count < len(queries):
         raise ValueError(
             f"skip is {count}: the workload has {len(queries)} requests, so it must be 0 to {len(queries) - 1}"
         )
-    return _from_zero(queries[count:])
+    return _start_at_zero(queries[count:])
 
 
-def _from_zero(queries: Sequence[Query]) -> list[Query]:
+def _start_at_zero(queries: Sequence[Query]) -> list[Query]:
     start_s = queries[0].arrival_s if queries else 0.0
     return [dataclasses.replace(q, arrival_s=q.arrival_s - start_s) for q in queries]
 
@@ -73,7 +73,7 @@ def _from_zero(queries: Sequence[Query]) -> list[Query]:
 # ---------------------------------------------------------------- lengths
 
 
-def scaled(queries: Sequence[Query], factor: float) -> list[Query]:
+def scale_lengths(queries: Sequence[Query], factor: float) -> list[Query]:
     """Prompts and answers `factor` times as long, at least 1 token.
 
     A block of a common prefix becomes a whole number of tokens; prompts that have blocks are scaled by what that makes of the
@@ -99,7 +99,7 @@ def scaled(queries: Sequence[Query], factor: float) -> list[Query]:
     return [one(q) for q in queries]
 
 
-def clipped(
+def clip_lengths(
     queries: Sequence[Query], max_prompt_tokens: int | None, max_output_tokens: int | None
 ) -> list[Query]:
     """Prompts cut at their end and answers cut to a most. Given texts can't be cut: longer ones are left out."""
@@ -124,13 +124,13 @@ def clipped(
                 prompt=query.prompt if query.ids is None else query.ids[:length],
             )
         )
-    return _from_zero(kept)
+    return _start_at_zero(kept)
 
 
 # ---------------------------------------------------------------- contents and targets
 
 
-def without_texts(queries: Sequence[Query]) -> list[Query]:
+def drop_texts(queries: Sequence[Query]) -> list[Query]:
     """Given texts replaced by made tokens of their (estimated) length, for a target that takes token ids alone."""
     return [
         q if q.prompt is None or q.ids is not None else dataclasses.replace(q, prompt=None)
@@ -138,13 +138,13 @@ def without_texts(queries: Sequence[Query]) -> list[Query]:
     ]
 
 
-def rehearsal(queries: Sequence[Query], count: int) -> list[Query]:
+def warmup_queries(queries: Sequence[Query], count: int) -> list[Query]:
     """`count` queries like the first ones to warm a system up with: other tokens, nothing in common, at most 8 tokens of output.
     Given texts and ids stay as they are."""
     return [
         dataclasses.replace(
             q,
-            number=REHEARSED + q.number,
+            number=FIRST_WARMUP_NUMBER + q.number,
             arrival_s=0.0,
             prefix_ids=(),
             output_tokens=min(q.output_tokens, 8),
@@ -153,21 +153,21 @@ def rehearsal(queries: Sequence[Query], count: int) -> list[Query]:
     ]
 
 
-def with_targets(queries: Sequence[Query], slo: Slo) -> list[Query]:
+def apply_slo(queries: Sequence[Query], slo: Slo) -> list[Query]:
     """Each query with the targets of `slo` where it has none of its own."""
-    return [dataclasses.replace(q, slo=q.slo.over(slo)) for q in queries]
+    return [dataclasses.replace(q, slo=q.slo.with_defaults(slo)) for q in queries]
 
 
 # ---------------------------------------------------------------- fewer requests
 
 
-def prefix_groups(queries: Sequence[Query], most: float = 0.01) -> list[int]:
+def group_by_prefix(queries: Sequence[Query], max_share: float = 0.01) -> list[int]:
     """A group number per query: those of one group share a prefix that matters.
 
     A group is a largest subtree of the tree of prefix blocks with at most `most` of all queries. What more of them have in common
     (a system prompt) ties no group together: it is as common among any part of the load. Queries without blocks stand alone.
     """
-    limit = max(1, int(len(queries) * most))
+    limit = max(1, int(len(queries) * max_share))
     groups: dict[tuple[int, ...] | int, int] = {}
     label = [0] * len(queries)
     open_parts = [(list(range(len(queries))), 0)]
@@ -188,14 +188,14 @@ def prefix_groups(queries: Sequence[Query], most: float = 0.01) -> list[int]:
     return label
 
 
-def thinned(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
+def thin(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
     """About `share` of the queries, taken as whole prefix groups at random: the others keep the cache hits among themselves.
 
     (Leaving out random rows instead would destroy the hits.) Arrival times stay, so the rate falls by `share`.
     """
     if not 0 < share <= 1:
         raise ValueError(f"thin is {share}: it must be more than 0 and at most 1")
-    label = prefix_groups(queries)
+    label = group_by_prefix(queries)
     size = collections.Counter(label)
     wanted, kept, chosen = share * len(queries), 0, set()
     for group in np.random.default_rng(seed).permutation(len(size)).tolist():
@@ -203,4 +203,4 @@ def thinned(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
             continue
         chosen.add(group)
         kept += size[group]
-    return _from_zero([q for q, group in zip(queries, label, strict=True) if group in chosen])
+    return _start_at_zero([q for q, group in zip(queries, label, strict=True) if group in chosen])

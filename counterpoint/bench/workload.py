@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from counterpoint.types import Slo
 
 Message = tuple[str, str]  # role, content
-NO_TARGET = Slo()
+NO_SLO = Slo()
 Arrivals = Literal["poisson", "gamma", "constant", "once"]
 MAX_LENGTH_TOKENS = 2**24  # beyond any context: a longer prompt is not made
 
@@ -42,7 +42,7 @@ class Query:
     block_tokens: int = 0
     prompt: str | tuple[int, ...] | tuple[Message, ...] | None = None
     session: str = ""
-    slo: Slo = NO_TARGET
+    slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
         for name, tokens in (
@@ -121,7 +121,7 @@ class Lengths:
     mean: float
     kind: Literal["constant", "uniform", "lognormal"] = "constant"
     spread: float = 0.5
-    most: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.mean < 1:
@@ -140,7 +140,7 @@ class Lengths:
             )
         else:
             values = rng.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, size=count)
-        return np.clip(np.rint(values), 1, self.most).astype(np.int64)
+        return np.clip(np.rint(values), 1, self.max_tokens).astype(np.int64)
 
 
 # ---------------------------------------------------------------- prefix groups
@@ -167,7 +167,7 @@ class PrefixGroups:
         return tuple(range(group << 32, (group << 32) + whole))
 
 
-def synthetic(
+def synthetic_queries(
     count: int,
     prompt: Lengths,
     output: Lengths,
@@ -261,7 +261,7 @@ def offered_rate(queries: Sequence[Query]) -> float:
     return (len(queries) - 1) / span_s if span_s > 0 else float("inf")
 
 
-def reusable_share(queries: Sequence[Query]) -> float:
+def reusable_prefix_share(queries: Sequence[Query]) -> float:
     """Share of all prompt tokens that stand in a block seen in an earlier query: what an endless prefix cache would hit."""
     seen: set[int] = set()
     hits = 0
@@ -276,7 +276,7 @@ def reusable_share(queries: Sequence[Query]) -> float:
     return hits / sum(q.prompt_tokens for q in queries) if queries else 0.0
 
 
-def describe(queries: Sequence[Query]) -> dict[str, Any]:
+def describe_load(queries: Sequence[Query]) -> dict[str, Any]:
     """What a load is: how many, how fast, how uneven, how long, how much in common."""
     gaps = np.diff([q.arrival_s for q in queries])
     result: dict[str, Any] = {
@@ -284,7 +284,7 @@ def describe(queries: Sequence[Query]) -> dict[str, Any]:
         "span_s": float(gaps.sum()),
         "rate": offered_rate(queries) if gaps.sum() > 0 else "inf",
         "gap_cv": float(gaps.std() / gaps.mean()) if gaps.sum() > 0 else None,
-        "reusable_share": reusable_share(queries),
+        "reusable_share": reusable_prefix_share(queries),
     }
     for name, lengths in (
         ("prompt", [q.prompt_tokens for q in queries]),

@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def make_pass(
-    fill: BatchPlan,
+    plan: BatchPlan,
     new_id: Callable[[], int],
     lane: int,
     limits: EngineLimits,
-    cover: Callable[[Request, int], bool],
+    reserve_pages: Callable[[Request, int], bool],
 ) -> Pass | None:
     """A pass on `lane` of what `fill` picks, as far as pages allow: `cover` makes a request's block table long enough for so
     many tokens, if it can. None if nothing is left."""
@@ -32,12 +32,12 @@ def make_pass(
     segments: list[Segment] = []
     prefill_tokens = squares = reused = prefills = context = samples = 0
     size = limits.page_tokens
-    for request, tokens in fill.picks:
-        if request.yielding or request.slot < 0:  # preempted to make room for one before it
+    for request, tokens in plan.items:
+        if request.preempt_pending or request.slot < 0:  # preempted to make room for one before it
             continue
-        start, pages = request.scheduled, request.pages
+        start, pages = request.scheduled_tokens, request.pages
         end = start + tokens
-        if end > len(pages) * size and not cover(request, end):
+        if end > len(pages) * size and not reserve_pages(request, end):
             continue
         fresh = ()
         if request.pages_sent < len(pages):
@@ -47,7 +47,7 @@ def make_pass(
             segments.append(Segment(request.slot, start, tokens, True, fresh))
             context += end
         else:
-            sample = end >= request.target
+            sample = end >= request.prefill_target
             segments.append(Segment(request.slot, start, tokens, sample, fresh))
             prefill_tokens += tokens
             squares += tokens * tokens
@@ -55,8 +55,8 @@ def make_pass(
             prefills += 1
             samples += sample
         requests.append(request)
-        request.scheduled = end
-        request.passes += 1
+        request.scheduled_tokens = end
+        request.open_passes += 1
         request.lane = lane
     if not segments:
         return None
@@ -76,7 +76,9 @@ def make_pass(
     return Pass(new_id(), lane, requests, tuple(segments), work)
 
 
-def by_segment(sampled: tuple[T, ...], segments: tuple[Segment, ...]) -> Iterable[T | None]:
+def align_with_segments(
+    sampled: tuple[T, ...], segments: tuple[Segment, ...]
+) -> Iterable[T | None]:
     """What each segment has of `sampled`, which holds one for each with `sample`, or none at all."""
     if len(sampled) == len(segments):
         return sampled

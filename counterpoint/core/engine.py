@@ -20,7 +20,7 @@ import itertools
 
 from msgspec.structs import replace
 
-from counterpoint.core.batch_builder import by_segment, make_pass
+from counterpoint.core.batch_builder import align_with_segments, make_pass
 from counterpoint.core.handoff_state import HandoffState
 from counterpoint.core.limits import EngineLimits
 from counterpoint.core.metrics import ActiveUnitsModel, EngineCounters
@@ -31,7 +31,7 @@ from counterpoint.core.state import EngineState, LaneState, Pass
 from counterpoint.core.step_history import StepHistory
 from counterpoint.interfaces import Policy
 from counterpoint.types import (
-    UNSAMPLED,
+    UNSAMPLED_REASONS,
     Abort,
     AddRequest,
     Command,
@@ -60,64 +60,69 @@ class Engine:
     """`active`: how many of its units a step keeps at work, where the device does not tell (core/metrics.py)."""
 
     def __init__(
-        self, limits: EngineLimits, policy: Policy, active: ActiveUnitsModel | None = None
+        self,
+        limits: EngineLimits,
+        policy: Policy,
+        active_units_model: ActiveUnitsModel | None = None,
     ) -> None:
         self.limits = limits
-        self.tells = True  # of each token; a simulation has nobody who listens, and turns it off
+        self.emit_deltas = (
+            True  # of each token; a simulation has nobody who listens, and turns it off
+        )
         self.policy = policy
-        self.pages = PagePool(limits.pages)
+        self.page_pool = PagePool(limits.pages)
         self.state = EngineState(policy.lanes, limits.units, limits.layers, limits.overlap)
-        self.living: dict[
+        self.requests: dict[
             str, Request
         ] = {}  # until the client has its finish and nothing in flight names it
         self.waiting: list[Request] = []  # by rank
-        self.prefixes = PrefixCache(self.pages, limits)
-        self.parts = HandoffState(self.state, self.prefixes)
-        self.tally = EngineCounters(limits.units, active)
-        self.recent = StepHistory()
+        self.prefix_cache = PrefixCache(self.page_pool, limits)
+        self.handoffs = HandoffState(self.state, self.prefix_cache)
+        self.counters = EngineCounters(limits.units, active_units_model)
+        self.step_history = StepHistory()
         self._slots = list(range(limits.max_running - 1, -1, -1))
         self._commands: list[Command] = []
         self._outputs: list[Output] = []
-        self._serial = 0
+        self._next_arrival = 0
         self._next_id = 0
 
     # ------------------------------------------------------------ in
 
-    def handle(self, now: float, event: Event) -> None:
+    def on_event(self, now: float, event: Event) -> None:
         """Take one event. Unknown or repeated ids do no harm."""
-        self.tally.advance(now, self.state)
+        self.counters.add_elapsed(now, self.state)
         if isinstance(event, StepDone):
-            self._step_done(now, event)
+            self._on_step_done(now, event)
         elif isinstance(event, AddRequest):
-            self._arrive(now, event)
+            self._add_request(now, event)
         elif isinstance(event, ResumeDecode):
-            request = self.living.get(event.id)
+            request = self.requests.get(event.id)
             if (
                 request is not None
                 and request.phase is Phase.HELD
-                and self.parts.adopt(request, event.token, now)
+                and self.handoffs.resume_decode(request, event.token, now)
             ):
-                self._open(request, request.pages)
+                self._init_slot(request, request.pages)
         elif isinstance(event, Release):
-            request = self.living.get(event.id)
-            if request is not None and request.kept:
-                request.kept = False
-                self._retire(request)
+            request = self.requests.get(event.id)
+            if request is not None and request.pinned:
+                request.pinned = False
+                self._set_done(request)
         else:
             self._abort(now, event)
 
     def schedule(self, now: float) -> list[Command]:
         """Give every lane that has room its next step; the commands, in the order in which they must be submitted."""
         for lane in self.state.lanes.values():
-            self._drop_dead(lane)
+            self._discard_dead_passes(lane)
         progress = True
         while progress:
             self._admit(now)
             progress = False
             for lane in self.state.lanes.values():
-                while lane.has_room and self._feed(lane, now):
+                while lane.has_room and self._launch_next(lane, now):
                     progress = True
-        self.tally.settle(self.state, bool(self.waiting))
+        self.counters.note_idle_reasons(self.state, bool(self.waiting))
         commands, self._commands = self._commands, []
         return commands
 
@@ -129,58 +134,60 @@ class Engine:
 
     def take_progress(self) -> list[Progress]:
         """For whoever moves KV: what has become of requests of which this engine has a part."""
-        return self.parts.take()
+        return self.handoffs.take_progress()
 
     @property
     def idle(self) -> bool:
-        return not self.living
+        return not self.requests
 
     def stats(self) -> Stats:
-        return self.tally.stats(
+        return self.counters.stats(
             self.policy.report(),
             waiting=len(self.waiting),
             running=len(self.state.running),
-            pages_total=self.pages.total,
-            pages_free=self.pages.free,
-            pages_cached=self.pages.cached,
+            pages_total=self.page_pool.total,
+            pages_free=self.page_pool.free,
+            pages_cached=self.page_pool.cached,
             page_tokens=self.limits.page_tokens,
-            playing=self.recent.playing(self.state),
-            recent=self.recent.steps(),
+            running_steps=self.step_history.running_steps(self.state),
+            recent_steps=self.step_history.recent_steps(),
         )
 
     # ------------------------------------------------------------ events
 
-    def _arrive(self, now: float, arrive: AddRequest) -> None:
-        if arrive.id in self.living:
+    def _add_request(self, now: float, arrive: AddRequest) -> None:
+        if arrive.id in self.requests:
             return
         request = Request(
             arrive,
             now,
-            serial=self._serial,
+            arrival_index=self._next_arrival,
             output=list(arrive.generated_prefix),
-            kept=arrive.part is not DisaggRole.WHOLE,
+            pinned=arrive.disagg_role is not DisaggRole.WHOLE,
         )
-        request.last_tokens = self.limits.last_tokens(arrive.sampling)
-        self._serial += 1
-        if arrive.generated_prefix or arrive.part is DisaggRole.DECODE:
-            request.prompt_told = len(arrive.prompt) - 1  # by whoever computed the prompt first
-        problem = self.limits.refusal(arrive)
+        request.stop_token_ids = self.limits.stop_token_ids(arrive.sampling)
+        self._next_arrival += 1
+        if arrive.generated_prefix or arrive.disagg_role is DisaggRole.DECODE:
+            request.prompt_logprobs_sent = (
+                len(arrive.prompt) - 1
+            )  # by whoever computed the prompt first
+        problem = self.limits.rejection_reason(arrive)
         if problem:
             self._outputs += [
-                OutputDelta(arrive.id, finish=FinishReason.ERROR, error=problem),
-                request.record(now, FinishReason.ERROR),
+                OutputDelta(arrive.id, finish_reason=FinishReason.ERROR, error=problem),
+                request.to_timing(now, FinishReason.ERROR),
             ]
-            self.tally.finished(FinishReason.ERROR)
+            self.counters.add_finished(FinishReason.ERROR)
             return
-        self.living[arrive.id] = request
+        self.requests[arrive.id] = request
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
     def _abort(self, now: float, abort: Abort) -> None:
-        request = self.living.get(abort.id)
+        request = self.requests.get(abort.id)
         if request is not None and request.phase is not Phase.DONE:
-            self._finish(request, now, FinishReason.ABORT)
+            self._finish_early(request, now, FinishReason.ABORT)
 
-    def _step_done(self, now: float, done: StepDone) -> None:
+    def _on_step_done(self, now: float, done: StepDone) -> None:
         lane = self.state.lanes[done.lane]
         step, whole = lane.in_flight.pop(0)
         if step.id != done.step:
@@ -197,129 +204,136 @@ class Engine:
             None,
         )
         self.policy.observe(step, done, beside)
-        self.tally.step(step, done)
-        self.recent.ended(step, done, now)
+        self.counters.add_step(step, done)
+        self.step_history.on_step_done(step, done, now)
         if done.error:
             for request in whole.requests:
                 if request.phase is not Phase.DONE:
-                    self._finish(request, now, FinishReason.ERROR, done.error)
+                    self._finish_early(request, now, FinishReason.ERROR, done.error)
         if step.last_layer == self.limits.layers:
-            self._pass_done(now, whole, done)
+            self._on_pass_done(now, whole, done)
         elif not done.error:
-            self.parts.computed_layers(whole, step.last_layer)
+            self.handoffs.on_layers_computed(whole, step.last_layer)
 
-    def _pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
+    def _on_pass_done(self, now: float, whole: Pass, done: StepDone) -> None:
         for segment, request, told in zip(
             whole.segments, whole.requests, done.prompt_logprobs, strict=False
         ):
             if told and request.phase is not DONE:
-                self._tell_prompt(request, segment, told)
+                self._emit_prompt_logprobs(request, segment, told)
         segments, size = whole.segments, self.limits.page_tokens
-        tokens, logprobs = by_segment(done.tokens, segments), by_segment(done.logprobs, segments)
+        tokens, logprobs = (
+            align_with_segments(done.tokens, segments),
+            align_with_segments(done.logprobs, segments),
+        )
         for segment, request, token, logprob in zip(
             segments, whole.requests, tokens, logprobs, strict=True
         ):
-            request.passes -= 1
+            request.open_passes -= 1
             if request.phase is DONE:
-                self._leave(request)
+                self._free_if_unused(request)
                 continue
-            request.computed = computed = segment.start + segment.tokens
-            if request.kept:
-                self.parts.computed(request)
-            if computed >= (request.published + 1) * size and (token is None or token >= 0):
-                self.prefixes.publish(request)  # what gave no finite logits is no one's prefix
+            request.computed_tokens = computed = segment.start + segment.tokens
+            if request.pinned:
+                self.handoffs.on_computed(request)
+            if computed >= (request.registered_pages + 1) * size and (token is None or token >= 0):
+                self.prefix_cache.register(request)  # what gave no finite logits is no one's prefix
             if token is not None:
-                self._token(request, now, token, logprob)
-            if request.yielding and not request.passes and request.phase is not DONE:
+                self._add_token(request, now, token, logprob)
+            if request.preempt_pending and not request.open_passes and request.phase is not DONE:
                 self._preempt(request)
 
-    def _tell_prompt(
+    def _emit_prompt_logprobs(
         self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
         """Pass on the log-probabilities of the prompt tokens behind `segment.start`, those told before a preemption left out."""
-        fresh = logprobs[request.prompt_told - segment.start :]
+        fresh = logprobs[request.prompt_logprobs_sent - segment.start :]
         if fresh:
-            request.prompt_told += len(fresh)
+            request.prompt_logprobs_sent += len(fresh)
             self._outputs.append(OutputDelta(request.id, prompt_logprobs=fresh))
 
-    def _token(
+    def _add_token(
         self, request: Request, now: float, token: int, logprobs: TokenLogprobs | None
     ) -> None:
         if token < 0:
-            self._finish(request, now, FinishReason.ERROR, UNSAMPLED[token])
+            self._finish_early(request, now, FinishReason.ERROR, UNSAMPLED_REASONS[token])
             return
-        arrive, output = request.arrive, request.output
+        arrive, output = request.input, request.output
         finish, stopped_by, cached = None, None, 0
         if request.phase is PREFILL:
-            self.state.move(request, Phase.HELD if request.kept else Phase.DECODE)
+            self.state.set_phase(request, Phase.HELD if request.pinned else Phase.DECODE)
             if len(output) == len(arrive.generated_prefix):
                 cached = request.cached_tokens
         output.append(token)
         request.token_s.append(now)
-        self.tally.generated_tokens += 1
-        if token in request.last_tokens:
+        self.counters.generated_tokens += 1
+        if token in request.stop_token_ids:
             finish, stopped_by = FinishReason.STOP, token
         elif len(output) >= arrive.sampling.max_tokens:
             finish = FinishReason.LENGTH
-        if self.tells:
+        if self.emit_deltas:
             told = () if logprobs is None else (logprobs,)
             self._outputs.append(
                 OutputDelta(arrive.id, (token,), told, None, finish, stopped_by, cached)
             )
         if finish is not None:
-            self._end(request, now, finish)
+            self._finish(request, now, finish)
 
     # ------------------------------------------------------------ ends
 
-    def _finish(self, request: Request, now: float, finish: FinishReason, error: str = "") -> None:
+    def _finish_early(
+        self, request: Request, now: float, finish: FinishReason, error: str = ""
+    ) -> None:
         """End a request for another reason than its own tokens."""
-        self._outputs.append(OutputDelta(request.id, finish=finish, error=error))
-        self._end(request, now, finish)
+        self._outputs.append(OutputDelta(request.id, finish_reason=finish, error=error))
+        self._finish(request, now, finish)
 
-    def _end(self, request: Request, now: float, finish: FinishReason) -> None:
-        self._outputs.append(request.record(now, finish))
-        self.tally.finished(finish)
+    def _finish(self, request: Request, now: float, finish: FinishReason) -> None:
+        self._outputs.append(request.to_timing(now, finish))
+        self.counters.add_finished(finish)
         if finish in (FinishReason.STOP, FinishReason.LENGTH):
-            self.state.answers.add(len(request.output))
-        self._retire(request)
+            self.state.output_lengths.add(len(request.output))
+        self._set_done(request)
 
-    def _retire(self, request: Request) -> None:
+    def _set_done(self, request: Request) -> None:
         """Nothing more becomes of it."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-        self.state.move(request, Phase.DONE)
-        self._leave(request)
+        self.state.set_phase(request, Phase.DONE)
+        self._free_if_unused(request)
 
-    def _leave(self, request: Request) -> None:
+    def _free_if_unused(self, request: Request) -> None:
         """The last trace of a finished request, unless a pass names it or its pages are kept."""
-        if request.passes or request.kept:
+        if request.open_passes or request.pinned:
             return
-        del self.living[request.id]
-        self._vacate(request)
+        del self.requests[request.id]
+        self._free(request)
 
-    def _vacate(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         """Give back slot and pages, if it has them. No pass names the request."""
         if request.slot < 0:
             return
-        if request.opened:
+        if request.slot_initialised:
             self._commands.append(FreeSlot(request.slot))
-        request.opened = False
+        request.slot_initialised = False
         self._slots.append(request.slot)
         request.slot = -1
-        self.pages.release(request.pages)
+        self.page_pool.release(request.pages)
         request.pages = []
-        self.prefixes.forget(request)
+        self.prefix_cache.unmark_computing(request)
         del self.state.running[request.id]
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old rank; its tokens stay."""
-        self.prefixes.publish(request)
-        self._vacate(request)
-        self.state.move(request, Phase.WAITING)
-        request.yielding = False
-        request.scheduled = request.computed = request.published = request.pages_sent = 0
+        self.prefix_cache.register(request)
+        self._free(request)
+        self.state.set_phase(request, Phase.WAITING)
+        request.preempt_pending = False
+        request.scheduled_tokens = request.computed_tokens = request.registered_pages = (
+            request.pages_sent
+        ) = 0
         request.preemptions += 1
-        self.tally.preemptions += 1
+        self.counters.preemptions += 1
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
     # ------------------------------------------------------------ admission
@@ -330,44 +344,48 @@ class Engine:
         if not self.waiting or not self._slots:
             return
         backlog = sum(
-            r.target for r in self.state.prefilling.values() if not r.computed and not r.passes
+            r.prefill_target
+            for r in self.state.prefilling.values()
+            if not r.computed_tokens and not r.open_passes
         )
         if backlog < self.limits.max_pass_tokens:
-            self.prefixes.look(itertools.islice(self.waiting, ADMISSION_SCAN))
+            self.prefix_cache.update_matches(itertools.islice(self.waiting, ADMISSION_SCAN))
         for request in tuple(
-            itertools.islice(self.policy.order(self.waiting, now), ADMISSION_SCAN)
+            itertools.islice(self.policy.admission_order(self.waiting, now), ADMISSION_SCAN)
         ):
             if not self._slots or backlog >= self.limits.max_pass_tokens:
                 return
             admitted = self._try_admit(request, now)
             if admitted:
-                request.blocked_s = None
-                backlog += request.remaining_prefill if request.phase is Phase.PREFILL else 0
+                request.blocked_since_s = None
+                backlog += request.unscheduled_tokens if request.phase is Phase.PREFILL else 0
             elif admitted is False:
-                request.blocked_s = now if request.blocked_s is None else request.blocked_s
-                if now - request.blocked_s >= self.limits.max_bypass_s:
+                request.blocked_since_s = (
+                    now if request.blocked_since_s is None else request.blocked_since_s
+                )
+                if now - request.blocked_since_s >= self.limits.max_bypass_s:
                     return
 
     def _try_admit(self, request: Request, now: float) -> bool | None:
         """True: admitted. False: does not fit. None: another request is computing its prefix, so it waits for that."""
         limits, size = self.limits, self.limits.page_tokens
         tokens = request.tokens
-        hits = self.prefixes.find(request, len(tokens))
+        hits = self.prefix_cache.match(request, len(tokens))
         if hits is None:
             return None
         all_pages = request.preemptions >= limits.max_preemptions
-        wanted = max(len(tokens), request.most_tokens) if all_pages else len(tokens)
+        wanted = max(len(tokens), request.max_cache_tokens) if all_pages else len(tokens)
         fresh = -(-wanted // size) - len(hits)
         spare = len(self.state.running)  # so that those who run can grow a little
-        if fresh + spare > self.pages.available - self.pages.evictable(hits):
+        if fresh + spare > self.page_pool.available - self.page_pool.count_evictable(hits):
             return False
-        self.pages.hold(hits)
-        taken = self.pages.take(fresh)
+        self.page_pool.ref(hits)
+        taken = self.page_pool.allocate(fresh)
         assert taken is not None
-        self._enter(request, now, tokens, hits, taken)
+        self._allocate(request, now, tokens, hits, taken)
         return True
 
-    def _enter(
+    def _allocate(
         self,
         request: Request,
         now: float,
@@ -377,31 +395,31 @@ class Engine:
     ) -> None:
         size = self.limits.page_tokens
         self.waiting.remove(request)
-        self.state.move(request, Phase.PREFILL)
+        self.state.set_phase(request, Phase.PREFILL)
         request.slot = self._slots.pop()
         request.pages = hits + taken
-        request.target = len(tokens)
-        request.scheduled = request.computed = len(hits) * size
-        request.published, request.found = len(hits), 0
-        self.tally.prefix(len(tokens), request.computed)
+        request.prefill_target = len(tokens)
+        request.scheduled_tokens = request.computed_tokens = len(hits) * size
+        request.registered_pages, request.matched_tokens = len(hits), 0
+        self.counters.add_prefix_lookup(len(tokens), request.computed_tokens)
         if request.admitted_s is None:
             request.admitted_s = now
-            request.cached_tokens = request.computed
-            if request.arrive.part is not DisaggRole.DECODE:
-                self.tally.prompt_tokens += len(tokens)
+            request.cached_tokens = request.computed_tokens
+            if request.input.disagg_role is not DisaggRole.DECODE:
+                self.counters.prompt_tokens += len(tokens)
         self.state.running[request.id] = request
-        if request.kept:
-            self.parts.admitted(request, len(hits))
+        if request.pinned:
+            self.handoffs.on_admitted(request, len(hits))
             if request.phase is Phase.HELD:
                 return
-        self.prefixes.expect(request)
-        self._open(request, hits)
+        self.prefix_cache.mark_computing(request)
+        self._init_slot(request, hits)
 
-    def _open(self, request: Request, pages: list[int]) -> None:
+    def _init_slot(self, request: Request, pages: list[int]) -> None:
         """Give the executor the request's row, with `pages` as the start of its block table."""
-        request.opened = True
+        request.slot_initialised = True
         request.pages_sent = len(pages)
-        arrive = request.arrive
+        arrive = request.input
         self._commands.append(
             InitSlot(
                 request.slot, request.tokens, len(arrive.prompt), tuple(pages), arrive.sampling
@@ -410,34 +428,34 @@ class Engine:
 
     # ------------------------------------------------------------ lanes
 
-    def _feed(self, lane: LaneState, now: float) -> bool:
+    def _launch_next(self, lane: LaneState, now: float) -> bool:
         """Launch one step on a lane that has room; False if there is nothing for it now."""
-        whole = lane.open
+        whole = lane.open_pass
         if whole is not None and not whole.alive:
             return False  # given up when its steps in flight have come back
         if (
             whole is not None
-            and lane.aside is None
-            and self.policy.preempts(lane.lane, whole, self.state, now)
+            and lane.suspended is None
+            and self.policy.should_preempt(lane.lane, whole, self.state, now)
         ):
-            lane.open, lane.aside = None, whole
-            if self._begin(lane, now):
-                self.tally.overtakes += 1
+            lane.open_pass, lane.suspended = None, whole
+            if self._start_pass(lane, now):
+                self.counters.overtakes += 1
                 return True
-            lane.open, lane.aside = whole, None
+            lane.open_pass, lane.suspended = whole, None
         if whole is None:
-            return self._begin(lane, now)
-        turn = self.policy.advance(lane.lane, whole, self.state, now)
+            return self._start_pass(lane, now)
+        turn = self.policy.next_layers(lane.lane, whole, self.state, now)
         if turn is None:
             return False
         self._launch(lane, now, whole, *turn)
         return True
 
-    def _begin(self, lane: LaneState, now: float) -> bool:
+    def _start_pass(self, lane: LaneState, now: float) -> bool:
         """Launch the first step of a new pass on a lane without an open one; False if the policy has none or no page is left."""
-        fill = self.policy.fill(lane.lane, self.state, now)
+        fill = self.policy.next_batch(lane.lane, self.state, now)
         whole = (
-            make_pass(fill, self._new_id, lane.lane.id, self.limits, self._cover)
+            make_pass(fill, self._new_id, lane.lane.id, self.limits, self._reserve_pages)
             if fill is not None
             else None
         )
@@ -447,7 +465,7 @@ class Engine:
         return True
 
     def _launch(self, lane: LaneState, now: float, whole: Pass, units: int, layers: int) -> None:
-        first, last = whole.cursor, min(whole.cursor + layers, self.limits.layers)
+        first, last = whole.next_layer, min(whole.next_layer + layers, self.limits.layers)
         assert last > first and 0 < units <= self.state.free_units(lane.lane), (
             "the policy asked for layers or units there are not"
         )
@@ -459,36 +477,36 @@ class Engine:
         step = Step(
             self._new_id(), lane.lane.id, whole.id, first, last, units, whole.segments, work
         )
-        whole.cursor = last
+        whole.next_layer = last
         whole.in_flight += 1
         if last < self.limits.layers:
-            lane.open = whole
+            lane.open_pass = whole
         else:
-            lane.open, lane.aside = lane.aside, None
+            lane.open_pass, lane.suspended = lane.suspended, None
         lane.in_flight.append((step, whole))
         self._commands.append(step)
-        self.tally.note_split(self.state)
-        self.recent.launched(lane, now)
+        self.counters.note_split(self.state)
+        self.step_history.on_launch(lane, now)
 
-    def _drop_dead(self, lane: LaneState) -> None:
+    def _discard_dead_passes(self, lane: LaneState) -> None:
         """Give up passes that stand between two layer groups if all their requests have ended."""
-        for whole in (lane.open, lane.aside):
+        for whole in (lane.open_pass, lane.suspended):
             if whole is None or whole.alive or whole.in_flight:
                 continue
             self._commands.append(DiscardPass(whole.id))
-            if whole is lane.open:
-                lane.open, lane.aside = lane.aside, None
+            if whole is lane.open_pass:
+                lane.open_pass, lane.suspended = lane.suspended, None
             else:
-                lane.aside = None
+                lane.suspended = None
             for request in whole.requests:
-                request.passes -= 1
-                self._leave(request)
+                request.open_passes -= 1
+                self._free_if_unused(request)
 
-    def _cover(self, request: Request, tokens: int) -> bool:
+    def _reserve_pages(self, request: Request, tokens: int) -> bool:
         """Make the block table long enough for `tokens`; may preempt requests that come after this one."""
         missing = -(-tokens // self.limits.page_tokens) - len(request.pages)
         while missing > 0:
-            taken = self.pages.take(missing)
+            taken = self.page_pool.allocate(missing)
             if taken is not None:
                 request.pages += taken
                 return True
@@ -501,7 +519,7 @@ class Engine:
         hold all their pages, will finish and give pages back) or a pass still names it."""
         victim = request
         for other in self.state.running.values():
-            movable = other.phase is not Phase.DONE and not other.kept
+            movable = other.phase is not Phase.DONE and not other.pinned
             if (
                 movable
                 and other.rank > victim.rank
@@ -510,8 +528,8 @@ class Engine:
                 victim = other
         if victim is request:
             return False
-        if victim.passes:
-            victim.yielding = True
+        if victim.open_passes:
+            victim.preempt_pending = True
             return False
         self._preempt(victim)
         return True

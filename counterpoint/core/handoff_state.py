@@ -15,43 +15,47 @@ from counterpoint.types import Admitted, Computed, DisaggRole, Progress
 class HandoffState:
     def __init__(self, state: EngineState, prefixes: PrefixCache) -> None:
         self._state = state
-        self._prefixes = prefixes
+        self._prefix_cache = prefixes
         self._progress: list[Progress] = []
 
     # ------------------------------------------------------------ to outside
 
-    def take(self) -> list[Progress]:
+    def take_progress(self) -> list[Progress]:
         progress, self._progress = self._progress, []
         return progress
 
-    def admitted(self, request: Request, cached: int) -> None:
+    def on_admitted(self, request: Request, cached: int) -> None:
         """It holds its pages; the first `cached` have their content."""
         self._progress.append(Admitted(request.id, tuple(request.pages), cached))
-        if request.arrive.part is DisaggRole.DECODE:
-            self._state.move(request, Phase.HELD)
+        if request.input.disagg_role is DisaggRole.DECODE:
+            self._state.set_phase(request, Phase.HELD)
 
-    def computed(self, request: Request) -> None:
-        self._progress.append(Computed(request.id, request.computed, request.computed))
+    def on_computed(self, request: Request) -> None:
+        self._progress.append(
+            Computed(request.id, request.computed_tokens, request.computed_tokens)
+        )
 
-    def computed_layers(self, whole: Pass, layers: int) -> None:
+    def on_layers_computed(self, whole: Pass, layers: int) -> None:
         """A pass has come through its first `layers` layers, which are not all."""
         for segment, request in zip(whole.segments, whole.requests, strict=True):
-            if request.kept and request.phase is Phase.PREFILL:
+            if request.pinned and request.phase is Phase.PREFILL:
                 self._progress.append(
-                    Computed(request.id, request.computed, segment.start + segment.tokens, layers)
+                    Computed(
+                        request.id, request.computed_tokens, segment.start + segment.tokens, layers
+                    )
                 )
 
     # ------------------------------------------------------------ from outside
 
-    def adopt(self, request: Request, token: int, now: float) -> bool:
+    def resume_decode(self, request: Request, token: int, now: float) -> bool:
         """Nobody outside touches the pages of `request` (HELD) any more, and the KV of all its tokens is there: decode. True if
         the executor does not have its row yet."""
-        request.kept = False
-        self._state.move(request, Phase.DECODE)
-        if request.arrive.part is not DisaggRole.DECODE:
+        request.pinned = False
+        self._state.set_phase(request, Phase.DECODE)
+        if request.input.disagg_role is not DisaggRole.DECODE:
             return False
-        request.scheduled = request.computed = request.target
-        self._prefixes.publish(request)
+        request.scheduled_tokens = request.computed_tokens = request.prefill_target
+        self._prefix_cache.register(request)
         request.output.append(token)
         request.token_s.append(now)
         return True

@@ -14,7 +14,7 @@ from counterpoint.types import AddRequest, FinishReason, RequestTiming
 class RequestLifetime:
     """`token_s`: of each output token."""
 
-    arrive: AddRequest
+    input: AddRequest
     arrival_s: float
     admitted_s: float | None = None
     cached_tokens: int = 0  # of the prompt, at first admission
@@ -23,17 +23,17 @@ class RequestLifetime:
 
     @property
     def id(self) -> str:
-        return self.arrive.id
+        return self.input.id
 
-    def record(self, now: float, finish: FinishReason) -> RequestTiming:
+    def to_timing(self, now: float, finish: FinishReason) -> RequestTiming:
         return RequestTiming(
             id=self.id,
             arrival_s=self.arrival_s,
             admitted_s=self.admitted_s,
             finished_s=now,
-            prompt_tokens=len(self.arrive.prompt),
+            prompt_tokens=len(self.input.prompt),
             cached_tokens=self.cached_tokens,
             token_s=tuple(self.token_s),
-            finish=finish,
+            finish_reason=finish,
             preemptions=self.preemptions,
         )

@@ -27,20 +27,20 @@ class EngineLimits:
     max_bypass_s: float = 5.0
     prefix_cache: bool = True
 
-    def last_tokens(self, sampling: Sampling) -> frozenset[int]:
+    def stop_token_ids(self, sampling: Sampling) -> frozenset[int]:
         """Tokens that end an answer. A grammar's end is sampled only where nothing else may be, so it is always heeded."""
         heeds_eos = sampling.grammar or not sampling.ignore_eos
         return frozenset((*sampling.stop_token_ids, *(self.eos_token_ids if heeds_eos else ())))
 
-    def refusal(self, arrive: AddRequest) -> str:
+    def rejection_reason(self, request: AddRequest) -> str:
         """Why `arrive` can never be served here; empty if it can."""
-        prompt, answer = len(arrive.prompt), arrive.sampling.max_tokens
+        prompt, answer = len(request.prompt), request.sampling.max_tokens
         if not prompt:
             return "the prompt is empty"
         if answer < 1:
             return f"max_tokens is {answer}: it must be at least 1"
-        if len(arrive.generated_prefix) >= answer:
-            return f"{len(arrive.generated_prefix)} tokens of the answer are there already, and max_tokens is {answer}"
+        if len(request.generated_prefix) >= answer:
+            return f"{len(request.generated_prefix)} tokens of the answer are there already, and max_tokens is {answer}"
         asked = f"prompt ({prompt} tokens) and max_tokens ({answer}) exceed"
         if prompt + answer > self.max_context_tokens:
             return f"{asked} the context of {self.max_context_tokens} tokens"

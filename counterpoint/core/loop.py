@@ -33,15 +33,15 @@ def run(
         now, events = got
         if events and log is not None:
             log.write(now, events)
-        turn(engine, now, events, executor, deliver)
+        run_turn(engine, now, events, executor, deliver)
 
 
-def turn(
+def run_turn(
     engine: Engine, now: float, events: Sequence[Event], executor: Executor, deliver: DeliverOutputs
 ) -> None:
     """One turn of it."""
     for event in events:
-        engine.handle(now, event)
+        engine.on_event(now, event)
     for command in engine.schedule(now) if events else ():
         executor.submit(command)
     deliver(engine.take_outputs(), engine)
@@ -51,10 +51,10 @@ class EventLog:
     """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each. When that fails on the way (a full
     disk), `lost` is told once and nothing more is written: whoever serves need not stop for it. Without `lost`, it is raised."""
 
-    def __init__(self, path: str | Path, lost: Callable[[OSError], None] | None = None) -> None:
+    def __init__(self, path: str | Path, on_error: Callable[[OSError], None] | None = None) -> None:
         self._file: BinaryIO = Path(path).open("wb")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lost = lost
+        self._on_error = on_error
 
     def write(self, now: float, events: Sequence[Event]) -> None:
         if self._file.closed:
@@ -65,19 +65,19 @@ class EventLog:
         except OSError as error:
             with contextlib.suppress(OSError):  # of what is still to be written
                 self._file.close()
-            self._give_up(error)
+            self._report_error(error)
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            self._give_up(error)
+            self._report_error(error)
 
-    def _give_up(self, error: OSError) -> None:
-        if self._lost is None:
+    def _report_error(self, error: OSError) -> None:
+        if self._on_error is None:
             error.filename = self._file.name
             raise error
-        self._lost(error)
+        self._on_error(error)
 
 
 def read_log(path: str | Path) -> Iterator[tuple[float, list[Event]]]:
@@ -97,6 +97,6 @@ def replay(engine: Engine, turns: Iterator[tuple[float, list[Event]]]) -> Iterat
     """The commands that a fresh engine gives for each recorded turn."""
     for now, events in turns:
         for event in events:
-            engine.handle(now, event)
+            engine.on_event(now, event)
         yield engine.schedule(now)
         engine.take_outputs()

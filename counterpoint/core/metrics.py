@@ -33,9 +33,9 @@ ActiveUnitsModel = Callable[[BatchShape, int], float]
 class EngineCounters:
     """`active`: how many of its units a step keeps at work, for devices that do not tell; None: nobody knows."""
 
-    def __init__(self, units: int, active: ActiveUnitsModel | None = None) -> None:
+    def __init__(self, units: int, active_units_model: ActiveUnitsModel | None = None) -> None:
         self.units = units
-        self.active = active
+        self.active_units_model = active_units_model
         self.preemptions = 0
         self.overtakes = 0
         self.prompt_tokens = 0
@@ -53,13 +53,15 @@ class EngineCounters:
         self._idle: dict[int, IdleReason] = {}
         self._roles: dict[int, Role] = {}
         self._last_s: float | None = None
-        self._last_both: tuple[int, int] | None = None  # the latest split with both phases active
+        self._last_shared_split: tuple[int, int] | None = (
+            None  # the latest split with both phases active
+        )
 
-    def advance(self, now: float, state: EngineState) -> None:
+    def add_elapsed(self, now: float, state: EngineState) -> None:
         """Book the time since the last event on the split that was in force, and on what each lane did."""
         if self._last_s is not None and now > self._last_s:
             took_s = now - self._last_s
-            split = self._split(state)
+            split = self._current_split(state)
             if split != (0, 0):
                 self._split_s[split] = self._split_s.get(split, 0.0) + took_s
             for id, lane in state.lanes.items():
@@ -67,14 +69,14 @@ class EngineCounters:
                 self._lane_s[id, what] = self._lane_s.get((id, what), 0.0) + took_s
         self._last_s = now
 
-    def settle(self, state: EngineState, waiting: bool) -> None:
+    def note_idle_reasons(self, state: EngineState, waiting: bool) -> None:
         """All lanes have been offered work: note why those without a step have none. `waiting`: requests wait for admission."""
         for id, lane in state.lanes.items():
             self._roles[id] = lane.lane.role
             if not lane.in_flight:
-                self._idle[id] = why_idle(lane, state, waiting)
+                self._idle[id] = idle_reason(lane, state, waiting)
 
-    def _split(self, state: EngineState) -> tuple[int, int]:
+    def _current_split(self, state: EngineState) -> tuple[int, int]:
         """(prefill units, decode units) in force; a mixed step counts on both sides."""
         prefill = decode = 0
         for lane in state.lanes.values():
@@ -84,29 +86,31 @@ class EngineCounters:
                 decode = max(decode, step.units if step.work.decode_batch else 0)
         return prefill, decode
 
-    def step(self, step: Step, done: StepDone) -> None:
+    def add_step(self, step: Step, done: StepDone) -> None:
         self.steps += 1
         took_s = done.ended_s - done.started_s
         self._busy_s[step.lane] = self._busy_s.get(step.lane, 0.0) + took_s
         key = (step.work.kind, step.units, done.units)
         self._step_s[key] = self._step_s.get(key, 0.0) + took_s
         active = done.active_units
-        if not active and self.active is not None and not done.error:
-            active = self.active(step.work, done.units)
+        if not active and self.active_units_model is not None and not done.error:
+            active = self.active_units_model(step.work, done.units)
         self._active_unit_s += active * took_s
 
     def note_split(self, state: EngineState) -> None:
         """Count a re-split: both phases active, on other units than the last time."""
-        split = self._split(state)
+        split = self._current_split(state)
         if split[0] and split[1]:
-            self.resplits += self._last_both is not None and split != self._last_both
-            self._last_both = split
+            self.resplits += (
+                self._last_shared_split is not None and split != self._last_shared_split
+            )
+            self._last_shared_split = split
 
-    def prefix(self, queried_tokens: int, hit_tokens: int) -> None:
+    def add_prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
         self._prefix_queries += queried_tokens
         self._prefix_hits += hit_tokens
 
-    def finished(self, finish: FinishReason) -> None:
+    def add_finished(self, finish: FinishReason) -> None:
         self._finished[finish.value] = self._finished.get(finish.value, 0) + 1
 
     def stats(self, policy: PolicyReport, **gauges: Any) -> Stats:
@@ -123,13 +127,13 @@ class EngineCounters:
             steps=self.steps,
             resplits=self.resplits,
             split_s=tuple((p, d, s) for (p, d), s in sorted(self._split_s.items())),
-            lane_s=self._lane_times(),
+            lane_s=self._lane_seconds(),
             step_s=tuple((*key, s) for key, s in sorted(self._step_s.items())),
             active_unit_s=self._active_unit_s,
             policy=policy,
         )
 
-    def _lane_times(self) -> tuple[tuple[str, str, float], ...]:
+    def _lane_seconds(self) -> tuple[tuple[str, str, float], ...]:
         """A lane's time with a step in flight is busy as far as its steps ran, and launch otherwise."""
         found: list[tuple[str, str, float]] = []
         for (id, what), seconds in sorted(self._lane_s.items()):
@@ -142,16 +146,16 @@ class EngineCounters:
         return tuple(row for row in found if row[2] > 0)
 
 
-def why_idle(lane: LaneState, state: EngineState, waiting: bool) -> IdleReason:
+def idle_reason(lane: LaneState, state: EngineState, waiting: bool) -> IdleReason:
     role = lane.lane.role
     for other in state.lanes.values():
         for step, _ in other.in_flight:
             if step.work.decode_batch if role is Role.DECODE else step.work.prefill_tokens:
                 return IdleReason.FUSED
     prefills = role is not Role.DECODE and (
-        lane.open is not None or bool(state.prefills(lane.lane))
+        lane.open_pass is not None or bool(state.schedulable_prefills(lane.lane))
     )
-    decodes = role is not Role.PREFILL and bool(state.decodes(lane.lane))
+    decodes = role is not Role.PREFILL and bool(state.schedulable_decodes(lane.lane))
     if prefills or decodes:
         return IdleReason.POLICY if state.free_units(lane.lane) else IdleReason.UNITS
     return IdleReason.MEMORY if waiting and role is not Role.DECODE else IdleReason.NOTHING

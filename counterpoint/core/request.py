@@ -32,67 +32,69 @@ WAITING, PREFILL, DECODE, DONE = (
 class Request(RequestLifetime):
     """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
 
-    serial: int = 0  # order of arrival: breaks ties
+    arrival_index: int = 0  # order of arrival: breaks ties
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
-    last_tokens: frozenset[int] = frozenset()  # those that end its answer
-    target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
-    scheduled: int = 0
-    computed: int = 0
-    passes: int = 0  # passes not yet complete that name this request
+    stop_token_ids: frozenset[int] = frozenset()  # those that end its answer
+    prefill_target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
+    scheduled_tokens: int = 0
+    computed_tokens: int = 0
+    open_passes: int = 0  # passes not yet complete that name this request
     lane: int = -1  # of its latest pass
     slot: int = -1
-    opened: bool = False  # the executor has its row
+    slot_initialised: bool = False  # the executor has its row
     pages: list[int] = field(default_factory=list)  # block table
     pages_sent: int = 0  # of `pages`, those the executor knows
-    names: list[bytes] = field(
+    page_hashes: list[bytes] = field(
         default_factory=list
     )  # of the full pages of prompt + output, as far as computed
-    published: int = 0  # pages offered to the prefix index
-    prompt_told: int = 0  # prompt tokens whose log-probabilities the client has, from the second on
-    found: int = 0  # of one that waits: tokens at its beginning that are in the cache or soon will be, as last seen
-    blocked_s: float | None = None  # since when it is first in line and does not fit
-    yielding: bool = False  # to be preempted when its passes are complete
-    kept: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
-    runs_ahead: int = field(
+    registered_pages: int = 0  # pages offered to the prefix index
+    prompt_logprobs_sent: int = (
+        0  # prompt tokens whose log-probabilities the client has, from the second on
+    )
+    matched_tokens: int = 0  # of one that waits: tokens at its beginning that are in the cache or soon will be, as last seen
+    blocked_since_s: float | None = None  # since when it is first in line and does not fit
+    preempt_pending: bool = False  # to be preempted when its passes are complete
+    pinned: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
+    lookahead_limit: int = field(
         init=False
     )  # tokens of its answer up to which the next may be scheduled before the last has come back
 
     def __post_init__(self) -> None:
-        sampling = self.arrive.sampling
-        self.runs_ahead = 0 if sampling.lockstep else sampling.max_tokens - 1
+        sampling = self.input.sampling
+        self.lookahead_limit = 0 if sampling.is_synchronous else sampling.max_tokens - 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.arrive.prompt, *self.output) if self.output else self.arrive.prompt
+        return (*self.input.prompt, *self.output) if self.output else self.input.prompt
 
-    def slice(self, start: int, end: int) -> tuple[int, ...]:
+    def token_slice(self, start: int, end: int) -> tuple[int, ...]:
         """tokens[start:end] without building the rest."""
-        prompt = self.arrive.prompt
+        prompt = self.input.prompt
         if end <= len(prompt):
             return prompt[start:end]
         return (*prompt[start:], *self.output[max(0, start - len(prompt)) : end - len(prompt)])
 
     @property
-    def covered(self) -> int:
+    def reusable_tokens(self) -> int:
         """Tokens at its beginning that need not be computed any more; of one that waits, as far as is known."""
-        return self.computed or self.found
+        return self.computed_tokens or self.matched_tokens
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens still to be computed before its first one; of one that waits, as far as is known."""
-        return max(1, (self.target or len(self.arrive.prompt)) - self.covered)
+        return max(1, (self.prefill_target or len(self.input.prompt)) - self.reusable_tokens)
 
     @property
-    def remaining_prefill(self) -> int:
-        return self.target - self.scheduled
+    def unscheduled_tokens(self) -> int:
+        return self.prefill_target - self.scheduled_tokens
 
     @property
-    def most_tokens(self) -> int:
+    def max_cache_tokens(self) -> int:
         """Positions it can ever need in the cache (the last token is never fed back)."""
-        return len(self.arrive.prompt) + self.arrive.sampling.max_tokens - 1
+        return len(self.input.prompt) + self.input.sampling.max_tokens - 1
 
     @property
     def rank(self) -> tuple[int, int]:
         """Order of service: higher priority first, then arrival."""
-        return (-self.arrive.priority, self.serial)
+        return (-self.input.priority, self.arrival_index)

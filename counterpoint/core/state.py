@@ -14,7 +14,7 @@ from functools import cache
 from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import BatchShape, Lane, Segment, Step
 
-ANSWERS = 256  # remembered
+MAX_LENGTHS = 256  # remembered
 FEWEST, USUAL = (
     8,
     64,
@@ -23,7 +23,7 @@ SOON, LINDY = (
     8,
     4,
 )  # tokens still to come till then: what has run for long goes on for longer, but may end soon
-EARLY = 0.2  # share of answers that may end sooner
+EARLY_SHARE = 0.2  # share of answers that may end sooner
 
 
 class OutputLengths:
@@ -32,28 +32,28 @@ class OutputLengths:
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._ordered: list[int] = []
-        self.still_to_come: Callable[[int], int] = cache(
-            self._still_to_come
+        self.likely_remaining: Callable[[int], int] = cache(
+            self._likely_remaining
         )  # until the next one is added
-        self.mean: float = USUAL  # tokens of an answer
+        self.mean_tokens: float = USUAL  # tokens of an answer
 
     def add(self, tokens: int) -> None:
-        if len(self._latest) == ANSWERS:
+        if len(self._latest) == MAX_LENGTHS:
             del self._ordered[bisect.bisect_left(self._ordered, self._latest.popleft())]
         self._latest.append(tokens)
         bisect.insort(self._ordered, tokens)
-        self.still_to_come = cache(self._still_to_come)
+        self.likely_remaining = cache(self._likely_remaining)
         if len(self._ordered) >= FEWEST:
-            self.mean = sum(self._ordered) / len(self._ordered)
+            self.mean_tokens = sum(self._ordered) / len(self._ordered)
 
-    def _still_to_come(self, tokens: int) -> int:
+    def _likely_remaining(self, tokens: int) -> int:
         """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1. While few are known, what has run
         for long is taken to go on for longer, but none for sure."""
         longer = bisect.bisect_right(self._ordered, tokens)
         left = len(self._ordered) - longer
         if left < FEWEST:
             return max(SOON, tokens // LINDY)
-        return self._ordered[longer + int(EARLY * left)] - tokens
+        return self._ordered[longer + int(EARLY_SHARE * left)] - tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Pass:
     requests: list[Request]
     segments: tuple[Segment, ...]
     work: BatchShape  # of all layers
-    cursor: int = 0
+    next_layer: int = 0
     in_flight: int = 0
 
     @property
@@ -77,8 +77,8 @@ class Pass:
 class LaneState:
     lane: Lane
     in_flight: list[tuple[Step, Pass]] = field(default_factory=list)  # in order of launch
-    open: Pass | None = None  # a pass whose last layer has not been launched
-    aside: Pass | None = None  # an open pass that another one overtook
+    open_pass: Pass | None = None  # a pass whose last layer has not been launched
+    suspended: Pass | None = None  # an open pass that another one overtook
 
     @property
     def has_room(self) -> bool:
@@ -100,10 +100,10 @@ class EngineState:
         self.lanes = {lane.id: LaneState(lane) for lane in lanes}
         self.running: dict[str, Request] = {}  # by order of admission: holds a slot and pages
         self.prefilling: dict[str, Request] = {}  # those in Phase.PREFILL, in the same order
-        self.answers = OutputLengths()
+        self.output_lengths = OutputLengths()
         self._decoding = 0  # requests in Phase.DECODE
 
-    def move(self, request: Request, phase: Phase) -> None:
+    def set_phase(self, request: Request, phase: Phase) -> None:
         """The one way in which a request's phase changes (the engine's)."""
         self._decoding += (phase is DECODE) - (request.phase is DECODE)
         request.phase = phase
@@ -112,15 +112,17 @@ class EngineState:
         else:
             self.prefilling.pop(request.id, None)
 
-    def prefills(self, lane: Lane) -> list[Request]:
+    def schedulable_prefills(self, lane: Lane) -> list[Request]:
         """Requests whose prompt has tokens to schedule on `lane`, in order of admission."""
         return [
             r
             for r in self.prefilling.values()
-            if r.scheduled < r.target and not r.yielding and (not r.passes or r.lane == lane.id)
+            if r.scheduled_tokens < r.prefill_target
+            and not r.preempt_pending
+            and (not r.open_passes or r.lane == lane.id)
         ]
 
-    def decodes(self, lane: Lane) -> list[Request]:
+    def schedulable_decodes(self, lane: Lane) -> list[Request]:
         """Requests whose next token may be scheduled on `lane`, in order of admission: nothing of them is in flight, or one step of
         the same lane is, the next token does not wait for that one's, and the answer is not sure to end with it."""
         id = lane.id
@@ -129,10 +131,14 @@ class EngineState:
             for r in self.running.values()
             if r.phase is DECODE
             and (
-                r.scheduled == r.computed
-                or (r.scheduled == r.computed + 1 and r.lane == id and len(r.output) < r.runs_ahead)
+                r.scheduled_tokens == r.computed_tokens
+                or (
+                    r.scheduled_tokens == r.computed_tokens + 1
+                    and r.lane == id
+                    and len(r.output) < r.lookahead_limit
+                )
             )
-            and not r.yielding
+            and not r.preempt_pending
         ]
 
     @property

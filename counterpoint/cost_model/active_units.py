@@ -19,7 +19,7 @@ from counterpoint.cost_model.roofline import (
     MatrixProduct,
     Roofline,
     busy_units,
-    on_grid,
+    round_up_rows,
 )
 from counterpoint.types import BatchShape
 
@@ -35,12 +35,12 @@ class ActiveUnits:
     def __call__(self, work: BatchShape, units: int) -> float:
         """Units with work, on average over the step."""
         roofline = self.roofline
-        parts = roofline.parts(work, units)
-        seconds = roofline.total(work, units, parts).seconds
+        parts = roofline.operator_costs(work, units)
+        seconds = roofline.sum_costs(work, units, parts).seconds
         if not seconds:
             return 0.0
         _, reading, attention, _ = parts
-        layer = self._layer(on_grid(work.prefill_tokens + work.decode_batch), units)
+        layer = self._layer(round_up_rows(work.prefill_tokens + work.decode_batch), units)
         if work.prefill_tokens:
             model, tile_rows = roofline.model, roofline.device.attention.tile_rows
             layer += (
@@ -57,14 +57,14 @@ class ActiveUnits:
         """Units times seconds of a layer's products and of what lies between them, without attention."""
         roofline = self.roofline
         gaps_s = KERNELS_PER_LAYER * roofline.device.kernel_s
-        tiled = [roofline.tiled(product, rows, units) for product in roofline.layer_products]
+        tiled = [roofline.tiled_cost(product, rows, units) for product in roofline.layer_products]
         products_s = sum(cost.seconds for cost, _ in tiled)
         between_s = roofline.layer_cost(rows, units).seconds - gaps_s - products_s
         return sum(cost.seconds * busy for cost, busy in tiled) + units * between_s
 
     def _head_unit_s(self, samples: int, units: int) -> float:
         roofline = self.roofline
-        cost, busy = roofline.tiled(
+        cost, busy = roofline.tiled_cost(
             MatrixProduct(roofline.model.vocab, roofline.model.hidden), samples, units
         )
         sampler_s = (

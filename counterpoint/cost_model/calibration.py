@@ -15,7 +15,7 @@ import msgspec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import BatchShape
 
-BESIDE_EACH_OTHER = "beside each other"  # a kind of `Table.on_and_on`
+CO_RUNNING_KIND = "beside each other"  # a kind of `Table.on_and_on`
 
 
 class CalibrationKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class CalibrationKey(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     kernels: str
 
-    def suits(self, other: CalibrationKey) -> bool:
+    def matches(self, other: CalibrationKey) -> bool:
         """The same in all but the kernels: near enough to start from, and worth saying."""
         return msgspec.structs.replace(self, kernels="") == msgspec.structs.replace(
             other, kernels=""
@@ -44,7 +44,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     work: BatchShape
     units: int
     seconds: float
-    beside: tuple[BatchShape, int] | None = None
+    co_running: tuple[BatchShape, int] | None = None
     held_out: bool = False
     host_s: float = 0.0
     steps: int = 1
@@ -69,18 +69,22 @@ class Calibration(msgspec.Struct, kw_only=True):
         """Decode units on which a decode was measured beside a prefill, ascending."""
         return tuple(
             sorted(
-                {p.units for p in self.points if p.beside is not None and not p.work.prefill_tokens}
+                {
+                    p.units
+                    for p in self.points
+                    if p.co_running is not None and not p.work.prefill_tokens
+                }
             )
         )
 
 
-def filled(rows: int, buckets: tuple[int, ...]) -> int:
+def pad_rows(rows: int, buckets: tuple[int, ...]) -> int:
     """The bucket of so many rows; beyond the last one, `rows`."""
     at = bisect.bisect_left(buckets, rows)
     return buckets[at] if at < len(buckets) else rows
 
 
-def shape_of(model: ModelSpec) -> str:
+def shape_key(model: ModelSpec) -> str:
     """What the price of a step depends on, in one line."""
     experts = (
         f" {model.experts_per_token}/{model.experts}x{model.ffn}"

@@ -18,7 +18,7 @@ from counterpoint.cost_model.calibration import (
     decode,
     encode,
     file_name,
-    shape_of,
+    shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
@@ -28,7 +28,7 @@ from counterpoint.spec.model import ModelSpec
 
 SHIPPED = Path(__file__).parent / "tables"
 FOLDER = "calibrations"  # within the user's cache folder
-ENOUGH = 8  # points that were measured alone; with fewer, a run had hardly begun
+MIN_POINTS = 8  # points that were measured alone; with fewer, a run had hardly begun
 
 
 class StoredCalibration(NamedTuple):
@@ -56,10 +56,10 @@ def save(table: Calibration, path: Path) -> None:
     part.replace(path)
 
 
-def prices(key: CalibrationKey, prior: Roofline, own: Path) -> StoredCalibration:
+def find_calibration(key: CalibrationKey, prior: Roofline, own_folder: Path) -> StoredCalibration:
     """The best there is for `key`: the calibration in folder `own`, the shipped one, or `prior` itself."""
     broken = ""
-    for folder, whose in ((own, "own"), (SHIPPED, "shipped")):
+    for folder, whose in ((own_folder, "own"), (SHIPPED, "shipped")):
         path = folder / file_name(key)
         if not path.is_file():
             continue
@@ -68,7 +68,7 @@ def prices(key: CalibrationKey, prior: Roofline, own: Path) -> StoredCalibration
         except ValueError as error:
             broken = f"; passed over: {error}"
             continue
-        if table.key.suits(key) and len(table.points) >= ENOUGH:
+        if table.key.matches(key) and len(table.points) >= MIN_POINTS:
             other = (
                 ""
                 if table.key.kernels == key.kernels
@@ -82,14 +82,16 @@ def prices(key: CalibrationKey, prior: Roofline, own: Path) -> StoredCalibration
     )
 
 
-def shipped(device: DeviceSpec, model: ModelSpec, dtype: str, kv_dtype: str) -> Calibration | None:
+def shipped_calibration(
+    device: DeviceSpec, model: ModelSpec, dtype: str, kv_dtype: str
+) -> Calibration | None:
     """The calibration that comes with the package for a device that is known as numbers alone."""
     for path in sorted(SHIPPED.glob("*.json")):
         table = load(path)
         key = table.key
         same = (key.units, key.model, key.dtype, key.kv_dtype) == (
             device.units,
-            shape_of(model),
+            shape_key(model),
             dtype,
             kv_dtype,
         )
@@ -98,7 +100,7 @@ def shipped(device: DeviceSpec, model: ModelSpec, dtype: str, kv_dtype: str) -> 
     return None
 
 
-def of_device(name: str, devices: Sequence[DeviceSpec]) -> DeviceSpec | None:
+def match_device(name: str, devices: Sequence[DeviceSpec]) -> DeviceSpec | None:
     """Which of `devices` is called so by its driver ("NVIDIA H200")."""
     words = name.lower().replace("-", " ").split()
     return next((device for device in devices if device.name in words), None)

@@ -26,18 +26,18 @@ from counterpoint.cost_model.regression import solve
 OCTAVES = 10.0  # of prompt tokens, that count as much as a whole bandwidth
 # Squares of a pair's scatter over those of what a and b may be at a guess; by leaving out each pair in turn (one H200).
 SPLIT_PULL, DEMAND_PULL = 0.03, 0.02
-MOST = 3.0  # no pair is slower than so many times what the roofline says, or faster
+MAX_FACTOR = 3.0  # no pair is slower than so many times what the roofline says, or faster
 
 
 class BandwidthDemand(NamedTuple):
     """Of a step and of its neighbour, when alone: bytes/s as a share of the memory's, FLOP/s as a share of the units' peak; and of
     the pass with prompts, log2 of its tokens over OCTAVES."""
 
-    pull: float
-    other_pull: float
-    burn: float
-    other_burn: float
-    octaves: float
+    bandwidth_share: float
+    other_bandwidth_share: float
+    compute_share: float
+    other_compute_share: float
+    token_octaves: float
 
 
 class MeasuredPair(NamedTuple):
@@ -45,7 +45,7 @@ class MeasuredPair(NamedTuple):
 
     split: int
     demand: BandwidthDemand
-    off: float
+    log_ratio: float
 
 
 class Contention:
@@ -60,7 +60,7 @@ class Contention:
             (min(column), max(column))
             for column in zip(*(pair.demand for pair in pairs), strict=True)
         ]
-        asked = [with_shares(pair.demand, self._share(pair.split)) for pair in pairs]
+        asked = [with_split_terms(pair.demand, self._split_share(pair.split)) for pair in pairs]
         self._means = [statistics.fmean(column) for column in zip(*asked, strict=True)]
         size, splits = len(self._splits) + len(self._means), len(self._splits)
         matrix = [[0.0] * size for _ in range(size)]
@@ -71,7 +71,7 @@ class Contention:
             line = [float(pair.split == split) for split in self._splits]
             line += [value - mean for value, mean in zip(values, self._means, strict=True)]
             for i, a in enumerate(line):
-                right[i] += a * pair.off
+                right[i] += a * pair.log_ratio
                 for j, b in enumerate(line):
                     matrix[i][j] += a * b
         found = solve(matrix, right)
@@ -83,21 +83,21 @@ class Contention:
             return 1.0
         form = self._forms.get(split)
         if form is None:
-            form = self._forms[split] = self._form(split)
+            form = self._forms[split] = self._regression_form(split)
         off = form.constant
         for value, (low, high, weight) in zip(demand, form.terms, strict=True):
             off += weight * (low if value < low else high if value > high else value)
-        return min(MOST, max(1 / MOST, math.exp(off)))
+        return min(MAX_FACTOR, max(1 / MAX_FACTOR, math.exp(off)))
 
-    def _share(self, split: int) -> float:
+    def _split_share(self, split: int) -> float:
         """Of the largest split."""
         return min(self._splits[-1], max(self._splits[0], split)) / self._splits[-1]
 
-    def _form(self, split: int) -> RegressionForm:
+    def _regression_form(self, split: int) -> RegressionForm:
         """At one split, everything is a weight of a demand."""
-        share, weights = self._share(split), self._weights
+        share, weights = self._split_share(split), self._weights
         whole = [weights[0] + share * weights[-2], weights[1] + share * weights[-1], *weights[2:-2]]
-        constant = self._at(split) - sum(
+        constant = self._split_constant(split) - sum(
             [mean * weight for mean, weight in zip(self._means, weights, strict=True)]
         )
         return RegressionForm(
@@ -105,7 +105,7 @@ class Contention:
             tuple((*bound, weight) for bound, weight in zip(self._bounds, whole, strict=True)),
         )
 
-    def _at(self, split: int) -> float:
+    def _split_constant(self, split: int) -> float:
         known, values = self._splits, self._by_split
         after = bisect.bisect_left(known, split)
         if after == len(known) or known[after] == split or after == 0:
@@ -121,6 +121,6 @@ class RegressionForm(NamedTuple):
     terms: tuple[tuple[float, float, float], ...]
 
 
-def with_shares(demand: BandwidthDemand, share: float) -> tuple[float, ...]:
+def with_split_terms(demand: BandwidthDemand, share: float) -> tuple[float, ...]:
     """What has a weight: the demands, and both pulls once more in the measure of the split."""
-    return *demand, share * demand.pull, share * demand.other_pull
+    return *demand, share * demand.bandwidth_share, share * demand.other_bandwidth_share

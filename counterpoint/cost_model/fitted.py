@@ -31,19 +31,19 @@ from functools import lru_cache
 import msgspec
 
 from counterpoint.cost_model.calibration import (
-    BESIDE_EACH_OTHER,
+    CO_RUNNING_KIND,
     Calibration,
     CalibrationPoint,
-    filled,
+    pad_rows,
 )
 from counterpoint.cost_model.contention import OCTAVES, BandwidthDemand, Contention, MeasuredPair
 from counterpoint.cost_model.host_overhead import LaunchOverhead
-from counterpoint.cost_model.regression import LEAST, least_squares
-from counterpoint.cost_model.roofline import KERNELS_PER_LAYER, Roofline, StepCost, on_grid
+from counterpoint.cost_model.regression import MIN_FACTOR, least_squares
+from counterpoint.cost_model.roofline import KERNELS_PER_LAYER, Roofline, StepCost, round_up_rows
 from counterpoint.types import BatchShape
 
-PULL = 0.4  # how far, at a guess, a factor may be from its kind's common one
-FREE = 20.0  # and one of which nothing is known beforehand
+PRIOR_SPREAD = 0.4  # how far, at a guess, a factor may be from its kind's common one
+FREE_SPREAD = 20.0  # and one of which nothing is known beforehand
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class FactorCurve:
             share * self.prior_s[after],
         )
 
-    def at(self, rows: int, prior_s: float) -> float:
+    def seconds(self, rows: int, prior_s: float) -> float:
         total = 0.0
         for point, seconds in self.parts(rows, prior_s):
             total += self.factors[point] * seconds
@@ -87,15 +87,15 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     factor; and what has none."""
 
     rows: int
-    times: int
+    repeats: int
     products_s: float
     others: tuple[float, ...]
-    rest_s: float
+    fixed_s: float
 
     @property
     def prior_s(self) -> float:
         """Of what has a factor."""
-        return self.times * self.products_s + sum(self.others)
+        return self.repeats * self.products_s + sum(self.others)
 
 
 class SoloCost(msgspec.Struct, frozen=True, gc=False):
@@ -104,7 +104,7 @@ class SoloCost(msgspec.Struct, frozen=True, gc=False):
 
     cost: StepCost
     floor_s: float
-    busy: float
+    device_busy_share: float
 
 
 class Fitted:
@@ -113,8 +113,8 @@ class Fitted:
     def __init__(self, table: Calibration, prior: Roofline) -> None:
         self.table = table
         self.prior = prior
-        self.launching = LaunchOverhead(table)
-        self._on_and_on_beside = table.on_and_on.get(BESIDE_EACH_OTHER, 1.0)
+        self.launch_overhead = LaunchOverhead(table)
+        self._sustained_co_running = table.on_and_on.get(CO_RUNNING_KIND, 1.0)
         # What is below under "products", remembered: a load has few sizes of batches.
         self._pass_products_s: Callable[[int, int, int, int], float] = lru_cache(1 << 14)(
             self._fit_pass_products_s
@@ -122,8 +122,10 @@ class Fitted:
         self._step_products_s: Callable[[int, int, bool, int, int], float] = lru_cache(1 << 14)(
             self._fit_step_products_s
         )
-        telling = [p for p in table.points if not p.held_out and not self.launching.waited(p)]
-        solo = [p for p in telling if p.beside is None]
+        telling = [
+            p for p in table.points if not p.held_out and not self.launch_overhead.is_host_bound(p)
+        ]
+        solo = [p for p in telling if p.co_running is None]
         self.decodes = self._fit_kind(
             [p for p in solo if not p.work.prefill_tokens], self._decode_terms
         )
@@ -134,10 +136,12 @@ class Fitted:
             [p for p in solo if p.work.prefill_tokens and p.work.decode_batch]
         )
         self.solo_s: Callable[[BatchShape, int], float] = lru_cache(1 << 12)(self._solo_s)
-        self.alone: Callable[[BatchShape, int], SoloCost] = lru_cache(1 << 12)(self._alone)
-        pairs = [p for p in telling if p.beside is not None]
-        self._prefills_beside = Contention([self._pair(p) for p in pairs if p.work.prefill_tokens])
-        self._decodes_beside = Contention(
+        self.solo_cost: Callable[[BatchShape, int], SoloCost] = lru_cache(1 << 12)(self._solo_cost)
+        pairs = [p for p in telling if p.co_running is not None]
+        self._prefill_contention = Contention(
+            [self._pair(p) for p in pairs if p.work.prefill_tokens]
+        )
+        self._decode_contention = Contention(
             [self._pair(p) for p in pairs if not p.work.prefill_tokens]
         )
 
@@ -147,48 +151,48 @@ class Fitted:
         return tuple(sorted({*self.decodes, *self.prefills}))
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
-        if beside is None:
+        if co_running is None:
             return self.solo_s(work, units)
-        alone, (other, other_units) = self.alone(work, units), beside
+        alone, (other, other_units) = self.solo_cost(work, units), co_running
         if not alone.cost.seconds:
             return alone.floor_s
-        neighbour = self.alone(other, other_units)
+        neighbour = self.solo_cost(other, other_units)
         slower = self.prior.slowdown(alone.cost, units, neighbour.cost, other_units)
         if work.prefill_tokens:
-            slower *= self._prefills_beside.factor(
-                other_units, demand(alone.cost, neighbour.cost, work.prefill_tokens)
+            slower *= self._prefill_contention.factor(
+                other_units, bandwidth_demand(alone.cost, neighbour.cost, work.prefill_tokens)
             )
         else:
-            slower *= self._decodes_beside.factor(
-                units, demand(alone.cost, neighbour.cost, other.prefill_tokens)
+            slower *= self._decode_contention.factor(
+                units, bandwidth_demand(alone.cost, neighbour.cost, other.prefill_tokens)
             )
-        slower = 1 + max(0.0, slower - 1) * neighbour.busy
-        return max(alone.floor_s, alone.cost.seconds * slower * self._on_and_on_beside)
+        slower = 1 + max(0.0, slower - 1) * neighbour.device_busy_share
+        return max(alone.floor_s, alone.cost.seconds * slower * self._sustained_co_running)
 
     # ------------------------------------------------------------ one step, alone
 
     def _solo_s(self, work: BatchShape, units: int) -> float:
         return max(
             self._device_s(work, units) * self.table.on_and_on.get(work.kind, 1.0),
-            self.launching.floor_s(work),
+            self.launch_overhead.floor_s(work),
         )
 
-    def _alone(self, work: BatchShape, units: int) -> SoloCost:
+    def _solo_cost(self, work: BatchShape, units: int) -> SoloCost:
         seconds, floor_s, prior = (
             self._device_s(work, units),
-            self.launching.floor_s(work),
+            self.launch_overhead.floor_s(work),
             self.prior,
         )
         if not seconds:
             return SoloCost(StepCost(0.0, 0.0, 0.0), floor_s, 0.0)
-        known = prior.alone(
+        known = prior.solo_cost(
             work, prior.device.units
         )  # bytes and FLOPs are the same on any number of units
         pull, burn = (
-            known.bytes / (seconds * prior.read[-1]),
+            known.bytes / (seconds * prior.read_bandwidth[-1]),
             known.flops / (seconds * units * prior.unit_flops),
         )
         return SoloCost(
@@ -204,12 +208,12 @@ class Fitted:
                 f"{units} units asked of {self.prior.device.name}, which has {self.prior.device.units}"
             )
         if not work.prefill_tokens:
-            return self._by_levels(work, units, self.decodes, self._decode_s)
+            return self._interpolate_units(work, units, self.decodes, self._decode_s)
         if not work.decode_batch:
-            return self._by_levels(work, units, self.prefills, self._prefill_s)
-        return self._by_levels(work, units, self.mixed or self.prefills, self._mixed_s)
+            return self._interpolate_units(work, units, self.prefills, self._prefill_s)
+        return self._interpolate_units(work, units, self.mixed or self.prefills, self._mixed_s)
 
-    def _by_levels(
+    def _interpolate_units(
         self,
         work: BatchShape,
         units: int,
@@ -221,12 +225,12 @@ class Fitted:
         if units in known:
             return price(work, units, units)
         if not known:
-            return self.prior.alone(work, units).seconds
-        below, above = around(tuple(known), units)
+            return self.prior.solo_cost(work, units).seconds
+        below, above = neighbours(tuple(known), units)
         if below is None or above is None:
             level = below or above or units
             share = min(units, level) / max(units, level)  # the farther away, the less it tells
-            return price(work, units, level) * share + self.prior.alone(work, units).seconds * (
+            return price(work, units, level) * share + self.prior.solo_cost(work, units).seconds * (
                 1 - share
             )
         share = (units - below) / (above - below)
@@ -243,7 +247,7 @@ class Fitted:
     def _decode_s(self, work: BatchShape, units: int, level: int) -> float:
         (read,) = self.decodes[level].others
         rows, layers = (
-            filled(work.decode_batch, self.table.buckets),
+            pad_rows(work.decode_batch, self.table.buckets),
             work.last_layer - work.first_layer,
         )
         products_s = self._step_products_s(
@@ -274,7 +278,7 @@ class Fitted:
 
     def _decode_terms(self, work: BatchShape, units: int) -> CostTerms:
         rows, layers = (
-            filled(work.decode_batch, self.table.buckets),
+            pad_rows(work.decode_batch, self.table.buckets),
             work.last_layer - work.first_layer,
         )
         products_s = self._layers_s(rows, layers, work.last_layer == work.layers, units)
@@ -292,7 +296,9 @@ class Fitted:
         """All rows as a prefill, the decodes' attention, and the pauses of its kernels."""
         layers = work.last_layer - work.first_layer
         if self.prefills:
-            prefill_s = self._by_levels(work, units, self.prefills, self._prefill_s) - head_s
+            prefill_s = (
+                self._interpolate_units(work, units, self.prefills, self._prefill_s) - head_s
+            )
         else:
             prefill_s = self._prefill_terms(work, units).prior_s
         known = self.decodes
@@ -319,10 +325,10 @@ class Fitted:
         ).seconds - own_s if work.prefill_reused else 0.0
 
     def _pass_rows(self, work: BatchShape) -> int:
-        return filled(work.prefill_tokens + work.decode_batch, self.table.pass_buckets)
+        return pad_rows(work.prefill_tokens + work.decode_batch, self.table.pass_buckets)
 
     def _layer_s(self, rows: int, units: int) -> float:
-        return self.prior.layer_cost(on_grid(rows), units).seconds
+        return self.prior.layer_cost(round_up_rows(rows), units).seconds
 
     def _layers_s(self, rows: int, layers: int, head: bool, units: int) -> float:
         """Of a step of decodes."""
@@ -332,7 +338,7 @@ class Fitted:
     # ------------------------------------------------------------ products, with the factors of `level`
 
     def _fit_pass_products_s(self, rows: int, layers: int, units: int, level: int) -> float:
-        factor_s = self.prefills[level].products.at(rows, self._layer_s(rows, level))
+        factor_s = self.prefills[level].products.seconds(rows, self._layer_s(rows, level))
         return layers * factor_s * self._layer_s(rows, units) / self._layer_s(rows, level)
 
     def _fit_step_products_s(
@@ -342,7 +348,7 @@ class Fitted:
         if not here_s:
             return 0.0
         return (
-            self.decodes[level].products.at(rows, here_s)
+            self.decodes[level].products.seconds(rows, here_s)
             * self._layers_s(rows, layers, head, units)
             / here_s
         )
@@ -360,7 +366,7 @@ class Fitted:
             )
         common = common_factor(
             [
-                (seconds - terms.rest_s) / terms.prior_s
+                (seconds - terms.fixed_s) / terms.prior_s
                 for found in seen.values()
                 for terms, seconds in found
             ]
@@ -369,7 +375,7 @@ class Fitted:
 
     def _fit_level(self, found: Sequence[tuple[CostTerms, float]], common: float) -> ProductFactors:
         here = common_factor(
-            [(seconds - terms.rest_s) / terms.prior_s for terms, seconds in found], common
+            [(seconds - terms.fixed_s) / terms.prior_s for terms, seconds in found], common
         )
         priors = {terms.rows: terms.products_s for terms, _ in found}
         rows = tuple(sorted(priors))
@@ -379,9 +385,9 @@ class Fitted:
         for terms, seconds in found:
             line = [0.0] * len(rows) + list(terms.others)
             for point, part_s in curve.parts(terms.rows, terms.products_s):
-                line[point] = terms.times * part_s
-            table.append((line, seconds - terms.rest_s))
-        factors = least_squares(table, [(here, PULL * here)] * (len(rows) + others))
+                line[point] = terms.repeats * part_s
+            table.append((line, seconds - terms.fixed_s))
+        factors = least_squares(table, [(here, PRIOR_SPREAD * here)] * (len(rows) + others))
         return ProductFactors(
             FactorCurve(rows, curve.prior_s, tuple(factors[: len(rows)])),
             tuple(factors[len(rows) :]),
@@ -392,9 +398,9 @@ class Fitted:
         for point in points:
             terms = self._mixed_terms(point.work, point.units)
             found.setdefault(point.units, []).append(
-                (list(terms.others), point.seconds - terms.rest_s)
+                (list(terms.others), point.seconds - terms.fixed_s)
             )
-        guesses = [(1.0, PULL), (1.0, PULL), (1.0, FREE)]
+        guesses = [(1.0, PRIOR_SPREAD), (1.0, PRIOR_SPREAD), (1.0, FREE_SPREAD)]
         return {
             units: ProductFactors(FactorCurve((), (), ()), tuple(least_squares(t, guesses)))
             for units, t in sorted(found.items())
@@ -403,11 +409,14 @@ class Fitted:
     # ------------------------------------------------------------ contention
 
     def _pair(self, point: CalibrationPoint) -> MeasuredPair:
-        assert point.beside is not None
-        work, (other, other_units) = point.work, point.beside
-        cost, neighbour = self.alone(work, point.units).cost, self.alone(other, other_units).cost
+        assert point.co_running is not None
+        work, (other, other_units) = point.work, point.co_running
+        cost, neighbour = (
+            self.solo_cost(work, point.units).cost,
+            self.solo_cost(other, other_units).cost,
+        )
         slower = self.prior.slowdown(cost, point.units, neighbour, other_units)
-        asked = demand(cost, neighbour, work.prefill_tokens + other.prefill_tokens)
+        asked = bandwidth_demand(cost, neighbour, work.prefill_tokens + other.prefill_tokens)
         return MeasuredPair(
             other_units if work.prefill_tokens else point.units,
             asked,
@@ -415,17 +424,17 @@ class Fitted:
         )
 
 
-def demand(cost: StepCost, neighbour: StepCost, prefill_tokens: int) -> BandwidthDemand:
+def bandwidth_demand(cost: StepCost, neighbour: StepCost, prefill_tokens: int) -> BandwidthDemand:
     return BandwidthDemand(
-        cost.pull,
-        neighbour.pull,
-        cost.burn,
-        neighbour.burn,
+        cost.bandwidth_share,
+        neighbour.bandwidth_share,
+        cost.compute_share,
+        neighbour.compute_share,
         math.log2(1 + prefill_tokens) / OCTAVES,
     )
 
 
-def around(levels: tuple[int, ...], units: int) -> tuple[int | None, int | None]:
+def neighbours(levels: tuple[int, ...], units: int) -> tuple[int | None, int | None]:
     """The nearest of `levels` (ascending) below and above."""
     after = bisect.bisect_right(levels, units)
     below = bisect.bisect_left(levels, units) - 1
@@ -436,7 +445,7 @@ def common_factor(ratios: Sequence[float], otherwise: float = 1.0) -> float:
     """The median of `ratios`, and with few of them nearer to `otherwise`."""
     if not ratios:
         return otherwise
-    ordered = sorted(math.log(max(ratio, LEAST)) for ratio in ratios)
+    ordered = sorted(math.log(max(ratio, MIN_FACTOR)) for ratio in ratios)
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     weight = len(ordered) / (len(ordered) + 0.5)
     return math.exp(weight * middle + (1 - weight) * math.log(otherwise))

@@ -21,10 +21,12 @@ from counterpoint.types import BatchShape
 # Each cost at a guess, in seconds: of a decode step, 256 rows of it; of a pass, all its layers, a prompt, that it has decodes.
 DECODE = (3e-4, 2e-4)
 PASS = (1e-3, 8e-3, 2e-4, 2e-3)
-FREE = 20.0  # how far, relatively, they may be from that
-KEPT = 0.85  # of the points, those nearest to a first fit: the host has bad moments
-BOUND = 1.1  # a step that takes less than so many times its launch was waiting for the host
-ENOUGH = 4  # such steps, to tell how much longer than its launch they take
+PRIOR_SPREAD = 20.0  # how far, relatively, they may be from that
+KEPT_SHARE = 0.85  # of the points, those nearest to a first fit: the host has bad moments
+HOST_BOUND_RATIO = (
+    1.1  # a step that takes less than so many times its launch was waiting for the host
+)
+MIN_POINTS = 4  # such steps, to tell how much longer than its launch they take
 
 
 class LaunchOverhead:
@@ -36,9 +38,9 @@ class LaunchOverhead:
         for point in table.points:
             if point.host_s and not point.held_out:
                 seen.setdefault(self.kind(point.work), []).append(point)
-        self._costs = {kind: costs(points) for kind, points in seen.items()}
+        self._costs = {kind: fit_launch_costs(points) for kind, points in seen.items()}
         starts = {
-            kind: [p.start_s for p in points if p.start_s and not p.beside]
+            kind: [p.start_s for p in points if p.start_s and not p.co_running]
             for kind, points in seen.items()
         }
         self._starts = {kind: statistics.median(some) for kind, some in starts.items() if some}
@@ -46,12 +48,14 @@ class LaunchOverhead:
             p.seconds / p.host_s
             for points in seen.values()
             for p in points
-            if p.seconds < BOUND * p.host_s and not p.beside
+            if p.seconds < HOST_BOUND_RATIO * p.host_s and not p.co_running
         ]
-        self.stretch = max(1.0, statistics.median(bound)) if len(bound) >= ENOUGH else 1.0
+        self.host_bound_factor = (
+            max(1.0, statistics.median(bound)) if len(bound) >= MIN_POINTS else 1.0
+        )
 
     @property
-    def known(self) -> bool:
+    def is_measured(self) -> bool:
         return bool(self._costs)
 
     def kind(self, work: BatchShape) -> str:
@@ -74,18 +78,18 @@ class LaunchOverhead:
 
     def floor_s(self, work: BatchShape) -> float:
         """The least that a step takes among others: the host can't launch faster."""
-        return self.stretch * self.seconds(work)
+        return self.host_bound_factor * self.seconds(work)
 
     def start_s(self, work: BatchShape) -> float:
         """How much longer a step takes on an idle device than behind another."""
         return self._starts.get(self.kind(work), 0.0)
 
-    def waited(self, point: CalibrationPoint) -> bool:
+    def is_host_bound(self, point: CalibrationPoint) -> bool:
         """Whether it was the host that set the pace of what was measured."""
-        return point.seconds < BOUND * self.stretch * point.host_s
+        return point.seconds < HOST_BOUND_RATIO * self.host_bound_factor * point.host_s
 
 
-def costs(points: Sequence[CalibrationPoint]) -> tuple[float, ...]:
+def fit_launch_costs(points: Sequence[CalibrationPoint]) -> tuple[float, ...]:
     """What a launch is made of, of points of one kind."""
     decodes = not points[0].work.prefill_tokens
     guesses = DECODE if decodes else PASS
@@ -102,9 +106,11 @@ def costs(points: Sequence[CalibrationPoint]) -> tuple[float, ...]:
                 float(work.decode_batch > 0),
             )
         table.append(([size * guess for size, guess in zip(sizes, guesses, strict=True)], p.host_s))
-    found = least_squares(table, [(1.0, FREE)] * len(guesses))
+    found = least_squares(table, [(1.0, PRIOR_SPREAD)] * len(guesses))
     table.sort(
         key=lambda row: abs(sum(a * b for a, b in zip(row[0], found, strict=True)) / row[1] - 1)
     )
-    found = least_squares(table[: math.ceil(KEPT * len(table))], [(1.0, FREE)] * len(guesses))
+    found = least_squares(
+        table[: math.ceil(KEPT_SHARE * len(table))], [(1.0, PRIOR_SPREAD)] * len(guesses)
+    )
     return tuple(factor * guess for factor, guess in zip(found, guesses, strict=True))

@@ -26,7 +26,7 @@ class Perturbed:
         self._factor = lru_cache(1 << 12)(self._draw)
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         cell = (
             work.prefill_tokens.bit_length(),
@@ -34,7 +34,7 @@ class Perturbed:
             work.decode_context.bit_length(),
             units,
         )
-        return self._factor(cell) * self.inner.seconds(work, units, beside)
+        return self._factor(cell) * self.inner.seconds(work, units, co_running)
 
     def _draw(self, cell: tuple[int, int, int, int]) -> float:
         word = zlib.crc32(repr((self.seed, cell)).encode())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NOISE = 0.02  # relative error of a measurement
-LEAST = 0.02  # of a factor
+MIN_FACTOR = 0.02  # of a factor
 
 
 def least_squares(
@@ -31,7 +31,7 @@ def least_squares(
     for i, (guess, spread) in enumerate(guesses):
         matrix[i][i] += 1 / spread**2
         right[i] += guess / spread**2
-    return [max(LEAST, value) for value in solve(matrix, right)]
+    return [max(MIN_FACTOR, value) for value in solve(matrix, right)]
 
 
 def solve(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -32,7 +32,7 @@ from counterpoint.types import BatchShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KERNELS_PER_LAYER = 9  # norm, qkv, rotary + append, attention, o, norm, gate-up, activation, down
-FINE = 8  # steps per unit of the tables over busy units
+STEPS_PER_UNIT = 8  # steps per unit of the tables over busy units
 KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
 
 
@@ -43,8 +43,8 @@ class StepCost(msgspec.Struct, frozen=True, gc=False):
     seconds: float
     bytes: float
     flops: float
-    pull: float = 0.0
-    burn: float = 0.0
+    bandwidth_share: float = 0.0
+    compute_share: float = 0.0
 
     def __add__(self, other: StepCost) -> StepCost:
         return StepCost(
@@ -52,9 +52,9 @@ class StepCost(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-NOTHING = StepCost(0.0, 0.0, 0.0)
+NO_COST = StepCost(0.0, 0.0, 0.0)
 # Of a step: in a layer its products and what lies between them, its attention of decodes, that of prompts; and the head.
-Parts = tuple[StepCost, StepCost, StepCost, StepCost]
+OperatorCosts = tuple[StepCost, StepCost, StepCost, StepCost]
 
 
 class MatrixProduct(NamedTuple):
@@ -75,7 +75,7 @@ def busy_units(tiles: int, units: int) -> float:
     return tiles / -(-tiles // units)
 
 
-def on_grid(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """`rows`, up to 3 % more: what is remembered then serves many batches. (Tiles are coarser: the price hardly moves.)"""
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
@@ -106,7 +106,7 @@ class Roofline:
             model.heads,
             device.attention.tile_rows,
         )  # that make tiles
-        self.read = [
+        self.read_bandwidth = [
             device.read_bandwidth.at(count) for count in range(device.units + 1)
         ]  # bytes/s by units
         self.attention_read = [
@@ -114,7 +114,7 @@ class Roofline:
         ]
         self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
         steps = [
-            step / FINE for step in range(FINE * device.units + 1)
+            step / STEPS_PER_UNIT for step in range(STEPS_PER_UNIT * device.units + 1)
         ]  # busy units, in small steps
         self.gemm_read = [
             device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps
@@ -123,7 +123,7 @@ class Roofline:
             busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps
         ]  # FLOP/s
         self.layer_products = layer_products(model)
-        self.plain_bytes = plain_bytes(model)
+        self.elementwise_bytes = elementwise_bytes(model)
         self.query_bytes = (
             2 * self.weight_bytes * model.heads * model.head_dim
         )  # of a token in a layer: its query and its output
@@ -131,18 +131,18 @@ class Roofline:
             self._layer_products_cost
         )
         self.head_cost: Callable[[int, int], StepCost] = lru_cache(1 << 14)(self._head_cost)
-        self.alone: Callable[[BatchShape, int], StepCost] = lru_cache(1 << 12)(self._alone)
+        self.solo_cost: Callable[[BatchShape, int], StepCost] = lru_cache(1 << 12)(self._solo_cost)
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
-        cost = self.alone(work, units)
-        if beside is None:
+        cost = self.solo_cost(work, units)
+        if co_running is None:
             return cost.seconds
-        other, other_units = beside
+        other, other_units = co_running
         return cost.seconds * self.slowdown(
-            cost, units, self.alone(other, other_units), other_units
+            cost, units, self.solo_cost(other, other_units), other_units
         )
 
     def slowdown(self, cost: StepCost, units: int, other: StepCost, other_units: int) -> float:
@@ -153,28 +153,28 @@ class Roofline:
         contention, turns = self.device.contention, (units + other_units) / self.device.units
         slower = (
             1
-            + contention.bandwidth * other.pull
-            + contention.compute * other.burn * (1 - cost.burn)
+            + contention.bandwidth * other.bandwidth_share
+            + contention.compute * other.compute_share * (1 - cost.compute_share)
         )
-        return max(slower, cost.pull + other.pull) * max(1.0, turns)
+        return max(slower, cost.bandwidth_share + other.bandwidth_share) * max(1.0, turns)
 
     # ------------------------------------------------------------ one step, alone
 
-    def parts(self, work: BatchShape, units: int) -> Parts:
+    def operator_costs(self, work: BatchShape, units: int) -> OperatorCosts:
         if not 1 <= units <= self.device.units:
             raise ValueError(
                 f"{units} units asked of {self.device.name}, which has {self.device.units}"
             )
         return (
-            self.layer_cost(on_grid(work.prefill_tokens + work.decode_batch), units),
-            self.decode_attention(work, units) if work.decode_batch else NOTHING,
-            self.prefill_attention(work, units) if work.prefill_tokens else NOTHING,
+            self.layer_cost(round_up_rows(work.prefill_tokens + work.decode_batch), units),
+            self.decode_attention(work, units) if work.decode_batch else NO_COST,
+            self.prefill_attention(work, units) if work.prefill_tokens else NO_COST,
             self.head_cost(work.samples, units)
             if work.last_layer == work.layers and work.samples
-            else NOTHING,
+            else NO_COST,
         )
 
-    def total(self, work: BatchShape, units: int, parts: Parts) -> StepCost:
+    def sum_costs(self, work: BatchShape, units: int, parts: OperatorCosts) -> StepCost:
         layer, reading, attention, head = parts
         seconds = layer.seconds + reading.seconds + attention.seconds
         if work.prefill_tokens:
@@ -182,22 +182,24 @@ class Roofline:
         layers = work.last_layer - work.first_layer
         seconds = layers * seconds + head.seconds
         if not seconds:
-            return NOTHING
+            return NO_COST
         moved = layers * (layer.bytes + reading.bytes + attention.bytes) + head.bytes
         flops = layers * (layer.flops + reading.flops + attention.flops) + head.flops
         burn = min(1.0, flops / seconds / (units * self.unit_flops))
-        return StepCost(seconds, moved, flops, moved / seconds / self.read[-1], burn)
+        return StepCost(seconds, moved, flops, moved / seconds / self.read_bandwidth[-1], burn)
 
-    def _alone(self, work: BatchShape, units: int) -> StepCost:
-        return self.total(work, units, self.parts(work, units))
+    def _solo_cost(self, work: BatchShape, units: int) -> StepCost:
+        return self.sum_costs(work, units, self.operator_costs(work, units))
 
     def _layer_products_cost(self, rows: int, units: int) -> StepCost:
         """The products of one layer and what lies between them, without attention."""
         total = StepCost(KERNELS_PER_LAYER * self.device.kernel_s, 0.0, 0.0)
         for product in self.layer_products:
-            total += self.product(product, rows, units)
-        moved = rows * self.plain_bytes
-        return total + StepCost(moved / self.read[units] + self._reduce_s(rows), moved, 0.0)
+            total += self.product_cost(product, rows, units)
+        moved = rows * self.elementwise_bytes
+        return total + StepCost(
+            moved / self.read_bandwidth[units] + self._reduce_s(rows), moved, 0.0
+        )
 
     def _reduce_s(self, rows: int) -> float:
         """The two all-reduces of a layer in tensor parallelism, after attention and FFN: each as a ring, 2-byte elements."""
@@ -211,19 +213,19 @@ class Roofline:
         """Logits of `samples` rows; the sampler reads them about three times in float32."""
         moved = 3.0 * 4 * samples * self.model.vocab
         sampler = StepCost(
-            KERNELS_PER_PASS * self.device.kernel_s + moved / self.read[units], moved, 0.0
+            KERNELS_PER_PASS * self.device.kernel_s + moved / self.read_bandwidth[units], moved, 0.0
         )
         return (
-            self.product(MatrixProduct(self.model.vocab, self.model.hidden), samples, units)
+            self.product_cost(MatrixProduct(self.model.vocab, self.model.hidden), samples, units)
             + sampler
         )
 
-    def product(self, product: MatrixProduct, rows: int, units: int) -> StepCost:
+    def product_cost(self, product: MatrixProduct, rows: int, units: int) -> StepCost:
         """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
         that rows reach (expected number, routing uniform)."""
-        return self.tiled(product, rows, units)[0]
+        return self.tiled_cost(product, rows, units)[0]
 
-    def tiled(self, product: MatrixProduct, rows: int, units: int) -> tuple[StepCost, float]:
+    def tiled_cost(self, product: MatrixProduct, rows: int, units: int) -> tuple[StepCost, float]:
         """The cost of `product`, and how many units have a tile on average."""
         if rows == 0:
             return StepCost(0.0, 0.0, 0.0), 0.0
@@ -239,7 +241,10 @@ class Roofline:
         )
         flops = 2.0 * rows * product.taken * columns * inner
         gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
-        least_read_s, peak = moved / gemm_read[FINE * units], gemm_flops[FINE * units]
+        least_read_s, peak = (
+            moved / gemm_read[STEPS_PER_UNIT * units],
+            gemm_flops[STEPS_PER_UNIT * units],
+        )
         least_cube = least_read_s * least_read_s * least_read_s
         best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
         for tile_rows, tile_columns, efficiency in reversed(
@@ -261,12 +266,12 @@ class Roofline:
                     0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
                 )  # float32 partial sums, out and in
                 pieces = tiles * split
-                busy = int(FINE * (pieces / -(-pieces // units)))
+                busy = int(STEPS_PER_UNIT * (pieces / -(-pieces // units)))
                 read_s, compute_s = (moved + spill) / gemm_read[busy], padded / gemm_flops[busy]
                 cube = read_s * read_s * read_s + compute_s * compute_s * compute_s
                 if cube < best:
                     best, working = cube, busy
-        return StepCost(best ** (1 / 3), moved, flops), working / FINE
+        return StepCost(best ** (1 / 3), moved, flops), working / STEPS_PER_UNIT
 
     def prefill_attention(self, work: BatchShape, units: int, reused: bool = True) -> StepCost:
         """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
@@ -304,11 +309,11 @@ def attention_widths(model: ModelSpec) -> tuple[int, int]:
         width = 2 * model.heads * model.head_dim
         return width, width
     latent = model.latent
-    spelled_out = latent.plain_dim + latent.rope_dim + latent.value_dim
+    spelled_out = latent.nope_dim + latent.rope_dim + latent.value_dim
     return model.heads * spelled_out, model.heads * (2 * latent.kv_rank + latent.rope_dim)
 
 
-def plain_bytes(model: ModelSpec) -> float:
+def elementwise_bytes(model: ModelSpec) -> float:
     """Bytes that one token moves in one layer outside products and attention: two norms with their residual (read twice,
     written twice), the rotary embedding on Q and K and the append to the cache, and the gated activation; 2-byte elements."""
     taken = model.experts_per_token if model.experts else 1

@@ -6,14 +6,14 @@ Owns: the look. Promises: `gpus` initialises no device. Must not: decide what to
 from __future__ import annotations
 
 
-def gpu_found() -> bool:
+def has_gpu() -> bool:
     """Whether torch finds a CUDA GPU that it can use."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def gpus() -> int:
+def gpu_count() -> int:
     """How many GPUs this process would see."""
     import torch
 

@@ -107,7 +107,7 @@ class ContractChecker:
     def close(self) -> None:
         self.executor.close()
 
-    def at_rest(self) -> None:
+    def check_idle(self) -> None:
         """Raise unless nothing is open and nothing in flight."""
         for name, left in (("slots are open", self.rows), ("passes are unfinished", self.batches)):
             if left:
@@ -183,25 +183,25 @@ class ContractChecker:
             f"{where}: layers [{step.first_layer}, {step.last_layer})",
         )
         self._fits(step)
-        batch = self.batches.get(step.batch)
+        batch = self.batches.get(step.pass_id)
         if batch is None:
             self._must(
                 step.first_layer == 0,
-                f"{where} starts pass {step.batch} at layer {step.first_layer}",
+                f"{where} starts pass {step.pass_id} at layer {step.first_layer}",
             )
             self._priced(step)
-            batch = self.batches[step.batch] = OpenBatch(step.lane, step.segments)
+            batch = self.batches[step.pass_id] = OpenBatch(step.lane, step.segments)
             for segment in step.segments:
                 self._segment(step, segment)
         self._must(
             step.first_layer == batch.cursor,
-            f"{where}: pass {step.batch} stands at layer {batch.cursor}",
+            f"{where}: pass {step.pass_id} stands at layer {batch.cursor}",
         )
         self._must(
-            step.lane == batch.lane, f"{where}: pass {step.batch} belongs to lane {batch.lane}"
+            step.lane == batch.lane, f"{where}: pass {step.pass_id} belongs to lane {batch.lane}"
         )
         self._must(
-            step.segments == batch.segments, f"{where} changes the segments of pass {step.batch}"
+            step.segments == batch.segments, f"{where} changes the segments of pass {step.pass_id}"
         )
         batch.cursor = step.last_layer
         batch.in_flight += 1
@@ -280,22 +280,22 @@ class ContractChecker:
         room = len(row.pages) * self.page_tokens
         self._must(end <= room, f"{where}: ends at {end}, but its block table holds {room} tokens")
         row.scheduled = end
-        row.passes.append(step.batch)
+        row.passes.append(step.pass_id)
         if segment.sample:
             row.tokens.append(UNKNOWN)
 
     def _drop(self, command: DiscardPass) -> None:
-        batch = self.batches.get(command.batch)
+        batch = self.batches.get(command.pass_id)
         if batch is None:
-            raise ContractViolation(f"pass {command.batch} is dropped but is not under way")
+            raise ContractViolation(f"pass {command.pass_id} is dropped but is not under way")
         self._must(
             not batch.in_flight,
-            f"pass {command.batch} is dropped with {batch.in_flight} steps in flight",
+            f"pass {command.pass_id} is dropped with {batch.in_flight} steps in flight",
         )
-        del self.batches[command.batch]
+        del self.batches[command.pass_id]
         for segment in batch.segments:
             row = self.rows[segment.slot]
-            row.passes.remove(command.batch)
+            row.passes.remove(command.pass_id)
             row.scheduled = segment.start
             if segment.sample:
                 row.tokens.pop()
@@ -307,12 +307,12 @@ class ContractChecker:
             f"step {done.step} came back, which is not lane {done.lane}'s oldest",
         )
         step = oldest.pop(0)
-        batch = self.batches[step.batch]
+        batch = self.batches[step.pass_id]
         batch.in_flight -= 1
         if step.last_layer < self.layers:
             self._must(not done.tokens, f"step {step.id} has tokens before the last layer")
             return
-        del self.batches[step.batch]
+        del self.batches[step.pass_id]
         sampled = sum(s.sample for s in step.segments)
         self._must(
             bool(done.error) or len(done.tokens) == sampled,
@@ -321,7 +321,7 @@ class ContractChecker:
         tokens = iter(done.tokens)
         for segment in step.segments:
             row, end = self.rows[segment.slot], segment.start + segment.tokens
-            row.passes.remove(step.batch)
+            row.passes.remove(step.pass_id)
             row.computed = end
             if segment.sample and not done.error:
                 row.tokens[end] = next(tokens)

@@ -24,7 +24,7 @@ from torch import Tensor
 from counterpoint.device.cores import lane_cores, pin
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.logprobs import chosen_logprobs, prompt_logprobs
-from counterpoint.device.slot_tables import PassRows, SlotTables, pass_rows
+from counterpoint.device.slot_tables import PassRows, SlotTables, make_pass_rows
 from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
@@ -109,13 +109,13 @@ class CpuExecutor:
         """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page there is not."""
         match command:
             case InitSlot():
-                self.tables.open(command)
+                self.tables.init_slot(command)
             case Step():
                 self._enqueue(command)
             case DiscardPass():
-                self._passes.pop(command.batch, None)
+                self._passes.pop(command.pass_id, None)
             case FreeSlot():
-                self.tables.close(command.slot)
+                self.tables.free_slot(command.slot)
 
     def realised(self) -> list[MeasuredCores]:
         """The cores of every (lane, units) that has run."""
@@ -138,7 +138,7 @@ class CpuExecutor:
     def _enqueue(self, step: Step) -> None:
         lane = self.lanes[step.lane]
         if step.first_layer == 0:
-            self.tables.extend(step.segments)
+            self.tables.append_pages(step.segments)
         units = min(max(step.units, 1), len(self.cores))
         cores = frozenset(lane_cores(lane.role, units, self.cores))
         refused = self._refusal(step, cores)
@@ -176,7 +176,7 @@ class CpuExecutor:
             result = self._compute(step)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
-            self._passes.pop(step.batch, None)
+            self._passes.pop(step.pass_id, None)
             result = StepResult(error=f"{type(error).__name__}: {error}")
         done = StepDone(
             step.id,
@@ -196,33 +196,33 @@ class CpuExecutor:
     def _compute(self, step: Step) -> StepResult:
         decoder = self.decoder
         if step.first_layer == 0:
-            rows = pass_rows(step.segments)
-            batch = self.tables.batch(rows, decoder.ops)
+            rows = make_pass_rows(step.segments)
+            batch = self.tables.pass_tensors(rows, decoder.ops)
             x_TD = decoder.embed(batch)
         else:
-            held = self._passes.pop(step.batch, None)
+            held = self._passes.pop(step.pass_id, None)
             if held is None:
                 raise RuntimeError(
-                    f"pass {step.batch} has no hidden states before layer {step.first_layer}"
+                    f"pass {step.pass_id} has no hidden states before layer {step.first_layer}"
                 )
             rows, batch, x_TD = held.rows, held.batch, held.x_TD
         x_TD = decoder.run_layers(x_TD, batch, self.kv, step.first_layer, step.last_layer)
         if step.last_layer < decoder.spec.layers:
-            self._passes[step.batch] = CpuPass(rows, batch, x_TD)
+            self._passes[step.pass_id] = CpuPass(rows, batch, x_TD)
             return StepResult()
         return self._finish(rows, batch, x_TD)
 
     def _finish(self, rows: PassRows, batch: PassTensors, x_TD: Tensor) -> StepResult:
         """Sample behind the last layer."""
-        settings = self.tables.settings
+        settings = self.tables.sampling
         about_prompts = prompt_logprobs(self.decoder, self.tables, rows, batch, x_TD)
         if not len(rows.slot_B):
             return StepResult(prompt_logprobs=about_prompts)
         logits_BV = self.decoder.logits(x_TD, batch)
-        ids_B = sample(logits_BV, self.tables.choice(rows), settings.vocab)
+        ids_B = sample(logits_BV, self.tables.sampler_inputs(rows), settings.vocab)
         self.tables.put_sampled(rows, ids_B)
         ids = ids_B.tolist()
-        settings.grammars.follow(rows.slot_B.tolist(), ids)
+        settings.grammars.accept_tokens(rows.slot_B.tolist(), ids)
         return StepResult(
             tuple(ids), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts
         )

@@ -27,7 +27,7 @@ class WallClockEventQueue:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event | Signal] = queue.SimpleQueue()
         self._stopped = False
-        self.turns = 0
+        self.num_gets = 0
         self.busy_s = 0.0
         self._left_s: float | None = None
 
@@ -42,13 +42,13 @@ class WallClockEventQueue:
         """Let `get` return None once the events already put are out. Later ones are not looked at."""
         self._queue.put(Signal.STOP)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Let `get` return, if need be without events."""
         self._queue.put(Signal.NUDGE)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
         """Block until there are events or a nudge; the time now and all events that wait, or None after `stop`."""
-        self.turns += 1
+        self.num_gets += 1
         if self._left_s is not None:
             self.busy_s += self.clock() - self._left_s
         events: list[Event] = []

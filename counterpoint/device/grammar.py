@@ -69,17 +69,17 @@ class Grammars:
         self._keeping = threading.Lock()  # of both
         self._slots: dict[int, SlotGrammar] = {}
 
-    def connect(self, load: Callable[[], Vocabulary]) -> None:
+    def set_vocabulary_loader(self, load: Callable[[], Vocabulary]) -> None:
         """Where the vocabulary is to be had. It is asked for when the first grammar comes."""
         self._load = load
 
     # ------------------------------------------------------------ grammars
 
-    def ready(self, grammar: str) -> bool:
+    def is_compiled(self, grammar: str) -> bool:
         """It can be used without delay ("": there is none)."""
         return not grammar or grammar in self._compiled
 
-    def prepare(self, grammar: str) -> LLMatcher:
+    def compile(self, grammar: str) -> LLMatcher:
         """Compile it now, if it is not yet. What is wrong with it shows when it is used."""
         known = self._known(grammar)
         if known is not None:
@@ -108,7 +108,7 @@ class Grammars:
 
     # ------------------------------------------------------------ slots
 
-    def open(self, slot: int, sampling: Sampling, output: Sequence[int] = ()) -> None:
+    def init_slot(self, slot: int, sampling: Sampling, output: Sequence[int] = ()) -> None:
         """The slot has a new answer, of which `output` is there already."""
         self._slots.pop(slot, None)
         if sampling.grammar:
@@ -117,11 +117,11 @@ class Grammars:
                 sampling, list(output), stops, self._known(sampling.grammar)
             )
 
-    def close(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """The slot's answer is over."""
         self._slots.pop(slot, None)
 
-    def follow(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+    def accept_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """These tokens were sampled."""
         if not self._slots:
             return
@@ -130,7 +130,7 @@ class Grammars:
             if bound is not None:
                 bound.unread.append(token)
 
-    def masks(self, slots: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    def compute_bitmasks(self, slots: Sequence[int], counts: Sequence[int]) -> np.ndarray:
         """Which tokens may come next, as bits [R, ceil(vocab / 8)], the lowest first. `counts`: how many tokens each answer has."""
         masks_RK = np.zeros((len(slots), len(self._eos)), np.uint8)
         for row, slot, count in zip(masks_RK, slots, counts, strict=True):
@@ -149,7 +149,7 @@ class Grammars:
     def _allowed(self, bound: SlotGrammar) -> np.ndarray | int:
         """One answer's mask, 0 if nothing is allowed."""
         if bound.matcher is None:
-            bound.matcher = (bound.compiled or self.prepare(bound.sampling.grammar)).deep_copy()
+            bound.matcher = (bound.compiled or self.compile(bound.sampling.grammar)).deep_copy()
         matcher = bound.matcher
         followed = matcher.consume_tokens(bound.unread)
         bound.unread.clear()

@@ -49,7 +49,7 @@ class GrammarGate:
             if (
                 grammars is None
                 or not isinstance(event, AddRequest)
-                or grammars.ready(event.sampling.grammar)
+                or grammars.is_compiled(event.sampling.grammar)
             ):
                 self._inbox.put(event)
                 return
@@ -70,7 +70,7 @@ class GrammarGate:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (arrive := self._waiting.get()) is not None:
             try:
-                grammars.prepare(arrive.sampling.grammar)
+                grammars.compile(arrive.sampling.grammar)
             except Exception:  # the vocabulary can't be read, say
                 log.exception("the grammar of request %s cannot be compiled", arrive.id)
             with self._lock:

@@ -16,17 +16,19 @@ from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.model.kv import KVPool
 
 
-def memory_of(pool: KVPool) -> KvMemory:
+def pool_memory(pool: KVPool) -> KvMemory:
     """Raises ValueError if the pool's layers are not each in one piece, or, on a GPU, are not one allocation together."""
     if pool.k[0].device.type != "cpu":
         if pool.whole is None:
             raise ValueError(f"a pool on {pool.k[0].device} must be one allocation")
-        return GpuKvMemory.of(pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages)
+        return GpuKvMemory.from_tensor(
+            pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
+        )
     regions = [_bytes(side[layer]) for layer in range(len(pool.k)) for side in (pool.k, pool.v)]
     return KvMemory(tuple(regions), regions[0].nbytes // pool.pages)
 
 
-def layout_of(pool: KVPool) -> str:
+def page_layout(pool: KVPool) -> str:
     """The order of a page's axes in memory, for the digest."""
     return "token, head, dim" if pool.k[0].is_contiguous() else "head, token, dim"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, column
+from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, tensor_column
 from counterpoint.device.slot_tables import PassRows, SlotTables
 from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
@@ -28,7 +28,7 @@ def chosen_logprobs(
     """Of the sampled ids, one per sampled row; None where not asked for or not sampled; () if no row asks."""
     if not settings.stages(slot_B) & SamplingStage.LOGPROBS:
         return ()
-    rows_R = settings.having(slot_B, SamplingStage.LOGPROBS)
+    rows_R = settings.rows_with(slot_B, SamplingStage.LOGPROBS)
     tops = settings.rows["logprobs"][slot_B[rows_R].numpy()].tolist()
     told = _told(logits_BV[rows_R], ids_B[rows_R], tops, settings.vocab)
     result: list[TokenLogprobs | None] = [None] * len(slot_B)
@@ -42,15 +42,16 @@ def prompt_logprobs(
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
     """One entry per segment: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt goes; None where
     not asked for; () if no segment asks. `x_TD` are the hidden states behind the last layer."""
-    settings = tables.settings
+    settings = tables.sampling
     if not settings.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS:
         return ()
     result: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows.slot_S)
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
-    asking_R = settings.having(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
+    asking_R = settings.rows_with(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
     settings_R = settings.rows[rows.slot_S[asking_R].numpy()]
     last_R = torch.minimum(
-        rows.start_S[asking_R] + rows.tokens_S[asking_R], column(settings_R, "prompt_tokens") - 1
+        rows.start_S[asking_R] + rows.tokens_S[asking_R],
+        tensor_column(settings_R, "prompt_tokens") - 1,
     )
     for segment, last, top in zip(
         asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True

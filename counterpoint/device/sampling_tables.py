@@ -40,7 +40,7 @@ class SamplingStage(enum.IntFlag):
     TOP_P = 8
     PENALTIES = 16
     BIAS = 32
-    KEEP_ON = 64  # min_tokens
+    MIN_TOKENS = 64  # min_tokens
     LOGPROBS = 128
     PROMPT_LOGPROBS = 256
     GRAMMAR = 512
@@ -82,20 +82,22 @@ class SamplingTables:
         self.vocab = vocab
         self.eos_token_ids = tuple(eos_token_ids)
         self.rows = np.zeros(slots, ROW)
-        self.bias = RaggedRows(slots)
-        self.ends = RaggedRows(slots)
+        self.logit_bias = RaggedRows(slots)
+        self.end_bias = RaggedRows(slots)
         self.grammars = Grammars(vocab, eos_token_ids)
 
-    def put(
+    def set_row(
         self, slot: int, sampling: Sampling, prompt_tokens: int, output: Sequence[int] = ()
     ) -> None:
         """`output`: tokens of the answer that are there already."""
         s = sampling
         keep_on = s.min_tokens > 0 and not s.grammar
-        self.grammars.open(slot, s, output)
+        self.grammars.init_slot(slot, s, output)
         ends = s.stop_token_ids if s.ignore_eos else (*s.stop_token_ids, *self.eos_token_ids)
-        self.bias.put(slot, [(id, value) for id, value in s.logit_bias if id < self.vocab])
-        self.ends.put(
+        self.logit_bias.set_row(
+            slot, [(id, value) for id, value in s.logit_bias if id < self.vocab]
+        )
+        self.end_bias.set_row(
             slot,
             [(id, -np.inf) for id in dict.fromkeys(ends) if id < self.vocab] if keep_on else [],
         )
@@ -107,7 +109,7 @@ class SamplingTables:
             SamplingStage.PENALTIES: (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
             != (1, 0, 0),
             SamplingStage.BIAS: bool(s.logit_bias),
-            SamplingStage.KEEP_ON: keep_on,
+            SamplingStage.MIN_TOKENS: keep_on,
             SamplingStage.LOGPROBS: s.logprobs is not None,
             SamplingStage.PROMPT_LOGPROBS: s.prompt_logprobs is not None,
             SamplingStage.GRAMMAR: bool(s.grammar),
@@ -134,11 +136,11 @@ class SamplingTables:
             int(np.bitwise_or.reduce(self.rows["stages"][slot_B.numpy()], initial=0))
         )
 
-    def having(self, slot_B: Tensor, stage: SamplingStage) -> Tensor:
+    def rows_with(self, slot_B: Tensor, stage: SamplingStage) -> Tensor:
         """Indices of the rows that ask for `stage`."""
         return torch.from_numpy(np.flatnonzero(self.rows["stages"][slot_B.numpy()] & stage))
 
-    def choice(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> SamplerInputs:
+    def sampler_inputs(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> SamplerInputs:
         """How rows are sampled whose new token stands at position `end_B`. `tokens` [slots, context]: the token table."""
         asked = self.stages(slot_B)
         if not asked & ~(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS):
@@ -147,64 +149,71 @@ class SamplingTables:
             penalties=self._penalties(slot_B, end_B, tokens)
             if asked & SamplingStage.PENALTIES
             else None,
-            added=self._added(slot_B, end_B, asked),
+            logit_bias=self._added(slot_B, end_B, asked),
             masks=self._masks(slot_B, end_B) if asked & SamplingStage.GRAMMAR else None,
             draw=self._draw(slot_B, end_B) if asked & SamplingStage.DRAW else None,
         )
 
     def _penalties(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> Penalties:
-        rows_R = self.having(slot_B, SamplingStage.PENALTIES)
+        rows_R = self.rows_with(slot_B, SamplingStage.PENALTIES)
         slot_R, length_R = slot_B[rows_R], end_B[rows_R]
         row = self.rows[slot_R.numpy()]
         tokens_RL = tokens[:, : int(length_R.max())][slot_R].long()
-        settings = (column(row, name) for name in ("repetition", "presence", "frequency"))
-        return Penalties(rows_R, tokens_RL, column(row, "prompt_tokens"), length_R, *settings)
+        settings = (tensor_column(row, name) for name in ("repetition", "presence", "frequency"))
+        return Penalties(
+            rows_R, tokens_RL, tensor_column(row, "prompt_tokens"), length_R, *settings
+        )
 
     def _added(self, slot_B: Tensor, end_B: Tensor, asked: SamplingStage) -> tuple[LogitBias, ...]:
         added = []
         if asked & SamplingStage.BIAS:
-            rows_R = self.having(slot_B, SamplingStage.BIAS)
-            added.append(LogitBias(rows_R, *self.bias.take(slot_B[rows_R])))
-        if asked & SamplingStage.KEEP_ON:
-            rows_R = self.having(slot_B, SamplingStage.KEEP_ON)
+            rows_R = self.rows_with(slot_B, SamplingStage.BIAS)
+            added.append(LogitBias(rows_R, *self.logit_bias.gather(slot_B[rows_R])))
+        if asked & SamplingStage.MIN_TOKENS:
+            rows_R = self.rows_with(slot_B, SamplingStage.MIN_TOKENS)
             row = self.rows[slot_B[rows_R].numpy()]
-            short = end_B[rows_R] - column(row, "prompt_tokens") < column(row, "min_tokens")
+            short = end_B[rows_R] - tensor_column(row, "prompt_tokens") < tensor_column(
+                row, "min_tokens"
+            )
             rows_R = rows_R[short]
-            added.append(LogitBias(rows_R, *self.ends.take(slot_B[rows_R])))
+            added.append(LogitBias(rows_R, *self.end_bias.gather(slot_B[rows_R])))
         return tuple(each for each in added if len(each.rows_R))
 
     def _masks(self, slot_B: Tensor, end_B: Tensor) -> GrammarMasks:
-        rows_R = self.having(slot_B, SamplingStage.GRAMMAR)
+        rows_R = self.rows_with(slot_B, SamplingStage.GRAMMAR)
         slot_R = slot_B[rows_R]
-        n_R = end_B[rows_R] - column(self.rows[slot_R.numpy()], "prompt_tokens")
+        n_R = end_B[rows_R] - tensor_column(self.rows[slot_R.numpy()], "prompt_tokens")
         return GrammarMasks(
-            rows_R, torch.from_numpy(self.grammars.masks(slot_R.tolist(), n_R.tolist()))
+            rows_R, torch.from_numpy(self.grammars.compute_bitmasks(slot_R.tolist(), n_R.tolist()))
         )
 
     def _draw(self, slot_B: Tensor, end_B: Tensor) -> DrawParams:
-        rows_R = self.having(slot_B, SamplingStage.DRAW)
+        rows_R = self.rows_with(slot_B, SamplingStage.DRAW)
         slot_R = slot_B[rows_R]
         row = self.rows[slot_R.numpy()]
         asked = self.stages(slot_R)
         return DrawParams(
             rows_R=rows_R if len(rows_R) < len(slot_B) else None,
-            seed_R=column(row, "seed"),
-            n_R=end_B[rows_R] - column(row, "prompt_tokens"),
-            temperature_R=column(row, "temperature"),
-            min_p_R=column(row, "min_p") if asked & SamplingStage.MIN_P else None,
+            seed_R=tensor_column(row, "seed"),
+            n_R=end_B[rows_R] - tensor_column(row, "prompt_tokens"),
+            temperature_R=tensor_column(row, "temperature"),
+            min_p_R=tensor_column(row, "min_p") if asked & SamplingStage.MIN_P else None,
             filters=self._filters(slot_R, asked)
             if asked & (SamplingStage.TOP_K | SamplingStage.TOP_P)
             else None,
         )
 
     def _filters(self, slot_R: Tensor, asked: SamplingStage) -> Filters:
-        rows_F = self.having(slot_R, SamplingStage.TOP_K | SamplingStage.TOP_P)
+        rows_F = self.rows_with(slot_R, SamplingStage.TOP_K | SamplingStage.TOP_P)
         row = self.rows[slot_R[rows_F].numpy()]
-        top_k_F = column(row, "top_k")
+        top_k_F = tensor_column(row, "top_k")
         only_top_p = bool((top_k_F == 0).any())
         width = max(int(top_k_F.max()), FIRST_WIDTH if only_top_p else 0)
         return Filters(
-            rows_F, top_k_F, column(row, "top_p") if asked & SamplingStage.TOP_P else None, width
+            rows_F,
+            top_k_F,
+            tensor_column(row, "top_p") if asked & SamplingStage.TOP_P else None,
+            width,
         )
 
 
@@ -215,7 +224,7 @@ class RaggedRows:
     def __init__(self, slots: int) -> None:
         self.pairs = np.zeros((slots, 0), PAIR)
 
-    def put(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
+    def set_row(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
         missing = len(pairs) - self.pairs.shape[1]
         if missing > 0:
             self.pairs = np.concatenate(
@@ -224,13 +233,13 @@ class RaggedRows:
         self.pairs[slot] = np.zeros((), self.pairs.dtype)
         self.pairs[slot, : len(pairs)] = np.array(list(pairs), self.pairs.dtype)
 
-    def take(self, slot_R: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slot_R: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and values [R, N]."""
         pairs = self.pairs[slot_R.numpy()]
-        return column(pairs, "id"), column(pairs, "value")
+        return tensor_column(pairs, "id"), tensor_column(pairs, "value")
 
 
-def column(rows: np.ndarray, name: str) -> Tensor:
+def tensor_column(rows: np.ndarray, name: str) -> Tensor:
     """One field of structured rows, as a tensor of its own."""
     return torch.from_numpy(
         rows[name].copy()

@@ -23,7 +23,7 @@ Alarm = Callable[[], Event | None]
 HICCUP = (1.3, 4.0)  # times as long, uniformly
 
 
-def fake_token(seed: int, position: int) -> int:
+def simulated_token(seed: int, position: int) -> int:
     """The token that a request of `seed` has at `position`: ordinary ids of every common vocabulary, no control token among
     them (those stand below 1,000 or above 30,000)."""
     return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
@@ -58,10 +58,10 @@ class VirtualEventQueue:
     """ports.Inbox over a virtual clock. Arrivals are posted beforehand; the device sets alarms for what it will report. Each turn
     of the loop keeps the host busy for `turn_s`."""
 
-    def __init__(self, turn_s: float = 0.0) -> None:
+    def __init__(self, host_loop_s: float = 0.0) -> None:
         self.now = 0.0
-        self.turn_s = turn_s
-        self.free_s = 0.0  # when the host has done what it was told so far
+        self.host_loop_s = host_loop_s
+        self.host_free_s = 0.0  # when the host has done what it was told so far
         self._queue: list[tuple[float, int, Event | Alarm]] = []
         self._serial = 0
         self._heard: list[Event] = []  # has come, and the host has not been told yet:
@@ -71,20 +71,20 @@ class VirtualEventQueue:
         """Let `event` come at `at_s`. Events of one time come in the order in which they were posted."""
         self._push(at_s, event)
 
-    def call(self, at_s: float, alarm: Alarm) -> None:
+    def call_at(self, at_s: float, alarm: Alarm) -> None:
         """Call `alarm` at `at_s`; what it returns comes as an event of that time, None as none."""
         self._push(at_s, alarm)
 
-    def spend(self, seconds: float) -> None:
+    def occupy_host(self, seconds: float) -> None:
         """The host is busy for so long, with this after what it does already."""
-        self.free_s = max(self.free_s, self.now) + seconds
+        self.host_free_s = max(self.host_free_s, self.now) + seconds
 
     @property
-    def next_s(self) -> float:
+    def next_event_s(self) -> float:
         """When something happens next; infinite if nothing is left."""
         return min(self._told_s, self._queue[0][0]) if self._queue else self._told_s
 
-    def move(self) -> tuple[float, Sequence[Event]] | None:
+    def advance(self) -> tuple[float, Sequence[Event]] | None:
         """Let the next thing happen. If it is that the host is told what has come: that time and those events."""
         queue = self._queue
         if queue and queue[0][0] <= self._told_s:
@@ -92,19 +92,19 @@ class VirtualEventQueue:
             event = item() if callable(item) else item
             if event is not None:
                 if not self._heard:
-                    self._told_s = max(self.now, self.free_s)
+                    self._told_s = max(self.now, self.host_free_s)
                 self._heard.append(event)
             return None
         self.now, self._told_s = self._told_s, math.inf
         events, self._heard = self._heard, []
-        self.free_s = self.now + self.turn_s
+        self.host_free_s = self.now + self.host_loop_s
         return self.now, events
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
         """Go to the next time at which there is an event and the host is free; that time and all that came until then, or None when
         nothing is left."""
         while self._queue or self._heard:
-            told = self.move()
+            told = self.advance()
             if told is not None:
                 return told
         return None
@@ -148,26 +148,26 @@ class SimExecutor:
     """ports.Executor of one simulated device. `physics` says what a step takes, alone and beside another.
 
     `host` says for how long the launch of a step keeps the host busy, and when the device could start it: hidden while an earlier
-    step still runs, felt when the lane has run dry. Sampled ids are `fake_token`'s. `active`: how many of its units
+    step still runs, felt when the lane has run dry. Sampled ids are `simulated_token`'s. `active`: how many of its units
     a step keeps at work; None: not told.
     """
 
     def __init__(
         self,
-        physics: Estimator,
+        step_times: Estimator,
         inbox: VirtualEventQueue,
         layers: int,
         host: HostModel = FixedLatency(),
-        active: ActiveUnitsModel | None = None,
-        hiccups: float = 0.0,
+        active_units: ActiveUnitsModel | None = None,
+        hiccup_share: float = 0.0,
     ) -> None:
         """`hiccups`: the share of steps that take HICCUP times as long as `physics` says, drawn by their ids."""
-        self.physics = physics
+        self.step_times = step_times
         self.inbox = inbox
         self.layers = layers
         self.host = host
-        self.active = active
-        self.hiccups = hiccups
+        self.active_units = active_units
+        self.hiccup_share = hiccup_share
         self._seeds: dict[int, int] = {}  # of the open slots
         self._lanes: dict[int, SimLane] = {}
 
@@ -177,11 +177,14 @@ class SimExecutor:
             if lane is None:
                 lane = self._lanes[command.lane] = SimLane()
             lane.queue.append(
-                (max(self.inbox.free_s, self.inbox.now) + self.host.start_s(command.work), command)
+                (
+                    max(self.inbox.host_free_s, self.inbox.now) + self.host.start_s(command.work),
+                    command,
+                )
             )
             launch_s = self.host.seconds(command.work)
             if launch_s:
-                self.inbox.spend(launch_s)
+                self.inbox.occupy_host(launch_s)
             if lane.running is None and len(lane.queue) == 1:
                 self._start(lane)
         elif isinstance(command, InitSlot):
@@ -198,11 +201,11 @@ class SimExecutor:
             return
         now = self.inbox.now
         if lane.queue[0][0] > now:
-            self.inbox.call(lane.queue[0][0], lambda: self._start(lane))
+            self.inbox.call_at(lane.queue[0][0], lambda: self._start(lane))
             return
         step = lane.queue.popleft()[1]
         lane.running = RunningStep(
-            step, now, now, hiccup(step.id, self.hiccups) if self.hiccups else 1.0
+            step, now, now, hiccup(step.id, self.hiccup_share) if self.hiccup_share else 1.0
         )
         self._pace()
 
@@ -226,20 +229,20 @@ class SimExecutor:
     def _whole_s(self, step: Step, others: list[Step]) -> float:
         """With several neighbours, each slows the step as if it were alone with it."""
         if not others:
-            return self.physics.seconds(step.work, step.units)
+            return self.step_times.seconds(step.work, step.units)
         if len(others) == 1:
-            return self.physics.seconds(step.work, step.units, (others[0].work, others[0].units))
-        alone_s = self.physics.seconds(step.work, step.units)
+            return self.step_times.seconds(step.work, step.units, (others[0].work, others[0].units))
+        alone_s = self.step_times.seconds(step.work, step.units)
         whole_s = alone_s
         for other in others:
             whole_s *= (
-                self.physics.seconds(step.work, step.units, (other.work, other.units)) / alone_s
+                self.step_times.seconds(step.work, step.units, (other.work, other.units)) / alone_s
             )
         return whole_s
 
     def _set_alarm(self, running: RunningStep) -> None:
         turn = running.turn
-        self.inbox.call(
+        self.inbox.call_at(
             running.since_s + running.left * running.whole_s, lambda: self._end(running, turn)
         )
 
@@ -259,11 +262,11 @@ class SimExecutor:
             started_s=running.started_s,
             ended_s=self.inbox.now,
             units=step.units,
-            active_units=self.active(step.work, step.units) if self.active else 0.0,
+            active_units=self.active_units(step.work, step.units) if self.active_units else 0.0,
         )
 
     def _sampled(self, step: Step) -> tuple[int, ...]:
         seeds = self._seeds
         return tuple(
-            [fake_token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample]
+            [simulated_token(seeds[s.slot], s.start + s.tokens) for s in step.segments if s.sample]
         )

@@ -37,7 +37,7 @@ class PassRows:
     end_B: Tensor
 
 
-def pass_rows(segments: Sequence[Segment]) -> PassRows:
+def make_pass_rows(segments: Sequence[Segment]) -> PassRows:
     integers_S4 = torch.tensor(
         [(s.slot, s.start, s.tokens, s.sample) for s in segments], dtype=torch.int64
     )
@@ -65,30 +65,30 @@ class SlotTables:
             slots, max_context_tokens + 1, dtype=torch.int32
         )  # one more for the last sampled token
         self.pages = torch.zeros(slots, -(-max_context_tokens // page_tokens), dtype=torch.int32)
-        self.settings = SamplingTables(slots, vocab, eos_token_ids)
+        self.sampling = SamplingTables(slots, vocab, eos_token_ids)
         self._pages_used = [0] * slots
 
-    def open(self, command: InitSlot) -> None:
+    def init_slot(self, command: InitSlot) -> None:
         """Fill a row. Raises ValueError or IndexError if it does not fit."""
         slot, tokens = command.slot, command.tokens
         self.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self._pages_used[slot] = 0
         self._append(slot, command.pages)
-        self.settings.put(
+        self.sampling.set_row(
             slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :]
         )
 
-    def close(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """The next `open` overwrites the row; what takes memory beside it goes now."""
-        self.settings.grammars.close(slot)
+        self.sampling.grammars.free_slot(slot)
 
-    def extend(self, segments: Sequence[Segment]) -> None:
+    def append_pages(self, segments: Sequence[Segment]) -> None:
         """Append the segments' new pages to their block tables: once per pass, before its first step."""
         for segment in segments:
             if segment.pages:
                 self._append(segment.slot, segment.pages)
 
-    def batch(self, rows: PassRows, ops: Ops) -> PassTensors:
+    def pass_tensors(self, rows: PassRows, ops: Ops) -> PassTensors:
         """The pass as tensors, with the token ids and pages that its segments have now."""
         total = int(rows.tokens_S.sum())
         first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
@@ -103,9 +103,9 @@ class SlotTables:
             tokens_T, rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP, self.page_tokens, ops
         )
 
-    def choice(self, rows: PassRows) -> SamplerInputs:
+    def sampler_inputs(self, rows: PassRows) -> SamplerInputs:
         """How the sampled segments of a pass are sampled."""
-        return self.settings.choice(rows.slot_B, rows.end_B, self.tokens)
+        return self.sampling.sampler_inputs(rows.slot_B, rows.end_B, self.tokens)
 
     def put_sampled(self, rows: PassRows, ids_B: Tensor) -> None:
         """Write the sampled ids behind their segments. A row that could not be sampled (-1) gets id 0: a step already queued

@@ -35,7 +35,7 @@ from counterpoint.types import (
     StepDone,
 )
 
-PROMPTS = 8  # slots of prompts that are prefilled
+PROMPT_SLOTS = 8  # slots of prompts that are prefilled
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 LEAST_S = 0.09  # what is measured runs for about so long in all,
 LEAST_STEPS, MOST_STEPS = 4, 18  # within these, if they are decodes,
@@ -92,7 +92,7 @@ class CoRunTiming:
         return self.ends[PREFILL][self.per_pass - 1 :: self.per_pass]
 
 
-def middle(values: Sequence[float]) -> float:
+def median_of(values: Sequence[float]) -> float:
     """Mean of the middle two thirds: what is typical, where single ones are disturbed."""
     ordered = sorted(values)
     cut = len(ordered) // 6 if len(ordered) > 5 else (len(ordered) - 1) // 2
@@ -130,12 +130,12 @@ class StepProbe:
 
     # ------------------------------------------------------------ setting up
 
-    def decoding(self, contexts: Sequence[int]) -> None:
+    def set_decode_batch(self, contexts: Sequence[int]) -> None:
         """Let slots with these contexts be the decode batch. Raises ValueError if the pool does not hold them beside a prompt."""
         if list(contexts) == self.contexts:
             return
         for number in range(len(self.contexts)):
-            self.executor.submit(FreeSlot(PROMPTS + number))
+            self.executor.submit(FreeSlot(PROMPT_SLOTS + number))
         self.contexts = []
         at = self.pages
         for number, context in enumerate(contexts):
@@ -147,7 +147,7 @@ class StepProbe:
                 )
             pages = tuple(self.order[at : at + count])
             self.executor.submit(
-                InitSlot(PROMPTS + number, self._text(context + 1), context + 1, pages, GREEDY)
+                InitSlot(PROMPT_SLOTS + number, self._text(context + 1), context + 1, pages, GREEDY)
             )
             self.contexts.append(context)
 
@@ -177,14 +177,16 @@ class StepProbe:
 
     def decode_step(self, work: BatchShape, units: int) -> Step:
         rows = [
-            Segment(PROMPTS + n, context - 1, 1, True) for n, context in enumerate(self.contexts)
+            Segment(PROMPT_SLOTS + n, context - 1, 1, True)
+            for n, context in enumerate(self.contexts)
         ]
         return self._step(DECODE, None, (0, self.layers), units, rows, work)
 
     def fused_step(self, work: BatchShape, prompts: Sequence[ProbePrompt]) -> Step:
         """Every decode and a piece of each prompt, none of which ends here."""
         rows = [
-            Segment(PROMPTS + n, context - 1, 1, True) for n, context in enumerate(self.contexts)
+            Segment(PROMPT_SLOTS + n, context - 1, 1, True)
+            for n, context in enumerate(self.contexts)
         ]
         pieces = [Segment(s.slot, s.start, s.tokens, False, s.pages) for s in self._opened(prompts)]
         return self._step(DECODE, None, (0, self.layers), self.units, [*rows, *pieces], work)
@@ -234,11 +236,11 @@ class StepProbe:
 
     # ------------------------------------------------------------ what is measured
 
-    def decode_s(self, work: BatchShape, units: int) -> ProbeTiming:
+    def time_decode(self, work: BatchShape, units: int) -> ProbeTiming:
         """A decode step of the batch."""
         return self._in_a_row(lambda: self.decode_step(work, units), LEAST_STEPS, MOST_STEPS)
 
-    def prefill_s(
+    def time_prefill(
         self, work: BatchShape, prompts: Sequence[ProbePrompt], units: int
     ) -> ProbeTiming:
         """A whole pass, alone on its units."""
@@ -248,7 +250,7 @@ class StepProbe:
             MOST_PASSES_ALONE,
         )
 
-    def fused_s(self, work: BatchShape, prompts: Sequence[ProbePrompt]) -> ProbeTiming:
+    def time_fused(self, work: BatchShape, prompts: Sequence[ProbePrompt]) -> ProbeTiming:
         return self._in_a_row(
             lambda: self.fused_step(work, prompts), LEAST_PASSES, MOST_PASSES_ALONE
         )
@@ -277,15 +279,15 @@ class StepProbe:
                     send()
         while len(ends) < len(launches_s):
             ends += [done.ended_s for done in self._done()]
-        seconds = middle([b - a for a, b in itertools.pairwise(ends[: enough + 1])])
+        seconds = median_of([b - a for a, b in itertools.pairwise(ends[: enough + 1])])
         start_s = 0.0
         if seconds < SHORT_S:
             self._submit(make())
             (done,) = self._done()
             start_s = max(0.0, done.ended_s - done.started_s - seconds)
-        return ProbeTiming(seconds, middle(launches_s[1:]), 1, start_s)
+        return ProbeTiming(seconds, median_of(launches_s[1:]), 1, start_s)
 
-    def slower_on_and_on(
+    def sustained_slowdown(
         self, work: BatchShape, prompts: Sequence[ProbePrompt], for_s: float
     ) -> float:
         """How many times longer a pass takes (fused, if its work has decodes) among others that run for `for_s` seconds than in a
@@ -307,7 +309,7 @@ class StepProbe:
                 running -= 1
                 ends.append(done.ended_s)
         late = [b - a for a, b in itertools.pairwise(ends) if a >= (ends[0] + ends[-1]) / 2]
-        return middle(late) / short_s
+        return median_of(late) / short_s
 
     def _enough(self, one_s: float, least: int, most: int) -> int:
         """How many to count, if the first took `one_s`."""
@@ -315,7 +317,7 @@ class StepProbe:
             return 1
         return min(most, max(least, int(LEAST_S / max(1e-4, one_s))))
 
-    def together_s(
+    def time_co_running(
         self,
         decode: BatchShape,
         level: int,
@@ -353,12 +355,13 @@ class StepProbe:
         if len(steady) < 2:
             steady = [seen.began_s, *seen.ends[DECODE]]
         period_s, pass_s = (
-            middle([b - a for a, b in itertools.pairwise(times)]) for times in (steady, pass_ends)
+            median_of([b - a for a, b in itertools.pairwise(times)])
+            for times in (steady, pass_ends)
         )
         parts = seen.launches_s[PREFILL]
         each_s = [sum(parts[at : at + seen.per_pass]) for at in range(0, len(parts), seen.per_pass)]
-        return ProbeTiming(period_s, middle(seen.launches_s[DECODE][1:])), ProbeTiming(
-            pass_s, middle(each_s[1:]), seen.per_pass
+        return ProbeTiming(period_s, median_of(seen.launches_s[DECODE][1:])), ProbeTiming(
+            pass_s, median_of(each_s[1:]), seen.per_pass
         )
 
     def _side_by_side(

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.config import writing
+from counterpoint.config import name_file_in_errors
 from counterpoint.core import loop
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs, EventLog
@@ -118,7 +118,7 @@ class Timeline:
 
         return reading
 
-    def sent(self, transfer: KvTransfer) -> None:
+    def record_transfer(self, transfer: KvTransfer) -> None:
         """From any thread."""
         self.transfers.append(transfer)
 
@@ -151,7 +151,7 @@ class Timeline:
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def write(self, path: str | Path) -> None:
-        with writing(path):
+        with name_file_in_errors(path):
             Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
 
     def _title(self, lane: int) -> str:
@@ -200,7 +200,7 @@ def span(step: Step, done: StepDone) -> TimelineSpan:
         ended_s=done.ended_s,
         units=done.units or step.units,
         step=step.id,
-        batch=step.batch,
+        batch=step.pass_id,
         prefill_tokens=work.prefill_tokens,
         decode_batch=work.decode_batch,
         context=work.decode_context,

@@ -55,7 +55,7 @@ def make_digest(
     )
 
 
-def refusal(ours: CompatibilityDigest, theirs: CompatibilityDigest) -> str:
+def find_mismatch(ours: CompatibilityDigest, theirs: CompatibilityDigest) -> str:
     """Why no KV may pass between the two, or "" if it may."""
     mine, other = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
     for field in sorted(mine, key="model".__eq__):  # the hash of everything last: it says least

@@ -7,7 +7,7 @@ Must not: choose workers (router.py does), know links, read a clock.
 An attempt may run whole on one worker. Otherwise it has a *source* (the attempt that started its prefill, on worker `prefill`) and
 a decode worker. Attempts of one source differ only in the decode worker, and are made only while none has adopted it; when they are
 used up, the request stays where it was prefilled. When a worker is lost on which it depends, the request starts again behind the
-tokens that the client has (`Arrive.resumed`).
+tokens that the client has (`AddRequest.generated_prefix`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RequestFinished(NamedTuple):
 
     finish: FinishReason
     error: str = ""
-    stopped_by: int | None = None
-    lost: bool = False
+    stop_reason: int | None = None
+    worker_lost: bool = False
 
 
 class Restart(NamedTuple):
@@ -213,7 +213,7 @@ class RequestDispatch:
             return []
         if report.outcome in (HandoffOutcome.ADOPTED, HandoffOutcome.SENT):
             self.settled = True
-            first = () if report.first is None else (report.first,)
+            first = () if report.first_token is None else (report.first_token,)
             actions = self.took(self.source_id, DisaggRole.PREFILL, 0, first)
             return actions if self.over else [*actions, *self._check_lost()]
         adopted = self.settled and self.decode != self.prefill
@@ -295,7 +295,7 @@ class RequestDispatch:
             *drops,
             Restart(
                 self.handoff,
-                msgspec.structs.replace(self.arrive, resumed=tuple(self.tokens)),
+                msgspec.structs.replace(self.arrive, generated_prefix=tuple(self.tokens)),
                 avoid,
             ),
         ]
@@ -306,4 +306,4 @@ class RequestDispatch:
 
     def _fail(self, reason: str) -> list[Action]:
         self.over = True
-        return [*self._drops(), RequestFinished(FinishReason.ERROR, reason, lost=True)]
+        return [*self._drops(), RequestFinished(FinishReason.ERROR, reason, worker_lost=True)]

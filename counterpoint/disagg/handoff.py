@@ -40,13 +40,13 @@ class Handoffs:
     """`strays`: messages that no living link end or handoff expects; they are dropped."""
 
     def __init__(self, rules: HandoffConfig, geometry: KvGeometry) -> None:
-        self.desk = HandoffContext(rules, geometry)
+        self.context = HandoffContext(rules, geometry)
         self.links: dict[int, LinkEnd] = {}
         self.sources: dict[HandoffId, PrefillSource] = {}
         self.senders: dict[HandoffId, HandoffSender] = {}
         self.receivers: dict[HandoffId, HandoffReceiver] = {}
         self.draining = False
-        self.strays = 0
+        self.unexpected = 0
         self._parts: dict[str, PrefillSource | HandoffReceiver] = {}  # by the engine's name
         self._handlers = {
             handoff_events.LinkUp: self._linked,
@@ -70,7 +70,7 @@ class Handoffs:
 
     # ------------------------------------------------------------ in and out
 
-    def handle(self, now: float, event: Event) -> None:
+    def on_event(self, now: float, event: Event) -> None:
         """Take one event. Unknown ids and late messages do no harm."""
         if isinstance(event, wire.HandoffMessage):
             self._letter(now, event)
@@ -92,12 +92,12 @@ class Handoffs:
         self._bury(now)
 
     def take_commands(self) -> list[Command]:
-        commands, self.desk.commands = self.desk.commands, []
+        commands, self.context.commands = self.context.commands, []
         return commands
 
     @property
     def ledger(self) -> PageLedger:
-        return self.desk.ledger
+        return self.context.ledger
 
     @property
     def idle(self) -> bool:
@@ -114,7 +114,7 @@ class Handoffs:
             self._lose(now, link, "is gone")
 
     def _beat(self, now: float, link: LinkEnd) -> None:
-        rules = self.desk.rules
+        rules = self.context.rules
         if now >= link.heard_s + rules.dead_s:
             self._lose(now, link, f"was silent for {rules.dead_s} s")
         elif now >= link.beat_s + rules.heartbeat_s:
@@ -122,7 +122,7 @@ class Handoffs:
             leases = [r.id for r in self.receivers.values() if r.link is link and r.alive]
             for start in range(0, len(leases) or 1, wire.MAX_LEASES):
                 names = tuple(leases[start : start + wire.MAX_LEASES])
-                self.desk.do(
+                self.context.do(
                     SendMessage(link.local, wire.LinkHeartbeat(link.local, link.remote, names))
                 )
 
@@ -142,7 +142,7 @@ class Handoffs:
         if link.dead:
             return
         link.dead = True
-        self.desk.do(FenceLink(link.local))
+        self.context.do(FenceLink(link.local))
         reason = f"{link.worker} {how}"
         for sender in tuple(self.senders.values()):
             if sender.link is link:
@@ -167,11 +167,11 @@ class Handoffs:
 
     def _bury(self, now: float) -> None:
         """Give up the links whose writes did not end in time."""
-        while self.desk.condemned:
+        while self.context.condemned:
             self._lose(
                 now,
-                self.desk.condemned.pop(),
-                f"left writes in flight for {self.desk.rules.drain_s} s",
+                self.context.condemned.pop(),
+                f"left writes in flight for {self.context.rules.drain_s} s",
             )
 
     def _link(
@@ -180,7 +180,7 @@ class Handoffs:
         """The living link end that a message is for."""
         link = self.links.get(message.destination)
         if link is None or link.remote != message.source or link.dead:
-            self.strays += 1
+            self.unexpected += 1
             return None
         link.heard_s = now
         return link
@@ -192,7 +192,7 @@ class Handoffs:
             return
         link = self.links.get(event.link)
         if link is None or link.dead:
-            self.desk.do(
+            self.context.do(
                 HandoffEnded(
                     event.handoff,
                     DisaggRole.PREFILL,
@@ -202,13 +202,13 @@ class Handoffs:
             )
             return
         source = PrefillSource(
-            self.desk,
+            self.context,
             event.handoff,
-            event.arrive,
+            event.request,
             now + event.deadline_s,
             now,
             self._forget_source,
-            event.grain,
+            event.granularity,
         )
         self.sources[source.id] = source
         self._parts[source.name] = source
@@ -216,9 +216,11 @@ class Handoffs:
         self._attempt(now, source, event.handoff, link)
 
     def _plain(self, now: float, event: handoff_events.RunWithoutHandoff) -> None:
-        self.desk.do(
+        self.context.do(
             ToEngine(
-                msgspec.structs.replace(event.arrive, id=engine_id(event.handoff, DisaggRole.WHOLE))
+                msgspec.structs.replace(
+                    event.request, id=engine_id(event.handoff, DisaggRole.WHOLE)
+                )
             )
         )
 
@@ -235,7 +237,7 @@ class Handoffs:
     def _attempt(
         self, now: float, source: PrefillSource, handoff: HandoffId, link: LinkEnd
     ) -> None:
-        sender = HandoffSender(self.desk, handoff, link, source, self._forget_sender)
+        sender = HandoffSender(self.context, handoff, link, source, self._forget_sender)
         self.senders[handoff] = source.sender = sender
         sender.advance(now)
         source.keep()
@@ -259,7 +261,7 @@ class Handoffs:
             receiver.stop(now, HandoffOutcome.ABORTED, "withdrawn")
         if source is None and receiver is None:
             for part in DisaggRole:
-                self.desk.do(ToEngine(EngineAbort(engine_id(event.handoff, part))))
+                self.context.do(ToEngine(EngineAbort(engine_id(event.handoff, part))))
 
     def _drain(self, now: float, event: handoff_events.Drain) -> None:
         self.draining = event.on
@@ -282,17 +284,17 @@ class Handoffs:
             part.delta(now, event)
 
     def _wrote(self, now: float, event: handoff_events.WriteDone) -> None:
-        handoff = self.desk.writes.pop(event.op, None)
+        handoff = self.context.writes.pop(event.op, None)
         if handoff is not None and event.op in self.senders[handoff].ops:
             self.senders[handoff].wrote(now, event.op, event.error, event.checksum)
 
     def _revoked(self, now: float, event: handoff_events.PagesRevoked) -> None:
-        handoff = self.desk.grants.get(event.generation)
+        handoff = self.context.grants.get(event.generation)
         if handoff is not None:
             self.receivers[handoff].revoked()
 
     def _verified(self, now: float, event: handoff_events.PagesVerified) -> None:
-        handoff = self.desk.grants.get(event.generation)
+        handoff = self.context.grants.get(event.generation)
         if handoff is not None:
             self.receivers[handoff].verified(now, event.ok)
 
@@ -308,7 +310,7 @@ class Handoffs:
     def _to_sender(self, now: float, link: LinkEnd, letter: wire.HandoffMessage) -> None:
         sender = self.senders.get(letter.handoff)
         if sender is None or sender.link is not link:
-            self.strays += 1
+            self.unexpected += 1
             if isinstance(letter, wire.PagesReserved | wire.AbortHandoff):
                 self._answer(
                     link, wire.HandoffDrained, letter.handoff, letter.generation, "unknown here"
@@ -347,11 +349,11 @@ class Handoffs:
         ):
             refusal = self._refusal()
             if refusal:
-                link.remember(letter.handoff, False, self.desk.rules.remembered)
+                link.remember(letter.handoff, False, self.context.rules.remembered)
                 self._answer(link, wire.HandoffDrained, letter.handoff, 0, refusal)
                 return
             receiver = HandoffReceiver(
-                self.desk,
+                self.context,
                 letter.handoff,
                 link,
                 letter.arrive,
@@ -362,7 +364,7 @@ class Handoffs:
             self.receivers[receiver.id] = self._parts[receiver.name] = receiver
             receiver.begin()
             return
-        self.strays += 1
+        self.unexpected += 1
         if isinstance(letter, wire.HandoffOffer | wire.TransferDone):
             self._answer(
                 link,
@@ -375,7 +377,7 @@ class Handoffs:
     def _refusal(self) -> str:
         if self.draining:
             return "the decode worker takes no new requests"
-        if self.ledger.pages(PageHold.QUARANTINE) > self.desk.rules.max_quarantine_pages:
+        if self.ledger.pages(PageHold.QUARANTINE) > self.context.rules.max_quarantine_pages:
             return "the decode worker has too many pages in quarantine"
         return ""
 
@@ -388,7 +390,7 @@ class Handoffs:
         reason: str,
     ) -> None:
         ends = (handoff, link.local, link.remote, generation)
-        self.desk.do(
+        self.context.do(
             SendMessage(
                 link.local,
                 wire.TransferAck(*ends)
@@ -409,4 +411,4 @@ class Handoffs:
     def _forget_receiver(self, receiver: HandoffReceiver, adopted: bool) -> None:
         del self.receivers[receiver.id]
         del self._parts[receiver.name]
-        receiver.link.remember(receiver.id, adopted, self.desk.rules.remembered)
+        receiver.link.remember(receiver.id, adopted, self.context.rules.remembered)

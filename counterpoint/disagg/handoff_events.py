@@ -36,7 +36,7 @@ class TransferGranularity(enum.Enum):
 
 class HandoffOutcome(enum.Enum):
     SENT = "sent"  # prefill: the decode worker has adopted it
-    STAYED = "stayed"  # prefill: no decode worker took it, so it decodes here
+    DECODED_IN_PLACE = "stayed"  # prefill: no decode worker took it, so it decodes here
     FINISHED = "finished"  # prefill: the first token was the last
     ADOPTED = "adopted"  # decode: it runs here now
     ABORTED = "aborted"  # the client, or whoever speaks for it, no longer wants it
@@ -121,17 +121,17 @@ class StartHandoff(msgspec.Struct, frozen=True, tag=True):
     """Prefill `arrive` here and hand it on over `link`. `deadline_s`: seconds from now until the handoff is given up."""
 
     handoff: HandoffId
-    arrive: AddRequest
+    request: AddRequest
     link: int
     deadline_s: float
-    grain: TransferGranularity = TransferGranularity.LAYER
+    granularity: TransferGranularity = TransferGranularity.LAYER
 
 
 class RunWithoutHandoff(msgspec.Struct, frozen=True, tag=True):
     """Do all of `arrive` here: nothing is handed on."""
 
     handoff: HandoffId
-    arrive: AddRequest
+    request: AddRequest
 
 
 class Redirect(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -283,9 +283,9 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag=True):
     part: DisaggRole
     outcome: HandoffOutcome
     reason: str = ""
-    first: SampledToken | None = None
+    first_token: SampledToken | None = None
     times: HandoffTimes | None = None
-    to: str = ""
+    decode_worker: str = ""
 
 
 Command = (
@@ -314,7 +314,7 @@ def handoff_of(id: str) -> tuple[HandoffId, DisaggRole] | None:
     return (HandoffId(request, int(attempt)), DisaggRole(part)) if part else None
 
 
-def event_of(notice: Notice) -> WriteDone | PagesRevoked | LinkFenced | LinkDown:
+def event_of_notice(notice: Notice) -> WriteDone | PagesRevoked | LinkFenced | LinkDown:
     """What a mover has to say, for the handoffs."""
     if isinstance(notice, Completed):
         return WriteDone(notice.op, notice.error, notice.checksum)

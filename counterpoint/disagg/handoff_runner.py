@@ -25,9 +25,9 @@ import msgspec
 
 import counterpoint.disagg.messages as wire
 from counterpoint.disagg import handoff_events, peer_connection
-from counterpoint.disagg.compatibility import CompatibilityDigest, refusal
+from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch
 from counterpoint.disagg.handoff import Handoffs
-from counterpoint.disagg.link_choice import NoTransport, Reach, choose_link
+from counterpoint.disagg.link_choice import NoTransport, TransportEndpoint, choose_transport
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.peer_connection import (
     Address,
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 class WorkerHooks(Protocol):
     """Both are called on the courier's thread and must return at once."""
 
-    def engine(self, event: handoff_events.EngineEvent) -> None: ...
+    def to_engine(self, event: handoff_events.EngineEvent) -> None: ...
 
     def report(self, command: handoff_events.HandoffEnded | handoff_events.Reroute) -> None: ...
 
@@ -62,10 +62,10 @@ class WorkerIdentity:
 
     worker: str
     digest: CompatibilityDigest
-    reach: Reach
+    endpoint: TransportEndpoint
     memory: PagedMemory
-    movers: dict[str, Transport]
-    blobs: dict[str, bytes]
+    transports: dict[str, Transport]
+    transport_metadata: dict[str, bytes]
     token: str = ""
     allow_staged: bool = False
 
@@ -99,18 +99,18 @@ class HandoffRunner:
         self,
         identity: WorkerIdentity,
         handoffs: Handoffs,
-        outside: WorkerHooks,
+        hooks: WorkerHooks,
         host: str = "127.0.0.1",
         port: int = 0,
-        fault: Callable[[str], None] | None = None,
+        on_fault: Callable[[str], None] | None = None,
     ) -> None:
         peer_connection.check_exposure(host, identity.token)
         self.identity = identity
         self.handoffs = handoffs
-        self.outside = outside
+        self.hooks = hooks
         self.address = Address(host, port)
         self.bytes_sent = 0  # of KV that was posted
-        self.on_sent: Callable[[SentKv], None] | None = (
+        self.on_kv_sent: Callable[[SentKv], None] | None = (
             None  # is told of each write, on the courier's thread
         )
         self._posted: dict[int, SentKv] = {}  # writes in flight, if they are told of
@@ -120,8 +120,8 @@ class HandoffRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
-        if fault is not None:
-            self._loop.set_exception_handler(lambda _, context: fault(told_of(context)))
+        if on_fault is not None:
+            self._loop.set_exception_handler(lambda _, context: on_fault(describe_failure(context)))
         self._over = asyncio.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-courier", daemon=True)
@@ -135,15 +135,15 @@ class HandoffRunner:
         if self._failure is not None:
             raise self._failure
 
-    def tell(self, *outputs: Admitted | Computed | OutputDelta) -> None:
+    def on_engine_outputs(self, *outputs: Admitted | Computed | OutputDelta) -> None:
         """What the engine says, in its order."""
         self._soon(lambda: self._take_outputs(outputs))
 
-    def order(self, order: handoff_events.Order, to: Address | None = None) -> None:
+    def on_order(self, order: handoff_events.Order, decode_address: Address | None = None) -> None:
         """What the front wants; `to`: the decode worker of a Start or Redirect, which is dialled if need be."""
-        self._soon(lambda: self._order(order, to))
+        self._soon(lambda: self._order(order, decode_address))
 
-    def wake(self) -> None:
+    def on_notices(self) -> None:
         """A mover has notices."""
         self._soon(self._take_notices)
 
@@ -161,7 +161,7 @@ class HandoffRunner:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 
-    def links_by_kind(self) -> dict[str, int]:
+    def links_by_transport(self) -> dict[str, int]:
         """How many links use which mover; to be called through `inspect`."""
         return dict(Counter(line.mover.kind for line in self._lines.values()))
 
@@ -196,37 +196,37 @@ class HandoffRunner:
         await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
 
     def _handle(self, event: handoff_events.Event) -> None:
-        self.handoffs.handle(time.monotonic(), event)
+        self.handoffs.on_event(time.monotonic(), event)
         self._obey()
 
     def _take_outputs(self, outputs: Sequence[Admitted | Computed | OutputDelta]) -> None:
         for output in outputs:
-            self.handoffs.handle(time.monotonic(), output)
+            self.handoffs.on_event(time.monotonic(), output)
         self._obey()
 
     def _take_notices(self) -> None:
-        for mover in self.identity.movers.values():
+        for mover in self.identity.transports.values():
             for notice in mover.poll():
-                self.handoffs.handle(time.monotonic(), self._event(notice))
+                self.handoffs.on_event(time.monotonic(), self._event(notice))
         self._obey()
 
     def _event(self, notice: Notice) -> handoff_events.Event:
         if isinstance(notice, Completed):
             posted = self._posted.pop(notice.op, None)
-            if posted is not None and self.on_sent is not None:
-                self.on_sent(posted._replace(ended_s=time.monotonic(), error=notice.error))
-        return handoff_events.event_of(notice)
+            if posted is not None and self.on_kv_sent is not None:
+                self.on_kv_sent(posted._replace(ended_s=time.monotonic(), error=notice.error))
+        return handoff_events.event_of_notice(notice)
 
     # ------------------------------------------------------------ commands
 
     def _obey(self) -> None:
         for command in self.handoffs.take_commands():
             if isinstance(command, handoff_events.ToEngine):
-                self.outside.engine(command.event)
+                self.hooks.to_engine(command.event)
             elif isinstance(command, handoff_events.HandoffEnded | handoff_events.Reroute):
-                self.outside.report(command)
+                self.hooks.report(command)
             elif isinstance(command, handoff_events.CancelWrite):
-                for mover in self.identity.movers.values():
+                for mover in self.identity.transports.values():
                     mover.cancel(command.op)
             elif isinstance(command, handoff_events.VerifyPages):
                 self._verify(command)
@@ -245,7 +245,7 @@ class HandoffRunner:
         if line is None:
             return
         if isinstance(command, handoff_events.SendMessage):
-            line.wire.write(wire.encode(command.message))
+            line.wire.write_frame(wire.encode(command.message))
             if line.wire.unsent_bytes > UNSENT_BYTES:
                 self._soon(lambda: self._handle(handoff_events.LinkDown(command.link)))
         elif isinstance(command, handoff_events.WriteKv):
@@ -255,7 +255,7 @@ class HandoffRunner:
             )
             size = int(spans[:, 3].sum())
             self.bytes_sent += size
-            if self.on_sent is not None:
+            if self.on_kv_sent is not None:
                 layers = (command.first_layer, command.last_layer)
                 self._posted[command.op] = SentKv(
                     line.peer, line.mover.kind, time.monotonic(), 0.0, size, layers, ""
@@ -304,7 +304,7 @@ class HandoffRunner:
     ) -> None:
         link = await self._link_to(to)
         if not self._starting.pop(order.handoff) and isinstance(order, handoff_events.StartHandoff):
-            self.outside.report(
+            self.hooks.report(
                 handoff_events.HandoffEnded(
                     order.handoff,
                     DisaggRole.PREFILL,
@@ -328,7 +328,7 @@ class HandoffRunner:
 
     async def _dial(self, to: Address) -> int:
         """Make a link to `to`, trying one mover after another."""
-        kinds = self.identity.reach.kinds
+        kinds = self.identity.endpoint.transports
         while kinds:
             try:
                 return await asyncio.wait_for(
@@ -353,21 +353,21 @@ class HandoffRunner:
         line = FramedConnection(*await asyncio.open_connection(*to))
         done = False
         try:
-            proof = await peer_connection.greet(line, self.identity.token)
+            proof = await peer_connection.dial_handshake(line, self.identity.token)
             link = peer_connection.new_incarnation()
-            line.say(self._introduction(link, kinds, proof=proof))
-            peer = await line.hear(Introduction)
-            if peer.kind not in kinds:
+            line.send(self._introduction(link, kinds, proof=proof))
+            peer = await line.receive(Introduction)
+            if peer.transport not in kinds:
                 raise ControlError(
-                    f"{peer.worker} chose the mover {peer.kind!r}, which was not offered"
+                    f"{peer.worker} chose the mover {peer.transport!r}, which was not offered"
                 )
-            mover = self.identity.movers[peer.kind]
+            mover = self.identity.transports[peer.transport]
             try:
-                mover.connect(link, peer.link, peer.blobs[peer.kind], True)
+                mover.connect(link, peer.link, peer.transport_metadata[peer.transport], True)
             except TransportError as error:
-                line.say(Refusal(str(error)))
-                raise TransportError(f"{peer.kind}: {error}") from None
-            line.say(LinkReady())
+                line.send(Refusal(str(error)))
+                raise TransportError(f"{peer.transport}: {error}") from None
+            line.send(LinkReady())
             self._join(line, mover, link, peer, DisaggRole.PREFILL)
             done = True
             return link
@@ -390,25 +390,27 @@ class HandoffRunner:
 
     async def _answer(self, line: FramedConnection) -> None:
         try:
-            peer = await peer_connection.be_greeted(line, self.identity.token, Introduction)
-            problem = refusal(self.identity.digest, peer.digest)
+            peer = await peer_connection.accept_handshake(line, self.identity.token, Introduction)
+            problem = find_mismatch(self.identity.digest, peer.digest)
             if problem:
                 raise ControlError(problem)
-            kind, why = choose_link(
-                self.identity.reach, Reach(*peer.reach), self.identity.allow_staged
+            kind, why = choose_transport(
+                self.identity.endpoint,
+                TransportEndpoint(*peer.endpoint),
+                self.identity.allow_staged,
             )
         except (ControlError, NoTransport) as error:
-            line.say(Refusal(str(error)))
+            line.send(Refusal(str(error)))
             raise ControlError(str(error)) from None
-        link, mover = peer_connection.new_incarnation(), self.identity.movers[kind]
+        link, mover = peer_connection.new_incarnation(), self.identity.transports[kind]
         try:
-            mover.connect(link, peer.link, peer.blobs[kind], False)
+            mover.connect(link, peer.link, peer.transport_metadata[kind], False)
         except TransportError as error:
-            line.say(Refusal(f"{kind}: {error}"))
+            line.send(Refusal(f"{kind}: {error}"))
             raise ControlError(str(error)) from None
-        line.say(self._introduction(link, self.identity.reach.kinds, kind=kind))
+        line.send(self._introduction(link, self.identity.endpoint.transports, kind=kind))
         try:
-            await line.hear(LinkReady)
+            await line.receive(LinkReady)
         except (
             OSError,
             asyncio.IncompleteReadError,
@@ -429,15 +431,15 @@ class HandoffRunner:
         self, link: int, kinds: tuple[str, ...], kind: str = "", proof: bytes = b""
     ) -> Introduction:
         me = self.identity
-        blobs = {name: me.blobs[name] for name in kinds}
-        reach = me.reach._replace(kinds=kinds)
+        blobs = {name: me.transport_metadata[name] for name in kinds}
+        reach = me.endpoint._replace(transports=kinds)
         return Introduction(
             worker=me.worker,
             link=link,
             digest=me.digest,
-            reach=reach,
-            blobs=blobs,
-            kind=kind,
+            endpoint=reach,
+            transport_metadata=blobs,
+            transport=kind,
             proof=proof,
         )
 
@@ -457,7 +459,7 @@ class HandoffRunner:
         """Messages of a link, until it ends."""
         try:
             while True:
-                message = wire.decode(await line.read())
+                message = wire.decode(await line.read_frame())
                 if (message.source, message.destination) != (remote, link):
                     raise ControlError("a message of another link")
                 self._handle(message)
@@ -467,7 +469,7 @@ class HandoffRunner:
         self._handle(handoff_events.LinkDown(link))
 
 
-def told_of(context: dict[str, Any]) -> str:
+def describe_failure(context: dict[str, Any]) -> str:
     """An event loop's words about an exception that nobody caught, with where it came from."""
     error = context.get("exception")
     return context["message"] if error is None else "".join(traceback.format_exception(error))

@@ -27,11 +27,11 @@ class ObservedBandwidth:
         self.transfers += 1
 
     @property
-    def believed(self) -> bool:
+    def is_reliable(self) -> bool:
         return self.transfers >= FEWEST
 
     @property
-    def bandwidth(self) -> float:
+    def bytes_per_s(self) -> float:
         return self.bytes / self.seconds
 
 
@@ -40,27 +40,29 @@ class LinkBandwidth:
     """`bandwidth` in bytes/s, of every link until transfers have been seen; `control_s`: what a handoff costs beside its bytes. A
     transfer that shares its link with others sees its share of it, and that is what the next one can expect."""
 
-    bandwidth: float
+    nominal_bytes_per_s: float
     kv_bytes_per_token: int
     control_s: float = 0.002
     links: dict[tuple[str, str], ObservedBandwidth] = field(
         default_factory=dict
     )  # by (prefill worker, decode worker)
-    all: ObservedBandwidth = field(default_factory=ObservedBandwidth)
+    all_links: ObservedBandwidth = field(default_factory=ObservedBandwidth)
 
-    def carried(self, source: str, target: str, bytes: float, seconds: float) -> None:
+    def observe(self, source: str, target: str, bytes: float, seconds: float) -> None:
         """All of a request's KV, `bytes`, has gone from `source` to `target`; writes were under way for `seconds`."""
         if bytes <= 0 or seconds <= 0:
             return
         self.links.setdefault((source, target), ObservedBandwidth()).add(bytes, seconds)
-        self.all.add(bytes, seconds)
+        self.all_links.add(bytes, seconds)
 
-    def between(self, source: str, target: str) -> float:
+    def bytes_per_s(self, source: str, target: str) -> float:
         """Bytes/s that the next transfer can expect."""
         own = self.links.get((source, target))
-        if own is not None and own.believed:
-            return own.bandwidth
-        return self.all.bandwidth if self.all.believed else self.bandwidth
+        if own is not None and own.is_reliable:
+            return own.bytes_per_s
+        return (
+            self.all_links.bytes_per_s if self.all_links.is_reliable else self.nominal_bytes_per_s
+        )
 
     def forget(self, worker: str) -> None:
         """It is gone; it may come back on another machine."""

@@ -17,24 +17,26 @@ STAGED = "staged through host memory, slowly, as asked for"
 PREFERENCE = ("local", "cuda-ipc", "shm", "nixl", "tcp")
 
 
-class Reach(NamedTuple):
+class TransportEndpoint(NamedTuple):
     """Where a worker's pool is and how it can be reached. `process` and `host`: equal if two workers share them. `device`: cpu or
     cuda. `kinds`: its movers."""
 
     process: str
     host: str
     device: str
-    kinds: tuple[str, ...]
+    transports: tuple[str, ...]
 
 
 class NoTransport(ValueError):
     """The two workers have no mover in common that may be used; the message says what to change."""
 
 
-def choose_link(ours: Reach, theirs: Reach, allow_staged: bool = False) -> tuple[str, str]:
+def choose_transport(
+    ours: TransportEndpoint, theirs: TransportEndpoint, allow_staged: bool = False
+) -> tuple[str, str]:
     """(kind, why), the first of PREFERENCE that both ends have and that fits where they are. `allow_staged`: KV in GPU memory may
     go through host memory. Raises NoTransport."""
-    both = [kind for kind in PREFERENCE if kind in ours.kinds and kind in theirs.kinds]
+    both = [kind for kind in PREFERENCE if kind in ours.transports and kind in theirs.transports]
     on_gpu = "cuda" in (ours.device, theirs.device)
     for kind in both:
         if kind == "local" and ours.process == theirs.process:
@@ -57,11 +59,11 @@ def choose_link(ours: Reach, theirs: Reach, allow_staged: bool = False) -> tuple
             "through host memory instead, slowly"
         )
     raise NoTransport(
-        f"no mover in common: {', '.join(ours.kinds)} here, {', '.join(theirs.kinds)} there"
+        f"no mover in common: {', '.join(ours.transports)} here, {', '.join(theirs.transports)} there"
     )
 
 
-def choose_grain(
+def choose_granularity(
     total_bytes: float, prefill_s: float, bandwidth: float, layers: int, chunks: int = 1
 ) -> tuple[TransferGranularity, str]:
     """(grain, why) for a prompt of `total_bytes` of KV that takes `prefill_s` to compute in `chunks` passes, over a link of

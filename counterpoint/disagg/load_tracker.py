@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from counterpoint.core.page_pool import page_names, root_name
+from counterpoint.core.page_pool import page_hashes, root_hash
 from counterpoint.core.state import OutputLengths
 from counterpoint.disagg.handoff_events import HandoffTimes
 from counterpoint.disagg.pool_frontend import Route
@@ -43,9 +43,9 @@ class TrackedWorker:
 
     role: Role
     shape: WorkerShape
-    willing: bool = True
+    accepting: bool = True
     draining: bool = False
-    lost_pages: int = 0
+    quarantined_pages: int = 0
     prefill_tokens: int = 0
     prefill_squares: int = 0
     prefill_reused: int = 0
@@ -55,7 +55,7 @@ class TrackedWorker:
     pages: int = 0
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """No request is booked on it."""
         return not (self.prefills or self.decodes or self.pages)
 
@@ -88,14 +88,14 @@ class TrackedWorker:
             units=shape.units,
             layers=shape.layers,
             page_tokens=shape.page_tokens,
-            pages_free=max(0, shape.pages_total - self.pages - self.lost_pages),
+            pages_free=max(0, shape.pages_total - self.pages - self.quarantined_pages),
             pages_total=shape.pages_total,
             slots_free=shape.slots - self.decodes,
             pending=self.pending,
             running=self.running,
             chunk_tokens=shape.chunk_tokens,
-            willing=self.willing and not self.draining,
-            factor=factor,
+            accepting=self.accepting and not self.draining,
+            ttft_factor=factor,
         )
 
 
@@ -107,16 +107,16 @@ class RoutedRequest:
 
     arrive: AddRequest
     route: Route
-    source: TrackedWorker
-    target: TrackedWorker
+    prefill_worker: TrackedWorker
+    decode_worker: TrackedWorker
     tokens: int
     new: int
     names: list[bytes] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     prefilling: bool = True
     handed: bool = False  # the source has let it go
-    told_s: float = 0.0
-    priced_s: float = 0.0
+    predicted_ttft_s: float = 0.0
+    uncorrected_ttft_s: float = 0.0
 
 
 class LoadTracker:
@@ -126,31 +126,33 @@ class LoadTracker:
         self.router = router
         self.prefix_cache = prefix_cache
         self.prefixes = prefixes or PrefixIndex()
-        self.forecast = TtftCorrection()
-        self.seats: dict[str, TrackedWorker] = {}
-        self.bookings: dict[str, RoutedRequest] = {}
-        self.answers = OutputLengths()
-        self.chosen: dict[str, int] = {}  # by reason (router.py, and fork)
+        self.ttft_correction = TtftCorrection()
+        self.workers: dict[str, TrackedWorker] = {}
+        self.requests: dict[str, RoutedRequest] = {}
+        self.output_lengths = OutputLengths()
+        self.route_counts: dict[str, int] = {}  # by reason (router.py, and fork)
         self._ties: dict[str, str] = {}  # request -> the worker that has all of its prompt
 
     # ------------------------------------------------------------ workers
 
-    def seat(self, worker: str, role: Role, shape: WorkerShape) -> None:
+    def add_worker(self, worker: str, role: Role, shape: WorkerShape) -> None:
         """A worker is there, with nothing on it."""
-        self.seats[worker] = TrackedWorker(role, shape)
+        self.workers[worker] = TrackedWorker(role, shape)
 
-    def unseat(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """It is gone, and so is its cache. What was booked on it is booked anew, or ends."""
-        self.seats.pop(worker, None)
+        self.workers.pop(worker, None)
         self.prefixes.forget(worker)
-        self.router.wires.forget(worker)
-        self.forecast.forget(worker)
+        self.router.link_bandwidth.forget(worker)
+        self.ttft_correction.forget(worker)
 
-    def loads(self) -> list[WorkerLoad]:
+    def worker_loads(self) -> list[WorkerLoad]:
         """What elastic.py judges by: each worker's predictions for a next request like those that are here."""
         found = []
-        for name, seat in self.seats.items():
-            queue = self.forecast.factor(name) * self.router.seconds(seat.pending, seat.shape.units)
+        for name, seat in self.workers.items():
+            queue = self.ttft_correction.factor(name) * self.router.seconds(
+                seat.pending, seat.shape.units
+            )
             found.append(
                 WorkerLoad(
                     name=name,
@@ -159,14 +161,14 @@ class LoadTracker:
                     compute_s=queue / max(1, seat.prefills),
                     tpot_s=self.router.seconds(seat.running, seat.shape.units),
                     kv_share=min(1.0, seat.pages / seat.shape.pages_total),
-                    drained=seat.empty,
+                    drained=seat.is_empty,
                 )
             )
         return found
 
-    def change(self, change: Change) -> None:
+    def apply_change(self, change: Change) -> None:
         """What elastic.py has decided."""
-        seat = self.seats.get(change.worker)
+        seat = self.workers.get(change.worker)
         if seat is not None:
             seat.draining = isinstance(change, StartDrain)
             if isinstance(change, CommitRole):
@@ -174,10 +176,16 @@ class LoadTracker:
 
     # ------------------------------------------------------------ the choice (front.Pick)
 
-    def pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
+    def choose_route(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
         """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
-        tokens, tied = len(arrive.prompt) + len(arrive.generated_prefix), self._ties.pop(arrive.id, "")
-        views = [seat.view(name, self.forecast.factor(name)) for name, seat in self.seats.items()]
+        tokens, tied = (
+            len(arrive.prompt) + len(arrive.generated_prefix),
+            self._ties.pop(arrive.id, ""),
+        )
+        views = [
+            seat.view(name, self.ttft_correction.factor(name))
+            for name, seat in self.workers.items()
+        ]
         names = self._names(arrive, views)
         cached = self.prefixes.pages(names)
         choice = self._forked(tokens, tied) or self._choose(
@@ -192,15 +200,15 @@ class LoadTracker:
         self._book(arrive, choice, names, cached, prefill)
         return choice.route
 
-    def tie(self, request: str, worker: str) -> None:
+    def pin_to_worker(self, request: str, worker: str) -> None:
         """`request`, which is still to be picked for, has the very prompt of one that `worker` decodes: it forks from that one."""
         self._ties[request] = worker
 
     def _forked(self, tokens: int, worker: str) -> RouteChoice | None:
-        seat = self.seats.get(worker)
-        if seat is None or not seat.willing or seat.draining:
+        seat = self.workers.get(worker)
+        if seat is None or not seat.accepting or seat.draining:
             return None
-        room = seat.shape.pages_total - seat.pages - seat.lost_pages
+        room = seat.shape.pages_total - seat.pages - seat.quarantined_pages
         return (
             RouteChoice(Route(worker, worker), 0.0, 0.0, 0.0, "fork")
             if tokens < room * seat.shape.page_tokens
@@ -222,15 +230,15 @@ class LoadTracker:
             rule = replicas(rule)
 
         def among(views: list[WorkerView], rule: RoutingRule) -> RouteChoice | None:
-            router = Router(self.router.estimator, self.router.wires, rule)
+            router = Router(self.router.estimator, self.router.link_bandwidth, rule)
             return router.route(
-                tokens, arrive.slo, views, cached, avoid, prefill, self.answers.mean
+                tokens, arrive.slo, views, cached, avoid, prefill, self.output_lengths.mean_tokens
             )
 
         choice = among(views, rule)
         if choice is not None:
             return choice
-        most = min(1, max((view.slots_free for view in views if view.willing), default=0))
+        most = min(1, max((view.slots_free for view in views if view.accepting), default=0))
         roomy = [
             msgspec.structs.replace(
                 view, pages_free=view.pages_total, slots_free=int(view.slots_free >= most)
@@ -242,11 +250,11 @@ class LoadTracker:
     def _names(self, arrive: AddRequest, views: list[WorkerView]) -> list[bytes]:
         if not self.prefix_cache or not views:
             return []
-        booked = self.bookings.get(arrive.id)
+        booked = self.requests.get(arrive.id)
         if booked is not None and not arrive.generated_prefix:
             return booked.names
-        return page_names(
-            (*arrive.prompt, *arrive.generated_prefix), views[0].page_tokens, root_name(arrive.salt)
+        return page_hashes(
+            (*arrive.prompt, *arrive.generated_prefix), views[0].page_tokens, root_hash(arrive.salt)
         )
 
     # ------------------------------------------------------------ the book
@@ -259,12 +267,12 @@ class LoadTracker:
         cached: Mapping[str, int],
         prefill: str,
     ) -> None:
-        old = self.bookings.pop(arrive.id, None)
+        old = self.requests.pop(arrive.id, None)
         if old is not None:
             _count(old, -1)
         route, tokens = choice.route, len(arrive.prompt) + len(arrive.generated_prefix)
-        self.chosen[choice.reason] = self.chosen.get(choice.reason, 0) + 1
-        source, target = self.seats[route.prefill], self.seats[route.decode]
+        self.route_counts[choice.reason] = self.route_counts.get(choice.reason, 0) + 1
+        source, target = self.workers[route.prefill], self.workers[route.decode]
         new = tokens - min(cached.get(route.prefill, 0) * source.shape.page_tokens, tokens - 1)
         booking = RoutedRequest(
             arrive, route, source, target, tokens, new, names, list(arrive.generated_prefix)
@@ -276,88 +284,96 @@ class LoadTracker:
                 old.tokens,
                 old.answer,
             )
-            booking.told_s, booking.priced_s = old.told_s, old.priced_s
-        elif not arrive.generated_prefix and choice.reason != "fork":
-            booking.told_s, booking.priced_s = (
-                choice.ttft_s,
-                choice.ttft_s / self.forecast.factor(route.prefill),
+            booking.predicted_ttft_s, booking.uncorrected_ttft_s = (
+                old.predicted_ttft_s,
+                old.uncorrected_ttft_s,
             )
-        self.bookings[arrive.id] = booking
+        elif not arrive.generated_prefix and choice.reason != "fork":
+            booking.predicted_ttft_s, booking.uncorrected_ttft_s = (
+                choice.ttft_s,
+                choice.ttft_s / self.ttft_correction.factor(route.prefill),
+            )
+        self.requests[arrive.id] = booking
         _count(booking, 1)
 
-    def began(self, id: str, after_s: float) -> None:
+    def on_first_token(self, id: str, after_s: float) -> None:
         """The client has its first token, `after_s` seconds after request `id` was picked for."""
-        booking = self.bookings.get(id)
-        if booking is not None and self.seats.get(booking.route.prefill) is booking.source:
-            self.forecast.came(booking.route.prefill, booking.priced_s, booking.told_s, after_s)
+        booking = self.requests.get(id)
+        if (
+            booking is not None
+            and self.workers.get(booking.route.prefill) is booking.prefill_worker
+        ):
+            self.ttft_correction.observe(
+                booking.route.prefill, booking.uncorrected_ttft_s, booking.predicted_ttft_s, after_s
+            )
 
-    def sent(self, source: str, target: str, times: HandoffTimes) -> None:
+    def on_transfer(self, source: str, target: str, times: HandoffTimes) -> None:
         """All of a request's KV has gone from `source` to `target`."""
-        seat = self.seats.get(source)
+        seat = self.workers.get(source)
         if seat is not None:
-            page_bytes = self.router.wires.kv_bytes_per_token * seat.shape.page_tokens
-            self.router.wires.carried(
+            page_bytes = self.router.link_bandwidth.kv_bytes_per_token * seat.shape.page_tokens
+            self.router.link_bandwidth.observe(
                 source, target, times.page_layers * page_bytes / seat.shape.layers, times.sending_s
             )
 
-    def grew(self, id: str, tokens: tuple[int, ...]) -> None:
+    def on_tokens(self, id: str, tokens: tuple[int, ...]) -> None:
         """The client has more tokens of request `id`."""
-        booking = self.bookings.get(id)
+        booking = self.requests.get(id)
         if booking is None:
             return
         _count(booking, -1)
         if booking.prefilling:
-            self._learn(booking.route.prefill, booking.source, booking.names)
+            self._learn(booking.route.prefill, booking.prefill_worker, booking.names)
         booking.prefilling = False
         booking.tokens += len(tokens)
         booking.answer += tokens
         _count(booking, 1)
 
-    def adopted(self, id: str) -> None:
+    def on_adopted(self, id: str) -> None:
         """The decode worker has it, the prefill worker has let it go."""
-        booking = self.bookings.get(id)
+        booking = self.requests.get(id)
         if booking is not None and not booking.handed:
             _count(booking, -1)
-            booking.handed = booking.source is not booking.target
+            booking.handed = booking.prefill_worker is not booking.decode_worker
             _count(booking, 1)
-            self._learn(booking.route.decode, booking.target, booking.names)
+            self._learn(booking.route.decode, booking.decode_worker, booking.names)
 
-    def stayed(self, id: str) -> None:
+    def on_decode_in_place(self, id: str) -> None:
         """It is decoded where it was prefilled."""
-        booking = self.bookings.get(id)
+        booking = self.requests.get(id)
         if booking is not None:
             _count(booking, -1)
             booking.route = booking.route._replace(decode=booking.route.prefill)
-            booking.target = booking.source
+            booking.decode_worker = booking.prefill_worker
             _count(booking, 1)
 
-    def ended(self, id: str) -> None:
-        booking = self.bookings.pop(id, None)
+    def on_finished(self, id: str) -> None:
+        booking = self.requests.pop(id, None)
         if booking is None:
             return
         _count(booking, -1)
         if booking.answer:
-            self.answers.add(len(booking.answer))
+            self.output_lengths.add(len(booking.answer))
         if self.prefix_cache and not booking.prefilling:
-            size, names = booking.target.shape.page_tokens, booking.names
+            size, names = booking.decode_worker.shape.page_tokens, booking.names
             tokens = (*booking.arrive.prompt, *booking.answer)[
                 :-1
             ]  # the last token's KV was never computed
-            rest = page_names(
+            rest = page_hashes(
                 tokens[len(names) * size :],
                 size,
-                names[-1] if names else root_name(booking.arrive.salt),
+                names[-1] if names else root_hash(booking.arrive.salt),
             )
-            self._learn(booking.route.decode, booking.target, [*names, *rest])
+            self._learn(booking.route.decode, booking.decode_worker, [*names, *rest])
 
     def _learn(self, worker: str, seat: TrackedWorker, names: list[bytes]) -> None:
-        if self.seats.get(worker) is seat:
+        if self.workers.get(worker) is seat:
             self.prefixes.learn(worker, names)
 
 
 def _count(booking: RoutedRequest, sign: int) -> None:
     """Put a booking's load on its workers (1), or take it off (-1)."""
-    source, target = booking.source, booking.target
+    source, target = booking.prefill_worker, booking.decode_worker
     if booking.prefilling:
         source.prefill_tokens += sign * booking.new
         source.prefill_squares += sign * booking.new * booking.new

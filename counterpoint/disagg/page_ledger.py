@@ -52,7 +52,7 @@ class PageLedger:
         self._claims[owner] = PageClaim(hold, pages)
         self._pages[hold] += len(pages)
 
-    def turn(self, owner: Hashable, hold: PageHold) -> None:
+    def change_hold(self, owner: Hashable, hold: PageHold) -> None:
         """SENDING <-> PARKED, RECEIVING -> QUARANTINE."""
         claim = self._claims[owner]
         assert claim.hold.written is hold.written and claim.hold is not PageHold.QUARANTINE
@@ -79,7 +79,7 @@ class PageLedger:
         return self._pages[hold]
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._claims
 
     def check(self, held: Container[int], free: Iterable[int]) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from counterpoint.disagg.compatibility import CompatibilityDigest
-from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.disagg.messages import MAX_MESSAGE_BYTES, VERSION
 
 HANDSHAKE_BYTES = 1 << 18
@@ -59,9 +59,9 @@ class Introduction(WithProof, frozen=True, tag="introduction", kw_only=True):
     worker: str
     link: int
     digest: CompatibilityDigest
-    reach: Reach
-    blobs: dict[str, bytes]
-    kind: str = ""
+    endpoint: TransportEndpoint
+    transport_metadata: dict[str, bytes]
+    transport: str = ""
 
 
 class LinkReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -101,7 +101,7 @@ def new_incarnation() -> int:
     return secrets.randbits(62) + 1
 
 
-def proof(token: str, role: str, first: bytes, second: bytes) -> bytes:
+def make_proof(token: str, role: str, first: bytes, second: bytes) -> bytes:
     """What only one who knows `token` can say: an HMAC over the role and both nonces."""
     return hmac.new(token.encode(), role.encode() + first + second, hashlib.sha256).digest()
 
@@ -113,14 +113,14 @@ class FramedConnection:
         self.reader = reader
         self.writer = writer
 
-    async def read(self, most: int = MAX_MESSAGE_BYTES) -> bytes:
+    async def read_frame(self, most: int = MAX_MESSAGE_BYTES) -> bytes:
         """The next frame. Raises ControlError if it is larger than `most`, IncompleteReadError at the end."""
         size = int.from_bytes(await self.reader.readexactly(4), "big")
         if size > most:
             raise ControlError(f"a frame of {size} bytes: at most {most} are taken here")
         return await self.reader.readexactly(size)
 
-    def write(self, data: bytes) -> None:
+    def write_frame(self, data: bytes) -> None:
         self.writer.write(len(data).to_bytes(4, "big") + data)
 
     def close(self) -> None:
@@ -132,13 +132,15 @@ class FramedConnection:
 
     # ------------------------------------------------------------ handshakes
 
-    def say(self, word: msgspec.Struct) -> None:
-        self.write(_encode(word))
+    def send(self, word: msgspec.Struct) -> None:
+        self.write_frame(_encode(word))
 
-    async def hear(self, kind: type[T]) -> T:
+    async def receive(self, kind: type[T]) -> T:
         """The next word of the handshake, which must be a `kind`. Raises ControlError with the reason of a Refusal."""
         try:
-            word = msgspec.msgpack.decode(await self.read(HANDSHAKE_BYTES), type=kind | Refusal)
+            word = msgspec.msgpack.decode(
+                await self.read_frame(HANDSHAKE_BYTES), type=kind | Refusal
+            )
         except (msgspec.DecodeError, RecursionError) as error:
             raise ControlError(f"not a worker's handshake: {error}") from None
         except asyncio.IncompleteReadError:
@@ -148,25 +150,27 @@ class FramedConnection:
         return word
 
 
-async def greet(wire: FramedConnection, token: str) -> bytes:
+async def dial_handshake(wire: FramedConnection, token: str) -> bytes:
     """The dialer's first half: checks the acceptor's proof and gives its own."""
     nonce = new_nonce()
-    wire.say(Challenge(VERSION, nonce))
-    answer = await wire.hear(Challenge)
+    wire.send(Challenge(VERSION, nonce))
+    answer = await wire.receive(Challenge)
     check_version(answer)
-    if not hmac.compare_digest(answer.proof, proof(token, "accept", nonce, answer.nonce)):
+    if not hmac.compare_digest(answer.proof, make_proof(token, "accept", nonce, answer.nonce)):
         raise ControlError("the worker that answers does not have this cluster's token")
-    return proof(token, "dial", answer.nonce, nonce)
+    return make_proof(token, "dial", answer.nonce, nonce)
 
 
-async def be_greeted(wire: FramedConnection, token: str, kind: type[P]) -> P:
+async def accept_handshake(wire: FramedConnection, token: str, kind: type[P]) -> P:
     """The acceptor's first half: how the dialer introduces itself (a `kind`), once its proof is checked."""
-    greeting = await wire.hear(Challenge)
+    greeting = await wire.receive(Challenge)
     check_version(greeting)
     nonce = new_nonce()
-    wire.say(Challenge(VERSION, nonce, proof(token, "accept", greeting.nonce, nonce)))
-    introduction = await wire.hear(kind)
-    if not hmac.compare_digest(introduction.proof, proof(token, "dial", nonce, greeting.nonce)):
+    wire.send(Challenge(VERSION, nonce, make_proof(token, "accept", greeting.nonce, nonce)))
+    introduction = await wire.receive(kind)
+    if not hmac.compare_digest(
+        introduction.proof, make_proof(token, "dial", nonce, greeting.nonce)
+    ):
         raise ControlError("the dialer does not have this cluster's token")
     return introduction
 

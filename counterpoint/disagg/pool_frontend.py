@@ -40,11 +40,11 @@ class Route(NamedTuple):
 
     prefill: str
     decode: str
-    grain: TransferGranularity = TransferGranularity.LAYER
+    granularity: TransferGranularity = TransferGranularity.LAYER
 
 
 # (request, worker to avoid, prefill worker if that is settled) -> Route, or None: nobody can take it
-Pick = Callable[[AddRequest, str, str], Route | None]
+ChooseRoute = Callable[[AddRequest, str, str], Route | None]
 
 
 class ToWorker(NamedTuple):
@@ -52,12 +52,12 @@ class ToWorker(NamedTuple):
 
     worker: str
     order: Order
-    decode: str = ""
+    decode_worker: str = ""
 
 
 class ToClient(NamedTuple):
     id: str
-    news: DeliverTokens | DeliverPromptLogprobs | RequestFinished
+    update: DeliverTokens | DeliverPromptLogprobs | RequestFinished
 
 
 class PoolFrontend:
@@ -65,17 +65,17 @@ class PoolFrontend:
 
     def __init__(
         self,
-        pick: Pick,
+        choose_route: ChooseRoute,
         deadline_s: float,
         retries: int = 1,
         on_loss: OnLoss = OnLoss.FAIL,
-        may_stay: bool = True,
+        decode_in_place: bool = True,
     ) -> None:
-        self.pick = pick
+        self.choose_route = choose_route
         self.deadline_s = deadline_s
         self.retries = retries
         self.on_loss = on_loss
-        self.may_stay = may_stay
+        self.decode_in_place = decode_in_place
         self.requests: dict[str, RequestDispatch] = {}
         self._given: dict[
             str, int
@@ -83,19 +83,19 @@ class PoolFrontend:
         self._names: dict[str, list[str]] = {}  # request -> its engine names in `_given`
         self._out: list[ToWorker | ToClient] = []
 
-    def take(self) -> list[ToWorker | ToClient]:
+    def take_items(self) -> list[ToWorker | ToClient]:
         """What is to be told, in order."""
         out, self._out = self._out, []
         return out
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, arrive: AddRequest) -> None:
-        dispatch = RequestDispatch(arrive, self.retries, self.on_loss, self.may_stay)
+    def add_request(self, arrive: AddRequest) -> None:
+        dispatch = RequestDispatch(arrive, self.retries, self.on_loss, self.decode_in_place)
         self.requests[arrive.id] = dispatch
         self._act(dispatch, dispatch.begin())
 
-    def withdraw(self, id: str) -> None:
+    def abort(self, id: str) -> None:
         """The client is gone."""
         dispatch = self.requests.get(id)
         if dispatch is not None:
@@ -103,7 +103,7 @@ class PoolFrontend:
 
     # ------------------------------------------------------------ workers
 
-    def report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
+    def on_report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
         """What a worker says; its words must come in their order."""
         if isinstance(report, OutputDelta):
             self._delta(report)
@@ -121,7 +121,7 @@ class PoolFrontend:
         else:
             self._act(dispatch, dispatch.ended(report))
 
-    def lost(self, worker: str) -> None:
+    def on_worker_lost(self, worker: str) -> None:
         """A worker's process is gone."""
         for dispatch in tuple(self.requests.values()):
             self._act(dispatch, dispatch.lost(worker))
@@ -140,12 +140,12 @@ class PoolFrontend:
         offset = self._given[delta.id]
         self._given[delta.id] += len(delta.tokens)
         refused = (
-            delta.finish is FinishReason.ERROR
+            delta.finish_reason is FinishReason.ERROR
             and part is DisaggRole.DECODE
             and offset == 1
             and not dispatch.settled
         )
-        if delta.finish is FinishReason.ABORT or refused:
+        if delta.finish_reason is FinishReason.ABORT or refused:
             return  # withdrawn, or never adopted: Ended and Reroute say what follows
         logprobs = delta.logprobs or (None,) * len(delta.tokens)
         tokens = tuple(
@@ -153,8 +153,8 @@ class PoolFrontend:
             for pair in zip(delta.tokens, logprobs, strict=True)
         )
         finish = (
-            RequestFinished(delta.finish, delta.error, delta.stopped_by)
-            if delta.finish is not None
+            RequestFinished(delta.finish_reason, delta.error, delta.stop_reason)
+            if delta.finish_reason is not None
             else None
         )
         self._act(dispatch, dispatch.took(handoff, part, offset, tokens, finish))
@@ -189,7 +189,7 @@ class PoolFrontend:
                 del self._given[name]
 
     def _start(self, dispatch: RequestDispatch, action: Restart) -> None:
-        route = self.pick(action.arrive, action.avoid, "")
+        route = self.choose_route(action.arrive, action.avoid, "")
         if route is None:
             self._act(dispatch, dispatch.no_worker())
             return
@@ -207,7 +207,7 @@ class PoolFrontend:
 
     def _elsewhere(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
         """The source stays where it is; only another decode worker will do."""
-        route = self.pick(dispatch.arrive, action.avoid, action.prefill)
+        route = self.choose_route(dispatch.arrive, action.avoid, action.prefill)
         if route is None or route.decode == action.prefill:
             self._act(dispatch, dispatch.no_worker())
             return

@@ -25,7 +25,7 @@ class WorkerQuarantine(NamedTuple):
 
     name: str
     share: float
-    drained: bool
+    is_drained: bool
 
 
 class ReplaceWorker(NamedTuple):
@@ -68,10 +68,10 @@ class QuarantineRecovery:
     ) -> list[StartDrain | ReplaceWorker | CancelDrain]:
         worker = next((worker for worker in workers if worker.name == name), None)
         late = now >= since_s + self.drain_s
-        if worker is not None and not worker.drained and not late:
+        if worker is not None and not worker.is_drained and not late:
             return []
         self._leaving = None
         self._since_s.pop(name, None)
         if worker is None:
             return []  # it has ended by itself
-        return [ReplaceWorker(name) if worker.drained else CancelDrain(name)]
+        return [ReplaceWorker(name) if worker.is_drained else CancelDrain(name)]

@@ -72,7 +72,9 @@ class HandoffReceiver:
 
     def begin(self) -> None:
         self.desk.do(
-            ToEngine(msgspec.structs.replace(self.arrive, id=self.name, part=DisaggRole.DECODE))
+            ToEngine(
+                msgspec.structs.replace(self.arrive, id=self.name, disagg_role=DisaggRole.DECODE)
+            )
         )
         self.offered()
 
@@ -87,7 +89,7 @@ class HandoffReceiver:
         if self.state is not ReceiveState.QUEUED:
             return
         self.generation = self.desk.new_generation(self.id)
-        self.cached, self.pages = event.cached, event.pages[event.cached :]
+        self.cached, self.pages = event.cached_pages, event.pages[event.cached_pages :]
         self.desk.ledger.hold(self.name, PageHold.RECEIVING, self.pages)
         self.desk.do(GrantPages(self.link.local, self.generation, self.pages))
         self.state = ReceiveState.RESERVED
@@ -95,8 +97,8 @@ class HandoffReceiver:
 
     def delta(self, now: float, delta: OutputDelta) -> None:
         """Before it is adopted, the engine only speaks of a request that it can't take."""
-        if delta.finish is not None:
-            self.stop(now, HandoffOutcome.FAILED, delta.error or delta.finish.value)
+        if delta.finish_reason is not None:
+            self.stop(now, HandoffOutcome.FAILED, delta.error or delta.finish_reason.value)
 
     def streaming(self, message: wire.TransferStarted) -> None:
         self.answered |= message.generation == self.generation
@@ -131,7 +133,7 @@ class HandoffReceiver:
         self.desk.do(RevokePages(self.link.local, self.generation))
         self.desk.do(ToEngine(ResumeDecode(self.name, self.first.token)))
         self.desk.do(
-            HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=self.first)
+            HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=self.first)
         )
         self._send(wire.TransferAck(*self._ends))
         self.forget(self, True)
@@ -156,7 +158,7 @@ class HandoffReceiver:
         self.state = ReceiveState.ABORTING
         self.stopped_s, self.reason = now, reason[:500]
         if self.generation:
-            self.desk.ledger.turn(self.name, PageHold.QUARANTINE)
+            self.desk.ledger.change_hold(self.name, PageHold.QUARANTINE)
             self.desk.do(RevokePages(self.link.local, self.generation))
         else:
             self.desk.do(ToEngine(Release(self.name)))

@@ -29,7 +29,7 @@ from counterpoint.config import ClusterConfig
 from counterpoint.cost_model.calibration import fused_work
 from counterpoint.disagg.handoff_events import TransferGranularity
 from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.link_choice import choose_grain, visible_s
+from counterpoint.disagg.link_choice import choose_granularity, visible_s
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.interfaces import Estimator
 from counterpoint.types import BatchShape, Role, Slo
@@ -52,8 +52,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     pending: BatchShape = BatchShape()
     running: BatchShape = BatchShape()
     chunk_tokens: int = 512
-    willing: bool = True
-    factor: float = 1.0
+    accepting: bool = True
+    ttft_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class RoutingRule:
     local_tokens: int = 512
     spill_s: float = 2.0
     watermark: float = 0.02
-    grain: TransferGranularity | None = None
+    granularity: TransferGranularity | None = None
 
     @classmethod
-    def of(cls, cluster: ClusterConfig) -> RoutingRule:
+    def from_config(cls, cluster: ClusterConfig) -> RoutingRule:
         """As configured."""
         grain = None if cluster.kv_grain == "auto" else TransferGranularity(cluster.kv_grain)
-        return cls(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, grain=grain)
+        return cls(local_tokens=cluster.local_tokens, spill_s=cluster.spill_s, granularity=grain)
 
 
 class RouteChoice(NamedTuple):
@@ -88,10 +88,10 @@ class RouteChoice(NamedTuple):
 
 class Router:
     def __init__(
-        self, estimator: Estimator, wires: LinkBandwidth, rule: RoutingRule = RoutingRule()
+        self, estimator: Estimator, link_bandwidth: LinkBandwidth, rule: RoutingRule = RoutingRule()
     ) -> None:
         self.estimator = estimator
-        self.wires = wires
+        self.link_bandwidth = link_bandwidth
         self.rule = rule
 
     def route(
@@ -107,7 +107,7 @@ class Router:
         """Where a request of `tokens` tokens goes. `cached_pages`: by worker, pages of its beginning that are there already
         (prefixes.py). `avoid`: a worker that just failed it. `prefill`: it is prefilled there already, only the decode worker
         is to be chosen. `answer_tokens`: of a usual answer. None: nobody can take it."""
-        able = [w for w in workers if w.willing and w.name != avoid]
+        able = [w for w in workers if w.accepting and w.name != avoid]
         if prefill:
             source = next((w for w in workers if w.name == prefill), None)
             rest = [w for w in able if w.name != prefill and w.role is not Role.PREFILL]
@@ -164,7 +164,7 @@ class Router:
                 fused_work(part, w.running, part.samples + w.running.samples), w.units
             )
             ttft_s, tpot_s = (
-                w.factor * (self.seconds(w.pending, w.units) + chunks * step),
+                w.ttft_factor * (self.seconds(w.pending, w.units) + chunks * step),
                 self._tpot(w, tokens),
             )
             if w.role is Role.DECODE:
@@ -190,21 +190,26 @@ class Router:
                 continue
             work = self._prefill(p, tokens, cached)
             alone = self.seconds(work, p.units)
-            total = self.wires.kv_bytes_per_token * (
+            total = self.link_bandwidth.kv_bytes_per_token * (
                 tokens - cached.get(decode.name, 0) * decode.page_tokens
             )
             chunks = max(1, math.ceil(work.prefill_tokens / p.chunk_tokens))
-            bandwidth = self.wires.between(p.name, decode.name)
-            grain = self.rule.grain or choose_grain(total, alone, bandwidth, p.layers, chunks)[0]
+            bandwidth = self.link_bandwidth.bytes_per_s(p.name, decode.name)
+            grain = (
+                self.rule.granularity
+                or choose_granularity(total, alone, bandwidth, p.layers, chunks)[0]
+            )
             groups = {
                 TransferGranularity.PROMPT: 1,
                 TransferGranularity.CHUNK: chunks,
                 TransferGranularity.LAYER: chunks * p.layers,
             }[grain]
-            pause = visible_s(total, alone, bandwidth, groups, control_s=self.wires.control_s)
+            pause = visible_s(
+                total, alone, bandwidth, groups, control_s=self.link_bandwidth.control_s
+            )
             tpot, ttft_s = (
                 self._tpot(decode, tokens),
-                p.factor * (self.seconds(p.pending, p.units) + alone),
+                p.ttft_factor * (self.seconds(p.pending, p.units) + alone),
             )
             choices.append(
                 RouteChoice(

@@ -91,7 +91,9 @@ class PrefillSource:
 
     def begin(self) -> None:
         self.desk.do(
-            ToEngine(msgspec.structs.replace(self.arrive, id=self.name, part=DisaggRole.PREFILL))
+            ToEngine(
+                msgspec.structs.replace(self.arrive, id=self.name, disagg_role=DisaggRole.PREFILL)
+            )
         )
 
     def page_edge(self, tokens: int) -> int:
@@ -108,22 +110,26 @@ class PrefillSource:
         if self.over is not None:
             return
         self.pages, self.admitted_s = event.pages, now
-        self.tokens = self.ahead = event.cached * self.desk.geometry.page_tokens
+        self.tokens = self.ahead = event.cached_pages * self.desk.geometry.page_tokens
         self.desk.ledger.hold(self.name, self.hold, event.pages)
         self._advance(now)
 
     def computed(self, now: float, event: Computed) -> None:
-        self.tokens, self.ahead, self.layers = event.tokens, event.ahead, event.layers
+        self.tokens, self.ahead, self.layers = (
+            event.tokens,
+            event.partial_tokens,
+            event.partial_layers,
+        )
         self._advance(now)
 
     def delta(self, now: float, delta: OutputDelta) -> None:
-        if delta.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.end(now, HandoffOutcome.FINISHED)
-        elif delta.finish is not None:
+        elif delta.finish_reason is not None:
             self.end(
                 now,
                 HandoffOutcome.ABORTED
-                if delta.finish is FinishReason.ABORT
+                if delta.finish_reason is FinishReason.ABORT
                 else HandoffOutcome.FAILED,
                 delta.error,
             )
@@ -167,7 +173,11 @@ class PrefillSource:
         if self.over is not None:
             return
         self.over = outcome
-        self.desk.do(HandoffEnded(self.id, DisaggRole.PREFILL, outcome, reason, times=times, to=to))
+        self.desk.do(
+            HandoffEnded(
+                self.id, DisaggRole.PREFILL, outcome, reason, times=times, decode_worker=to
+            )
+        )
         if outcome in (HandoffOutcome.ABORTED, HandoffOutcome.FAILED):
             self.desk.do(ToEngine(EngineAbort(self.name)))
         sender, self.sender = self.sender, None
@@ -185,7 +195,7 @@ class PrefillSource:
         hold = PageHold.PARKED if waiting else PageHold.SENDING
         if hold is not self.hold and self.pages and self.over is None:
             self.hold = hold
-            self.desk.ledger.turn(self.name, hold)
+            self.desk.ledger.change_hold(self.name, hold)
 
     def settle(self) -> None:
         """Leave the pages to the engine when nobody outside needs them."""
@@ -194,7 +204,7 @@ class PrefillSource:
         if self.over is not None:
             self._leave(Release(self.name))
         elif self.staying and self.complete and self.first is not None:
-            self.over = HandoffOutcome.STAYED
+            self.over = HandoffOutcome.DECODED_IN_PLACE
             self.desk.do(HandoffEnded(self.id, DisaggRole.PREFILL, self.over))
             self._leave(ResumeDecode(self.name, self.first.token))
 

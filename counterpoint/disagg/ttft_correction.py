@@ -17,7 +17,7 @@ REMEMBERED = 256  # errors
 
 class TtftCorrection:
     def __init__(self) -> None:
-        self.seen = 0
+        self.num_observed = 0
         self._logs: dict[str, float] = {}  # of each worker's factor
         self._errors: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -32,18 +32,18 @@ class TtftCorrection:
         """It is gone; under its name may come another machine."""
         self._logs.pop(worker, None)
 
-    def came(self, worker: str, priced_s: float, told_s: float, actual_s: float) -> None:
+    def observe(self, worker: str, priced_s: float, told_s: float, actual_s: float) -> None:
         """A first token came from `worker` after `actual_s`; its prices alone gave `priced_s`, and `told_s` was predicted."""
         if priced_s <= 0 or actual_s <= 0:
             return
-        self.seen += 1
+        self.num_observed += 1
         self._errors.append(abs(told_s - actual_s) / actual_s)
         most = math.log(BOUND)
         wanted = min(most, max(-most, math.log(actual_s / priced_s)))
         known = self._logs.get(worker, 0.0)
         self._logs[worker] = known + SHARE * (wanted - known)
 
-    def error(self, quantile: float) -> float:
+    def relative_error(self, quantile: float) -> float:
         """Of |predicted - actual| / actual of the latest first tokens; 0 before there are any."""
         ordered = sorted(self._errors)
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] if ordered else 0.0

@@ -90,7 +90,7 @@ class CudaIpcTransport:
         if not isinstance(memory, GpuKvMemory):
             raise TransportError("this pool is not in a GPU's memory")
         self._gpu.prepare(memory)
-        exported = self._gpu.export(memory)
+        exported = self._gpu.export_pool(memory)
         self._memory, self._board = memory, GrantTable.make(memory.pages)
         self._writers = GrantWriters(self._board)
         self._thread.start()
@@ -110,7 +110,7 @@ class CudaIpcTransport:
                 self._writers.add(link, theirs.board.pid)
             return
         board = GrantTable.open(theirs.board)
-        rows_RW = self._gpu.open(
+        rows_RW = self._gpu.map_pool(
             theirs.exported, theirs.regions * theirs.board.pages, mine.rows_RW.shape[1]
         )
         with self._lock:
@@ -188,7 +188,7 @@ class CudaIpcTransport:
             for link, target in parted:
                 target.board.leave(target.remote)
                 try:
-                    self._gpu.shut(target.rows_RW)
+                    self._gpu.unmap_pool(target.rows_RW)
                 except TransportError as error:
                     log.warning("a peer's pool stays mapped: %s", error)
                 self._notice(LinkSevered(link))
@@ -199,13 +199,15 @@ class CudaIpcTransport:
 
     def _copy_piece(self, job: CudaIpcCopy, target: CudaIpcTarget) -> None:
         """Nothing of it moves any more when this returns. The job's last piece is told."""
-        piece = slice(self._gpu.most_rows)
+        piece = slice(self._gpu.max_rows)
         here, there = job.here[piece], job.there[piece]
         error = job.error or ("" if self._may_write(job.generation, there, target) else NOT_GRANTED)
         if not error and len(here):
             assert self._memory is not None
             try:
-                self._gpu.wait(self._gpu.copy(self._memory.rows_RW, here, target.rows_RW, there))
+                self._gpu.wait(
+                    self._gpu.start_copy(self._memory.rows_RW, here, target.rows_RW, there)
+                )
             except RuntimeError as lost:  # the GPU's own errors: nothing runs on it any more
                 error = str(lost)
         job.here, job.there = job.here[len(here) :], job.there[len(there) :]

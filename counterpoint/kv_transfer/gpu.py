@@ -27,7 +27,7 @@ class GpuKvMemory(KvMemory):
     rows_RW: Tensor
 
     @classmethod
-    def of(cls, regions_RB: Tensor, pages: int) -> GpuKvMemory:
+    def from_tensor(cls, regions_RB: Tensor, pages: int) -> GpuKvMemory:
         """`regions_RB`: uint8, contiguous. Raises ValueError if a page is no whole number of words."""
         page_bytes = regions_RB.shape[1] // pages
         if page_bytes % ROW.itemsize:
@@ -44,25 +44,25 @@ class GpuKvMemory(KvMemory):
 class GpuCopier(Protocol):
     """`open`, `copy`, `read` and `write` are each called by one thread of a mover. Rows are those of GpuKvMemory."""
 
-    most_rows: int  # of one copy
+    max_rows: int  # of one copy
 
     def prepare(self, memory: GpuKvMemory) -> None:
         """Make room for copies of this pool's pages. Once, and before all else."""
         ...
 
-    def export(self, memory: GpuKvMemory) -> bytes:
+    def export_pool(self, memory: GpuKvMemory) -> bytes:
         """What another process needs to `open` the pool. Raises LinkError."""
         ...
 
-    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+    def map_pool(self, exported: bytes, rows: int, words: int) -> Tensor:
         """Another process's pool, [rows, words] as GpuKvMemory has them. Raises LinkError."""
         ...
 
-    def shut(self, rows_RW: Tensor) -> None:
+    def unmap_pool(self, rows_RW: Tensor) -> None:
         """Let go of what was opened. Nothing copies to it."""
         ...
 
-    def copy(
+    def start_copy(
         self,
         source_RW: Tensor,
         sources: NDArray[np.int64],
@@ -77,11 +77,11 @@ class GpuCopier(Protocol):
         """Block until no byte of that copy moves any more. Raises RuntimeError if the GPU is lost."""
         ...
 
-    def read(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
+    def read_rows(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those rows, in host memory that the next call uses again."""
         ...
 
-    def write(
+    def write_rows(
         self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]
     ) -> None:
         """`content_NW` is in rows `targets` when this returns."""

@@ -49,7 +49,7 @@ def check(source_tp: int, target_tp: int, kv_heads: int) -> None:
             raise ValueError(f"{name} are {a} and {b}: one must be a multiple of the other")
 
 
-def plan(
+def plan_slices(
     source_tp: int,
     target_tp: int,
     source_rank: int,

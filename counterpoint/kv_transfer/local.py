@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.kv_transfer.memory import KvMemory, Spans, granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, Spans, is_granted, page_mask
 from counterpoint.kv_transfer.transport import (
     NOT_GRANTED,
     Completed,
@@ -105,7 +105,7 @@ class LocalTransport:
             if (
                 allowed is None
                 or owner != link
-                or not granted(spans, here.page_bytes, size, len(here.regions), allowed)
+                or not is_granted(spans, here.page_bytes, size, len(here.regions), allowed)
             ):
                 return NOT_GRANTED
             shared = here.regions[0] is source.regions[0]

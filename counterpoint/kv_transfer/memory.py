@@ -105,7 +105,7 @@ def page_spans(
     return spans
 
 
-def granted(
+def is_granted(
     spans: Spans, page_bytes: int, region_bytes: int, regions: int, allowed: NDArray[np.bool_]
 ) -> bool:
     """Whether every destination byte of `spans` lies in a page that `allowed` (by page) marks, of an existing region."""

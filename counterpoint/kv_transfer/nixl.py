@@ -58,7 +58,7 @@ class NixlPeer:
     leaving: bool = False
 
 
-def load() -> Any:
+def load_nixl() -> Any:
     """NIXL's module. Raises TransportError with the command that installs it."""
     for name in MODULES:
         try:
@@ -74,7 +74,7 @@ class NixlTransport:
     kind = "nixl"
 
     def __init__(self, wake: Wake, memory_kind: str = "DRAM") -> None:
-        self._nixl = load()
+        self._nixl = load_nixl()
         self._wake = wake
         self._memory_kind = memory_kind
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from counterpoint.kv_transfer.head_mapping import HeadLayout, HeadSlice, plan
+from counterpoint.kv_transfer.head_mapping import HeadLayout, HeadSlice, plan_slices
 from counterpoint.kv_transfer.memory import KvMemory, PagedMemory, Spans, page_spans
 from counterpoint.kv_transfer.transport import (
     Completed,
@@ -237,7 +237,9 @@ class ShardedTransport:
             (source, target, part)
             for source in range(source_tp)
             for target in range(target_tp)
-            for part in plan(source_tp, target_tp, source, target, self._shards.layout.kv_heads)
+            for part in plan_slices(
+                source_tp, target_tp, source, target, self._shards.layout.kv_heads
+            )
         ]
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:

@@ -89,10 +89,10 @@ class ShmTransport:
 
     kind = "shm"
 
-    def __init__(self, wake: Wake, sums: bool = False) -> None:
+    def __init__(self, wake: Wake, checksums: bool = False) -> None:
         GrantTable.make(0).close()  # can it be done here?
         self._wake = wake
-        self._sums = sums
+        self._sums = checksums
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._jobs: deque[ShmCopy] = deque()

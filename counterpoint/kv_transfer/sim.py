@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from numpy.typing import NDArray
 
-from counterpoint.kv_transfer.memory import KvMemory, Spans, granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, Spans, is_granted, page_mask
 from counterpoint.kv_transfer.transport import (
     NOT_GRANTED,
     Completed,
@@ -51,12 +51,12 @@ class SimNetwork:
 
     bandwidth: float = float("inf")
     latency_s: float = 0.0
-    checked: bool = False
+    checks_grants: bool = False
     slow_fence: bool = False
-    sums: bool = False
+    checksums: bool = False
     on_land: Callable[[SimWrite, Spans], None] | None = None
     now: float = 0.0
-    flights: list[SimWrite] = field(default_factory=list)
+    writes: list[SimWrite] = field(default_factory=list)
     stalled: set[int] = field(default_factory=set)  # links, by the writing end's number
     severing: dict[int, SimTransport] = field(default_factory=dict)
     severed: set[int] = field(default_factory=set)
@@ -73,18 +73,18 @@ class SimNetwork:
         start = max(self.now + self.latency_s, self._busy_until.get(flight.link, 0.0))
         flight.ends_s = start + int(flight.spans[:, 3].sum()) / self.bandwidth
         self._busy_until[flight.link] = flight.ends_s
-        self.flights.append(flight)
+        self.writes.append(flight)
 
     def advance(self, now: float) -> None:
         """Let time pass: what is due lands and completes, in the order of posting."""
         self.now = now
-        for flight in [f for f in self.flights if f.ends_s <= now]:
+        for flight in [f for f in self.writes if f.ends_s <= now]:
             self.complete(flight)
 
     @property
-    def next_s(self) -> float | None:
+    def next_write_s(self) -> float | None:
         """When the next write completes; None: nothing moves."""
-        return min((f.ends_s for f in self.flights if f.link not in self.stalled), default=None)
+        return min((f.ends_s for f in self.writes if f.link not in self.stalled), default=None)
 
     def land(self, flight: SimWrite, count: int) -> None:
         """Its next `count` spans arrive."""
@@ -105,27 +105,27 @@ class SimNetwork:
             error = NOT_GRANTED
         if not error and flight.landed < len(flight.spans):
             error = "cancelled"
-        self.flights.remove(flight)
+        self.writes.remove(flight)
         memory = flight.source.memory
         checksum = (
             memory.checksum(flight.spans)
-            if self.sums and memory is not None and not error
+            if self.checksums and memory is not None and not error
             else None
         )
         flight.source.notices.append(Completed(flight.op, error, checksum))
 
     def sever(self, link: int) -> None:
         """Nothing of a torn-down link is in flight any more."""
-        for flight in [f for f in self.flights if link in (f.link, f.target_link)]:
-            self.flights.remove(flight)
+        for flight in [f for f in self.writes if link in (f.link, f.target_link)]:
+            self.writes.remove(flight)
         self.severed.add(link)
         self.severing.pop(link).notices.append(LinkSevered(link))
 
     def kill(self, victim: SimTransport) -> None:
         """Its process dies. What it has posted may still land; what was on its way to it is gone, and the writers see that."""
         victim.alive = False
-        for flight in [f for f in self.flights if f.target is victim]:
-            self.flights.remove(flight)
+        for flight in [f for f in self.writes if f.target is victim]:
+            self.writes.remove(flight)
             if (lost := LinkLost(flight.link, "connection reset")) not in flight.source.notices:
                 flight.source.notices.append(lost)
 
@@ -135,23 +135,23 @@ class SimTransport:
 
     kind = "sim"
 
-    def __init__(self, network: SimNetwork, name: str, others: dict[str, SimTransport]) -> None:
+    def __init__(self, network: SimNetwork, name: str, peers: dict[str, SimTransport]) -> None:
         self.network = network
         self.name = name
-        self.others = others
+        self.peers = peers
         self.memory: KvMemory | None = None
         self.alive = True
         self.notices: list[Notice] = []
         self.links: dict[int, tuple[int, SimTransport]] = {}
         self.grants: dict[int, NDArray] = {}
-        others[name] = self
+        peers[name] = self
 
     def register(self, memory: KvMemory) -> bytes:
         self.memory = memory
         return self.name.encode()
 
     def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        self.links[link] = (remote, self.others[blob.decode()])
+        self.links[link] = (remote, self.peers[blob.decode()])
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         assert self.memory is not None
@@ -159,7 +159,7 @@ class SimTransport:
 
     def revoke(self, generation: int) -> None:
         self.grants.pop(generation, None)
-        if self.network.checked:
+        if self.network.checks_grants:
             self.notices.append(Quiesced(generation))
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
@@ -167,7 +167,7 @@ class SimTransport:
         self.network.post(SimWrite(op, self, link, target, remote, generation, spans, 0.0))
 
     def cancel(self, op: int) -> None:
-        for flight in self.network.flights:
+        for flight in self.network.writes:
             if flight.source is self and flight.op == op:
                 flight.cancelled = True
 
@@ -189,9 +189,9 @@ class SimTransport:
         """Bytes of the peer arrive."""
         source, here = flight.source.memory, self.memory
         assert source is not None and here is not None
-        if self.network.checked:
+        if self.network.checks_grants:
             allowed = self.grants.get(flight.generation)
-            if allowed is None or not granted(
+            if allowed is None or not is_granted(
                 spans, here.page_bytes, here.regions[0].nbytes, len(here.regions), allowed
             ):
                 flight.refused = True

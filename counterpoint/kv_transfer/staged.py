@@ -53,13 +53,13 @@ class StagedTransport:
         memory, mirror = self._both()
         for rows in self._pieces(memory.spans(0, memory.layers, pages, pages)):
             content = np.stack([self._row(mirror, row) for row in rows.tolist()])
-            self._gpu.write(content, memory.rows_RW, rows)
+            self._gpu.write_rows(content, memory.rows_RW, rows)
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
         memory, mirror = self._both()
         for rows in self._pieces(spans):
             for row, content in zip(
-                rows.tolist(), self._gpu.read(memory.rows_RW, rows), strict=True
+                rows.tolist(), self._gpu.read_rows(memory.rows_RW, rows), strict=True
             ):
                 self._row(mirror, row)[:] = content
         self._inner.write(link, generation, spans, op)
@@ -86,7 +86,7 @@ class StagedTransport:
 
     def _pieces(self, spans: Spans) -> list[np.ndarray]:
         """Rows here, as many at a time as the GPU takes."""
-        memory, most = self._both()[0], self._gpu.most_rows
+        memory, most = self._both()[0], self._gpu.max_rows
         rows = rows_of(spans, (memory.pages, memory.pages), memory.page_bytes)[0]
         return [rows[start : start + most] for start in range(0, len(rows), most)]
 

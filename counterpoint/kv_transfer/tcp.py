@@ -36,7 +36,7 @@ from counterpoint.kv_transfer.frames import (
     cut,
 )
 from counterpoint.kv_transfer.ioloop import IoLoop
-from counterpoint.kv_transfer.memory import KvMemory, Spans, granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, Spans, is_granted, page_mask
 from counterpoint.kv_transfer.transport import (
     NOT_GRANTED,
     Completed,
@@ -100,10 +100,10 @@ class TcpTransport:
 
     kind = "tcp"
 
-    def __init__(self, wake: Wake, host: str = "127.0.0.1", sums: bool = False) -> None:
+    def __init__(self, wake: Wake, host: str = "127.0.0.1", checksums: bool = False) -> None:
         self._wake = wake
         self._host = host
-        self._sums = sums
+        self._sums = checksums
         self._key = secrets.token_bytes(16)
         self._memory: KvMemory | None = None
         self._views: list[memoryview] = []
@@ -370,7 +370,7 @@ class TcpTransport:
         reading.refused = (
             allowed is None
             or link != reading.link
-            or not granted(
+            or not is_granted(
                 spans, memory.page_bytes, memory.regions[0].nbytes, len(memory.regions), allowed
             )
         )

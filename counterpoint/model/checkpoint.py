@@ -57,18 +57,18 @@ class SafetensorsFolder:
         if not files:
             raise ModelError(f"{path}: no *.safetensors file (other weight formats are not read)")
         self.path = path
-        self.left: dict[str, Any] = {}
+        self.unused: dict[str, Any] = {}
         for file in files:
             if not (folder / file).is_file():
                 raise ModelError(f"{path}: shard {file} is missing")
             shard = safe_open(folder / file, framework="pt")
-            self.left.update(dict.fromkeys(shard.keys(), shard))
-        ignored = [name for name in self.left if name.endswith("rotary_emb.inv_freq")]
+            self.unused.update(dict.fromkeys(shard.keys(), shard))
+        ignored = [name for name in self.unused if name.endswith("rotary_emb.inv_freq")]
         if spec.tied_embeddings:
             ignored.append("lm_head.weight")
         for name in ignored:
-            self.left.pop(name, None)
-        embedding = self.left.get("model.embed_tokens.weight")
+            self.unused.pop(name, None)
+        embedding = self.unused.get("model.embed_tokens.weight")
         self.dtype = (
             torch.float32
             if embedding is None
@@ -78,16 +78,16 @@ class SafetensorsFolder:
         )
 
     def has(self, name: str) -> bool:
-        return name in self.left
+        return name in self.unused
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        shard = self.left.pop(name, None)
+        shard = self.unused.pop(name, None)
         if shard is None:
             raise ModelError(f"{self.path}: tensor {name} is missing")
-        return checked(shard.get_tensor(name), name, shape, self.path)
+        return check_shape(shard.get_tensor(name), name, shape, self.path)
 
     def finish(self) -> None:
-        refuse_leftover(self.left, self.path)
+        refuse_unused(self.unused, self.path)
 
 
 LAYER_NAMES = {
@@ -111,12 +111,12 @@ OUTER_NAMES = {
 }
 
 
-PLAIN = {
+UNQUANTISED_DTYPES = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-PIECE = (
+DEQUANTISE_CHUNK = (
     1 << 18
 )  # numbers dequantised at a time: a multiple of every block, and small enough for the CPU's cache
 
@@ -130,23 +130,23 @@ class GgufFile:
         self.spec = spec
         header = read_gguf_header(path)
         self.interleaved = header.metadata["general.architecture"] == "llama"
-        self.left: dict[str, TensorEntry] = dict(header.tensors)
+        self.unused: dict[str, TensorEntry] = dict(header.tensors)
         self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        embedding = self.left.get("token_embd.weight")
+        embedding = self.unused.get("token_embd.weight")
         self.dtype = (
             torch.float32
             if embedding is None
-            else PLAIN.get(GGMLQuantizationType(embedding.type), torch.float32)
+            else UNQUANTISED_DTYPES.get(GGMLQuantizationType(embedding.type), torch.float32)
         )
 
     def has(self, name: str) -> bool:
-        return gguf_name(name) in self.left
+        return gguf_name(name) in self.unused
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry = self.left.pop(gguf_name(name), None)
+        entry = self.unused.pop(gguf_name(name), None)
         if entry is None:
             raise ModelError(f"{self.path}: tensor {gguf_name(name)} ({name}) is missing")
-        tensor = checked(self.dequantise(name, entry), name, shape, self.path)
+        tensor = check_shape(self.dequantise(name, entry), name, shape, self.path)
         if self.interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = shape[0] // self.spec.head_dim
             tensor = (
@@ -166,11 +166,11 @@ class GgufFile:
             raw = self.data[entry.offset : entry.offset + size // block * block_bytes]
             if raw.nbytes != size // block * block_bytes:
                 raise ValueError("the file ends inside it")
-            if kind in PLAIN:
-                return torch.from_numpy(raw.copy()).view(PLAIN[kind]).view(entry.shape)
+            if kind in UNQUANTISED_DTYPES:
+                return torch.from_numpy(raw.copy()).view(UNQUANTISED_DTYPES[kind]).view(entry.shape)
             whole = np.empty(size, np.float32)
-            for first in range(0, size, PIECE):
-                last = min(first + PIECE, size)
+            for first in range(0, size, DEQUANTISE_CHUNK):
+                last = min(first + DEQUANTISE_CHUNK, size)
                 piece = raw[first // block * block_bytes : last // block * block_bytes]
                 whole[first:last] = dequantize(piece[None], kind)[0]
             return torch.from_numpy(whole).view(entry.shape)
@@ -178,7 +178,7 @@ class GgufFile:
             raise ModelError(f"{self.path}: tensor {gguf_name(name)}: {error}") from None
 
     def finish(self) -> None:
-        refuse_leftover(self.left, self.path)
+        refuse_unused(self.unused, self.path)
 
 
 def gguf_name(name: str) -> str:
@@ -190,7 +190,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{index}.{LAYER_NAMES[stem]}.{suffix}"
 
 
-class Dummy:
+class RandomCheckpoint:
     """Random weights of any shape, the same for a seed. One block of normal numbers is drawn and each tensor is a stretch of it
     from its own offset, so that a large model takes a copy's time and not a generator's."""
 
@@ -216,7 +216,7 @@ class Dummy:
         pass
 
 
-def checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: str) -> Tensor:
+def check_shape(tensor: Tensor, name: str, shape: tuple[int, ...], path: str) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ModelError(
             f"{path}: tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}"
@@ -224,9 +224,9 @@ def checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: str) -> Ten
     return tensor
 
 
-def refuse_leftover(left: dict, path: str) -> None:
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+def refuse_unused(unused: dict, path: str) -> None:
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ModelError(
-            f"{path}: tensor {min(left)}{more} belongs to no part of this model: it would be ignored"
+            f"{path}: tensor {min(unused)}{more} belongs to no part of this model: it would be ignored"
         )

@@ -78,7 +78,7 @@ class Decoder:
         first_layer: int,
         last_layer: int,
         angles: Any = None,
-        only_B: Tensor | None = None,
+        output_rows_B: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after layers [first_layer, last_layer), [T, D]; `x_TD` is consumed. Writes K and V of the pass's tokens
         to `kv` in each of these layers. `angles`: of this batch, if they are there already. `only_B`: rows of the pass; behind
@@ -90,13 +90,13 @@ class Decoder:
         normed_TD = ops.rms_norm(x_TD, layers[first_layer].attention_norm_D, spec.norm_eps)
         for index in range(first_layer, last_layer):
             q_THA = self.before_attention(normed_TD, kv, index, angles, batch.kv_rows_T)
-            narrowed_B = only_B if index + 1 == spec.layers else None
+            narrowed_B = output_rows_B if index + 1 == spec.layers else None
             if narrowed_B is not None and not len(narrowed_B):
                 return x_TD[:0]
             attended_TE = ops.attention(q_THA, kv.k[index], kv.v[index], batch.attention)
             if narrowed_B is not None:
                 x_TD, attended_TE = x_TD[narrowed_B], attended_TE[narrowed_B]
-            x_TD, ffn_TD = self.behind_attention(x_TD, attended_TE, index)
+            x_TD, ffn_TD = self.after_attention(x_TD, attended_TE, index)
             if (
                 index + 1 < last_layer
             ):  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
@@ -118,7 +118,7 @@ class Decoder:
             qkv_TE, angles, *norms, spec.norm_eps, kv.k[index], kv.v[index], kv_rows_T
         )
 
-    def behind_attention(
+    def after_attention(
         self, x_TD: Tensor, attended_TE: Tensor, index: int
     ) -> tuple[Tensor, Tensor]:
         """A layer from its attention on: the hidden states behind it and, still to be added to them, what the feed-forward gave."""

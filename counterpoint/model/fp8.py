@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
-LEAST = 1e-12  # of a row's largest number: a row of zeros has a scale too
+FP8_MAX = 448.0
+MIN_ROW_MAX = 1e-12  # of a row's largest number: a row of zeros has a scale too
 KV_SCALE = 1.0
-MULTIPLE = 16  # what the sizes of a matrix must be, for the tensor cores to take it
-BLOCK = 4096  # rows at a time: a large matrix is never widened whole
+SIZE_MULTIPLE = 16  # what the sizes of a matrix must be, for the tensor cores to take it
+ROWS_PER_BLOCK = 4096  # rows at a time: a large matrix is never widened whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class ScaledWeight:
     def device(self) -> torch.device:
         return self.values_RK.device
 
-    def wide(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """The numbers themselves, in float32."""
         return self.values_RK.float() * self.scale_R[:, None]
 
@@ -53,10 +53,10 @@ class ScaledWeight:
 def quantise_rows(x_RK: Tensor) -> ScaledWeight:
     values_RK = torch.empty_like(x_RK, dtype=FP8, memory_format=torch.contiguous_format)
     scale_R = torch.empty(x_RK.shape[0], dtype=torch.float32, device=x_RK.device)
-    for first in range(0, x_RK.shape[0], BLOCK):
-        rows = slice(first, first + BLOCK)
+    for first in range(0, x_RK.shape[0], ROWS_PER_BLOCK):
+        rows = slice(first, first + ROWS_PER_BLOCK)
         x = x_RK[rows].float()
-        scale = x.abs().amax(1).clamp(min=LEAST) / LARGEST
+        scale = x.abs().amax(1).clamp(min=MIN_ROW_MAX) / FP8_MAX
         values_RK[rows] = to_fp8(x / scale[:, None])
         scale_R[rows] = scale
     return ScaledWeight(values_RK, scale_R)
@@ -64,4 +64,4 @@ def quantise_rows(x_RK: Tensor) -> ScaledWeight:
 
 def to_fp8(x: Tensor) -> Tensor:
     """Rounded to the nearest e4m3; beyond the largest, the largest."""
-    return x.clamp(-LARGEST, LARGEST).to(FP8)
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

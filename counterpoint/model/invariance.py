@@ -14,11 +14,11 @@ from counterpoint.config import ConfigError
 from counterpoint.model.decoder import Decoder
 
 ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 100, 129, 256)
-MOST = 300
+MAX_ROWS = 300
 
 
 @torch.inference_mode()
-def refuse_varying_products(decoder: Decoder, device: torch.device | str = "cpu") -> None:
+def require_invariant_gemms(decoder: Decoder, device: torch.device | str = "cpu") -> None:
     """Raises ConfigError if a row's product with a matrix of the first layer or of the head depends on the rows beside it."""
     spec, ops, layer = decoder.spec, decoder.ops, decoder.weights.layers[0]
     attended = spec.heads * spec.head_dim
@@ -31,19 +31,19 @@ def refuse_varying_products(decoder: Decoder, device: torch.device | str = "cpu"
     }
     chance = torch.Generator().manual_seed(0)
     for name, (packed, inputs) in matrices.items():
-        x_RK = torch.randn(MOST, inputs, generator=chance).to(device, like(decoder))
+        x_RK = torch.randn(MAX_ROWS, inputs, generator=chance).to(device, activation_dtype(decoder))
         whole = ops.linear(x_RK.clone(), packed)
         for rows in ROWS:
-            first = MOST // 2 if rows <= MOST // 2 else 0
+            first = MAX_ROWS // 2 if rows <= MAX_ROWS // 2 else 0
             part = slice(first, first + rows)
             if not torch.equal(ops.linear(x_RK[part].clone(), packed), whole[part]):
                 raise ConfigError(
                     f"batch_invariant: on this device ({ops.name}) the product {name} of {spec.name} gives a row other bits "
-                    f"among {rows} rows than among {MOST}: choose another dtype, or leave it out"
+                    f"among {rows} rows than among {MAX_ROWS}: choose another dtype, or leave it out"
                 )
 
 
-def like(decoder: Decoder) -> torch.dtype:
+def activation_dtype(decoder: Decoder) -> torch.dtype:
     """What rows come in: that of the embedded tokens."""
     table = decoder.weights.embedding_VD
     return decoder.ops.embed(torch.zeros(1, dtype=torch.int64, device=table.device), table).dtype

@@ -51,7 +51,7 @@ class KVPool:
             self.whole = zeros((spec.layers, 2, *shape), dtype, torch.device(device))
             k, v = self.whole[:, 0].unbind(0), self.whole[:, 1].unbind(0)
         else:
-            layers = [over(array, shape, dtype) for array in storage]
+            layers = [array_view(array, shape, dtype) for array in storage]
             k, v = tuple(layers[0::2]), tuple(layers[1::2])
         self.k: tuple[torch.Tensor, ...] = (
             tuple(layer.transpose(1, 2) for layer in k) if by_head else k
@@ -78,7 +78,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     )
 
 
-def over(array: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def array_view(array: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in the memory of `array`. Raises ValueError if it has another size."""
     wanted = math.prod(shape) * dtype.itemsize
     if array.nbytes != wanted:

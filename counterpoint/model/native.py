@@ -35,7 +35,7 @@ FLAGS = (
 )
 HEAD_DIM_STEP = 16  # head sizes the kernels take are multiples of the widest vector
 TILE_TOKENS = 32  # consecutive tokens that share a packed block of keys
-SMALL = 1 << 14  # numbers below which one thread is faster than two
+SINGLE_THREAD_NUMEL = 1 << 14  # numbers below which one thread is faster than two
 
 P, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
@@ -191,7 +191,7 @@ class Kernels:
 
 
 def threads_for(x: Tensor) -> int:
-    return 1 if x.numel() < SMALL else torch.get_num_threads()
+    return 1 if x.numel() < SINGLE_THREAD_NUMEL else torch.get_num_threads()
 
 
 def plan_tiles(

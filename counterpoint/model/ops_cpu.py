@@ -48,14 +48,14 @@ def cpu_ops(
     """The fastest record for `dtype` (one of config.ModelConfig.dtype). `cache` is the folder of the compiled kernels; None does
     without them, as does a `head_dim` they don't take. Raises ConfigError for a dtype that this CPU or torch build lacks, and if
     rows must be `invariant` (not depend on their pass in any bit) but are not."""
-    arithmetic = chosen_dtype(dtype, checkpoint_dtype)
+    arithmetic = choose_dtype(dtype, checkpoint_dtype)
     kernels = (
         load_kernels(Path(cache))
         if cache is not None and head_dim % HEAD_DIM_STEP == 0
         else "not asked for"
     )
     if invariant:
-        refuse_varying(arithmetic, kernels if isinstance(kernels, str) else "")
+        require_invariant(arithmetic, kernels if isinstance(kernels, str) else "")
     between = (
         with_torch(reference_ops())
         if isinstance(kernels, str)
@@ -85,7 +85,7 @@ def cpu_ops(
     return dataclasses.replace(between, name=name)
 
 
-def refuse_varying(arithmetic: str, without_kernels: str) -> None:
+def require_invariant(arithmetic: str, without_kernels: str) -> None:
     """Raise ConfigError if what a row comes to depends on its pass. MKL's float32 products and torch's attention choose the order
     of a sum by the number of rows."""
     if arithmetic == "float32":
@@ -98,7 +98,7 @@ def refuse_varying(arithmetic: str, without_kernels: str) -> None:
         )
 
 
-def chosen_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:
+def choose_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:
     fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if dtype == "auto":
         if fast_bf16 and checkpoint_dtype is torch.bfloat16:

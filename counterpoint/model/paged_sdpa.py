@@ -60,12 +60,12 @@ def plan_gather(
     decode_S = torch.nonzero(tokens_S == 1).flatten()
     groups = [
         plan_group(first_row_S[index_G], length_S[index_G], block_table_SP[index_G], page_tokens)
-        for index_G in like_lengths(decode_S, length_S)
+        for index_G in group_by_length(decode_S, length_S)
     ]
     return GatherPlan(groups, prefill, causal_NL)
 
 
-def like_lengths(index_S: Tensor, length_S: Tensor) -> list[Tensor]:
+def group_by_length(index_S: Tensor, length_S: Tensor) -> list[Tensor]:
     """One group, or one per power of two of the length if padding all to the longest would waste more than half."""
     if not len(index_S):
         return []

@@ -26,16 +26,16 @@ def rope_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
-        return llama3(plain, rope), 1.0
+        return scale_llama3(plain, rope), 1.0
     if rope.kind == "yarn":
         temperature = rope.attention_factor
         if temperature is None:
             temperature = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-        return yarn(plain, rope, spec.head_dim), temperature
+        return scale_yarn(plain, rope, spec.head_dim), temperature
     return plain, 1.0
 
 
-def llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
+def scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     """High frequencies stay, low ones are divided by `factor`, and between the two wavelengths the change is linear in the
     number of turns over the original context."""
     turns = (rope.original_max_tokens or 0) * plain / (2 * math.pi)
@@ -44,7 +44,7 @@ def llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     return kept * plain + (1 - kept) * plain / rope.factor
 
 
-def yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+def scale_yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     """Dimensions that turn more than `beta_fast` times over the original context stay, those below `beta_slow` turns are
     divided by `factor`, with a linear ramp over the dimensions between."""
 

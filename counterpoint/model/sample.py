@@ -89,35 +89,35 @@ class SamplerInputs:
     """How the rows of one batch are sampled. A stage that no row asks for is None or absent, and costs nothing."""
 
     penalties: Penalties | None = None
-    added: tuple[LogitBias, ...] = ()
+    logit_bias: tuple[LogitBias, ...] = ()
     masks: GrammarMasks | None = None
     draw: DrawParams | None = None
 
 
-def sample(logits_BV: Tensor, choice: SamplerInputs, limit: int | None = None) -> Tensor:
+def sample(logits_BV: Tensor, inputs: SamplerInputs, limit: int | None = None) -> Tensor:
     """One id per row, int64 [B]; NOT_FINITE where a logit is not finite, NO_GRAMMAR where a mask allows nothing. Ids are below
     `limit` (None: V)."""
     logits_BV = logits_BV[:, :limit]
     finite_B = logits_BV.sum(1).isfinite()  # one pass: a sum is finite only if its terms are
     some_R = None
-    if choice.penalties is not None or choice.added or choice.masks is not None:
+    if inputs.penalties is not None or inputs.logit_bias or inputs.masks is not None:
         logits_BV = logits_BV.clone()
-        if choice.penalties is not None:
-            penalise_(logits_BV, choice.penalties)
-        for added in choice.added:
-            add_(logits_BV, added)
-        if choice.masks is not None:
-            some_R = mask_(logits_BV, choice.masks)
-    draw = choice.draw
+        if inputs.penalties is not None:
+            apply_penalties_(logits_BV, inputs.penalties)
+        for added in inputs.logit_bias:
+            apply_logit_bias_(logits_BV, added)
+        if inputs.masks is not None:
+            some_R = apply_grammar_masks_(logits_BV, inputs.masks)
+    draw = inputs.draw
     if draw is None:
         ids_B = logits_BV.argmax(1)
     elif draw.rows_R is None:
-        ids_B = drawn(logits_BV, draw)
+        ids_B = draw_tokens(logits_BV, draw)
     else:
         ids_B = logits_BV.argmax(1)
-        ids_B[draw.rows_R] = drawn(logits_BV[draw.rows_R], draw)
-    if choice.masks is not None and some_R is not None:
-        ids_B[choice.masks.rows_R] = torch.where(some_R, ids_B[choice.masks.rows_R], NO_GRAMMAR)
+        ids_B[draw.rows_R] = draw_tokens(logits_BV[draw.rows_R], draw)
+    if inputs.masks is not None and some_R is not None:
+        ids_B[inputs.masks.rows_R] = torch.where(some_R, ids_B[inputs.masks.rows_R], NO_GRAMMAR)
     return torch.where(finite_B, ids_B, NOT_FINITE)
 
 
@@ -140,7 +140,7 @@ def uniform(seed_R: Tensor, n_R: Tensor) -> Tensor:
     return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
 
 
-def penalise_(logits_BV: Tensor, penalties: Penalties) -> None:
+def apply_penalties_(logits_BV: Tensor, penalties: Penalties) -> None:
     rows = penalties.rows_R
     logits_RV = logits_BV if rows is None else logits_BV[rows]
     tokens_RL = penalties.tokens_RL
@@ -160,7 +160,7 @@ def penalise_(logits_BV: Tensor, penalties: Penalties) -> None:
     logits_BV[slice(None) if rows is None else rows] = logits_RV
 
 
-def add_(logits_BV: Tensor, added: LogitBias) -> None:
+def apply_logit_bias_(logits_BV: Tensor, added: LogitBias) -> None:
     if added.rows_R is None:
         logits_BV.scatter_add_(1, added.ids_RN, added.values_RN)
     else:
@@ -169,7 +169,7 @@ def add_(logits_BV: Tensor, added: LogitBias) -> None:
         )
 
 
-def mask_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
+def apply_grammar_masks_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
     """Whether anything is allowed, of each masked row."""
     bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
     allowed_RV = (masks.bits_RK[:, :, None] >> bit_8 & 1).flatten(1)[:, : logits_BV.shape[1]].bool()
@@ -177,7 +177,7 @@ def mask_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
     return allowed_RV.any(1)
 
 
-def drawn(logits_RV: Tensor, draw: DrawParams) -> Tensor:
+def draw_tokens(logits_RV: Tensor, draw: DrawParams) -> Tensor:
     """One id per row by inverse CDF, in the order of ids: the first whose cumulated probability exceeds the row's number."""
     x_RV = logits_RV - logits_RV.amax(1, keepdim=True)
     x_RV /= draw.temperature_R[

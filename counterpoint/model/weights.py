@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.config import ConfigError, ModelConfig
-from counterpoint.model.checkpoint import Checkpoint, Dummy, GgufFile, SafetensorsFolder
+from counterpoint.model.checkpoint import Checkpoint, GgufFile, RandomCheckpoint, SafetensorsFolder
 from counterpoint.model.decoder import Decoder, Layer, Weights
 from counterpoint.model.ops import Ops
 from counterpoint.model.ops_cpu import cpu_ops
@@ -44,7 +44,7 @@ def load_decoder(
 
 def open_checkpoint(source: ModelSource, config: ModelConfig, spec: ModelSpec) -> Checkpoint:
     if config.load_format == "dummy":
-        return Dummy(config.weights_seed)
+        return RandomCheckpoint(config.weights_seed)
     if source.kind == "hf":
         return SafetensorsFolder(source.path, spec)
     if source.kind == "gguf":

@@ -20,14 +20,14 @@ import uvicorn
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.api.app import Service, create_app
-from counterpoint.serve.observability.logs import anything_ran, load_between, start_logging
+from counterpoint.serve.observability.logs import has_activity, load_between, start_logging
 from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.preprocess import Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
-from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.serve.worker.engine_client import EngineClient, EngineFailed
 from counterpoint.serve.worker.pool import Pool
 from counterpoint.serve.worker.wire import EngineInfo
@@ -35,7 +35,7 @@ from counterpoint.spec.source import ModelSource
 from counterpoint.types import RequestTiming
 
 LOG_EVERY_S = 10.0
-LAST_WORDS_S = 2.0  # after the drain, for error events to reach their clients
+ERROR_DELIVERY_S = 2.0  # after the drain, for error events to reach their clients
 BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
@@ -85,7 +85,7 @@ class Server:
         self.listener = listener
         self.name = config.model.served_name or source.name
         self.metrics = Metrics(self.name)
-        self.pulse = RollingStats()
+        self.rolling_stats = RollingStats()
         self.tracing = (
             Tracing(config.server.otlp_endpoint)
             if config.server.otlp_endpoint is not None
@@ -93,7 +93,7 @@ class Server:
         )
         self.engine = self.make_engine(system)
         self.service = Service(
-            self.engine, self.metrics, self.pulse, self.name, config.server, self.tracing
+            self.engine, self.metrics, self.rolling_stats, self.name, config.server, self.tracing
         )
         self.http = HttpServer(
             uvicorn.Config(
@@ -101,22 +101,22 @@ class Server:
                 log_config=None,
                 access_log=False,  # RequestIds tells more
                 lifespan="off",
-                timeout_graceful_shutdown=round(config.server.drain_s + LAST_WORDS_S),
+                timeout_graceful_shutdown=round(config.server.drain_s + ERROR_DELIVERY_S),
             )
         )
         self.checker: GrammarChecker | None = None
         self.signals = 0
 
     def make_engine(self, system: str) -> EngineClient | Pool:
-        if self.config.cluster.pooled:
-            pool = Pool(self.config, self.source, self.on_record, system, self.pulse)
+        if self.config.cluster.has_pool:
+            pool = Pool(self.config, self.source, self.on_timing, system, self.rolling_stats)
             self.metrics.pool = pool.metrics
             return pool
         return EngineClient(
             self.config.replace(api_key=None, cluster_token=None),
-            self.on_record,
+            self.on_timing,
             system,
-            self.pulse,
+            self.rolling_stats,
         )
 
     async def run(self) -> int:
@@ -125,7 +125,7 @@ class Server:
             loop.add_signal_handler(number, self.on_signal)
         begun_s = time.monotonic()
         starting = asyncio.create_task(self.start(begun_s))
-        reporting = asyncio.create_task(self.report())
+        reporting = asyncio.create_task(self.log_load())
         starting.add_done_callback(self.on_started)
         try:
             await self.http.serve(sockets=[self.listener])
@@ -151,7 +151,7 @@ class Server:
             if self.tracing is not None:
                 self.tracing.close()
 
-    def on_record(self, record: RequestTiming) -> None:
+    def on_timing(self, record: RequestTiming) -> None:
         self.metrics.observe(record)
         if self.tracing is not None:
             self.tracing.observe(record)
@@ -163,7 +163,7 @@ class Server:
         text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
         self.checker = GrammarChecker(self.source, hello.vocab, hello.eos_token_ids)
-        self.service.intake = Preprocessor(
+        self.service.preprocessor = Preprocessor(
             text, hello, self.name, self.checker, self.config.scheduler
         )
         for note in hello.notes:
@@ -171,11 +171,11 @@ class Server:
         print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
 
     def load_text(self) -> ModelTokenizer:
-        text = load_text(self.source)
+        text = load_tokenizer(self.source)
         with contextlib.suppress(
             TokenizerError
         ):  # so that the first request does not wait for the template's libraries
-            text.render([{"role": "user", "content": ""}])
+            text.apply_chat_template([{"role": "user", "content": ""}])
         return text
 
     def ready_line(self, hello: EngineInfo, seconds: float) -> str:
@@ -194,29 +194,31 @@ class Server:
 
     def on_signal(self) -> None:
         self.signals += 1
-        self.service.live.close()
+        self.service.lane_feed.close()
         self.http.should_exit = True
         if self.signals == 1:
             log.info(
                 "stopping: what runs may finish for %g s; a second signal stops at once",
                 self.config.server.drain_s,
             )
-            asyncio.get_running_loop().call_later(self.config.server.drain_s, self.cut_off)
+            asyncio.get_running_loop().call_later(
+                self.config.server.drain_s, self.fail_open_streams
+            )
         else:
-            self.cut_off()
+            self.fail_open_streams()
             self.http.force_exit = True
 
-    def cut_off(self) -> None:
+    def fail_open_streams(self) -> None:
         self.engine.fail_streams("the server is shutting down")
 
     # ------------------------------------------------------------ the line each 10 s
 
-    async def report(self) -> None:
+    async def log_load(self) -> None:
         last, last_s = self.engine.stats, time.monotonic()
         while True:
             await asyncio.sleep(LOG_EVERY_S)
             stats, now_s = self.engine.stats, time.monotonic()
-            if anything_ran(last, stats):
-                load = load_between(last, stats, now_s - last_s, self.pulse, now_s)
+            if has_activity(last, stats):
+                load = load_between(last, stats, now_s - last_s, self.rolling_stats, now_s)
                 log.info("%s", load.words(), extra={"fields": load.fields()})
             last, last_s = stats, now_s

@@ -36,13 +36,13 @@ from counterpoint.bench.load import LoadOptions, flag, parse_slo
 from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.report import summarise
 from counterpoint.bench.stopwatch import Stopwatch
-from counterpoint.bench.tables import number, share
-from counterpoint.bench.workload import Query, TokenRange, describe
-from counterpoint.config import Config, ConfigError, writable
-from counterpoint.core.policy.ablations import variant_of
+from counterpoint.bench.tables import format_number, format_share
+from counterpoint.bench.workload import Query, TokenRange, describe_load
+from counterpoint.config import Config, ConfigError, require_writable
+from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 from counterpoint.simulator.machine import Machine
 from counterpoint.simulator.plan import Mode, parse_modes
 from counterpoint.simulator.simulate import SimFiles, SimOptions, simulate
@@ -117,8 +117,8 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Compari
     if unknown:
         raise ValueError(f"{where}: no such flag of the workload: {', '.join(sorted(unknown))}")
     slo = str(load.get("slo", ""))
-    queries = transform.with_targets(
-        transform.without_texts(workload.make().queries), parse_slo(slo)
+    queries = transform.apply_slo(
+        transform.drop_texts(workload.build_trace().queries), parse_slo(slo)
     )
     modes = load["modes"] if isinstance(load["modes"], Mapping) else dict.fromkeys(load["modes"])
     found = []
@@ -126,7 +126,7 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Compari
         for rate in rates if isinstance(rates, list) else [rates]:
             if rate is not None and not isinstance(rate, int | float):
                 raise ValueError(f"{where}: the rate {rate!r} of {text} is no number")
-            timed = queries if rate is None else transform.at_rate(queries, rate)
+            timed = queries if rate is None else transform.scale_to_rate(queries, rate)
             found += [
                 ComparisonCase(name, mode, rate, slo, tuple(timed))
                 for mode in parse_modes(str(text), machine)
@@ -146,16 +146,16 @@ class OnEngine:
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self._inbox = WallClockEventQueue()
-        self._system = build.system(config.replace(policy="auto"), self._inbox, tell)
+        self._system = build.build_system(config.replace(policy="auto"), self._inbox, tell)
 
     def play(
         self, config: Config, cell: ComparisonCase, limit_s: float, trace: Path | None
     ) -> dict[str, Any]:
         self._system.executor.close()
-        if self._system.again is None:
+        if self._system.rebuild is None:
             raise ConfigError("this device takes one engine only")
         inbox = WallClockEventQueue()
-        system = self._system = self._system.again(config, inbox, variant_of(cell.mode.without))
+        system = self._system = self._system.rebuild(config, inbox, ablated_auto(cell.mode.without))
         stopwatch = Stopwatch(system.executor, inbox)
         timeline = None if trace is None else Timeline(stopwatch, inbox, system.engine.policy.lanes)
         came = replay_engine(
@@ -163,7 +163,7 @@ class OnEngine:
             inbox,
             stopwatch,
             cell.queries,
-            warmup=transform.rehearsal(cell.queries, WARMUP),
+            warmup=transform.warmup_queries(cell.queries, WARMUP),
             tokens=TokenRange.within(system.spec.vocab),
             limit_s=limit_s,
             timeline=timeline,
@@ -174,7 +174,7 @@ class OnEngine:
         return judged(cell, came.records, came.after, came.before, came.errors) | {
             "notes": notes,
             "pages_leaked": came.pages_leaked,
-            "host": stopwatch.told(),
+            "host": stopwatch.summarise(),
         }
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ def cut(record: RequestTiming, limit_s: float) -> RequestTiming:
         return record
     times = tuple(at for at in record.token_s if at <= limit_s)
     return msgspec.structs.replace(
-        record, finished_s=limit_s, token_s=times, finish=FinishReason.ABORT
+        record, finished_s=limit_s, token_s=times, finish_reason=FinishReason.ABORT
     )
 
 
@@ -267,7 +267,7 @@ class Results:
             "rate": cell.rate,
             "slo": cell.slo,
         }
-        self.rows.append({**about, "workload": describe(cell.queries), **result})
+        self.rows.append({**about, "workload": describe_load(cell.queries), **result})
         if self.path is not None:
             text = msgspec.json.format(
                 msgspec.json.encode({"about": self.about, "rows": self.rows}), indent=1
@@ -304,9 +304,15 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         for cell in dict.fromkeys(row["cell"] for row in here):
             found = {row["place"]: row for row in here if row["cell"] == cell}
             for place, row in found.items():
-                within = "-" if row["slo_attainment"] is None else share(row["slo_attainment"])
+                within = (
+                    "-" if row["slo_attainment"] is None else format_share(row["slo_attainment"])
+                )
                 table.add_row(
-                    row["mode"], number(row["rate"], 2), place, within, *map(number, figures(row))
+                    row["mode"],
+                    format_number(row["rate"], 2),
+                    place,
+                    within,
+                    *map(format_number, figures(row)),
                 )
             if len(found) == len(PLACES):
                 table.add_row(
@@ -314,7 +320,10 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
                     "",
                     "ratio",
                     "",
-                    *(number(ratio, 2) for ratio in ratios(found["simulator"], found["engine"])),
+                    *(
+                        format_number(ratio, 2)
+                        for ratio in ratios(found["simulator"], found["engine"])
+                    ),
                 )
         console.print(table)
 
@@ -333,7 +342,7 @@ def ratios(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float | Non
 # ---------------------------------------------------------------- the command
 
 
-@settings("model", "device", "scheduler")
+@config_flags("model", "device", "scheduler")
 def command(
     loads: Annotated[Path, flag("YAML file of loads", COMPARISON)],
     *,
@@ -374,7 +383,7 @@ def command(
     places: list[Place] = [place for place in PLACES if place in on.split(",")]
     if not places or len(places) != len(on.split(",")):
         raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
-    writable("--json", json)
+    require_writable("--json", json)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     machine = SimOptions(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(
@@ -431,7 +440,7 @@ def play(
             results.add(cell, place, result)
             within = result["slo_attainment"]
             tell(
-                f"{place}: {cell.name}: {'' if within is None else share(within)} in {result['duration']:.1f} s"
+                f"{place}: {cell.name}: {'' if within is None else format_share(within)} in {result['duration']:.1f} s"
             )
     finally:
         player.close()

@@ -15,7 +15,7 @@ from counterpoint.build import make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.policy import make_policy
-from counterpoint.core.policy.ablations import variant_of
+from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.cost_model.active_units import ActiveUnits
 from counterpoint.cost_model.calibration import Calibration
 from counterpoint.cost_model.fitted import Fitted
@@ -69,8 +69,12 @@ class Machine:
         return levels[:: max(1, -(-len(levels) // SPLITS))]
 
     def host(self, physics: Estimator) -> HostModel:
-        if self.host_s is None and isinstance(physics, Fitted) and physics.launching.known:
-            return physics.launching
+        if (
+            self.host_s is None
+            and isinstance(physics, Fitted)
+            and physics.launch_overhead.is_measured
+        ):
+            return physics.launch_overhead
         return FixedLatency(HOST_S if self.host_s is None else self.host_s)
 
     def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
@@ -122,7 +126,7 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     limits = make_limits(
         config, model, kv_pages(model, device, config), device.units, device.overlap
     )
-    scheduler, levels, auto = config.scheduler, machine.levels, variant_of(machine.without)
+    scheduler, levels, auto = config.scheduler, machine.levels, ablated_auto(machine.without)
     try:
         policy = make_policy(
             scheduler,
@@ -130,15 +134,15 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
             model.layers,
             machine.depth,
             levels=levels,
-            belief=belief,
-            auto=auto,
+            estimator=belief,
+            auto_class=auto,
         )
     except ValueError as error:
         raise ConfigError(f"{device.name}: {error}") from None
     return Engine(limits, policy)
 
 
-def make_rig(machine: Machine, config: Config) -> tuple[Engine, Executor, VirtualEventQueue]:
+def make_sim_engine(machine: Machine, config: Config) -> tuple[Engine, Executor, VirtualEventQueue]:
     """An engine on a simulated device, with a clock of their own."""
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
@@ -147,7 +151,12 @@ def make_rig(machine: Machine, config: Config) -> tuple[Engine, Executor, Virtua
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
     device = SimExecutor(
-        physics, inbox, machine.model.layers, host, active=active, hiccups=machine.hiccups
+        physics,
+        inbox,
+        machine.model.layers,
+        host,
+        active_units=active,
+        hiccup_share=machine.hiccups,
     )
     return engine, device, inbox
 
@@ -164,7 +173,7 @@ def make_pool(
     wires = LinkBandwidth(bandwidth, token_bytes)
     # In the movers' memory a byte stands for one page of one layer's keys or values.
     page_bytes = token_bytes * config.device.page_tokens / (2 * model.layers)
-    network = SimNetwork(bandwidth / page_bytes, checked=True)
+    network = SimNetwork(bandwidth / page_bytes, checks_grants=True)
     movers: dict[str, SimTransport] = {}
     workers: list[SimWorker] = []
     for kind, count, role in (
@@ -174,7 +183,7 @@ def make_pool(
     ):
         for number in range(count):
             name = f"{kind}-{number}"
-            engine, executor, inbox = make_rig(machine, config)
+            engine, executor, inbox = make_sim_engine(machine, config)
             mover = SimTransport(network, name, movers)
             mover.register(
                 KvMemory(
@@ -187,7 +196,7 @@ def make_pool(
         workers,
         network,
         LoadTracker(
-            Router(machine.estimators(config)[1], wires, RoutingRule.of(cluster)),
+            Router(machine.estimators(config)[1], wires, RoutingRule.from_config(cluster)),
             config.scheduler.prefix_cache,
         ),
         deliver,

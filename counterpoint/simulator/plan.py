@@ -30,16 +30,16 @@ from rich.table import Table
 from counterpoint import __version__
 from counterpoint.bench import tables, transform
 from counterpoint.bench.load import LoadOptions, flag, parse_slo
-from counterpoint.bench.report import RequestLatency, completed, summarise
-from counterpoint.bench.tables import number, share, short
-from counterpoint.bench.workload import Query, describe
-from counterpoint.config import Config, writable
+from counterpoint.bench.report import RequestLatency, is_complete, summarise
+from counterpoint.bench.tables import format_number, format_share, format_short
+from counterpoint.bench.workload import Query, describe_load
+from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.core.policy.ablations import ABLATIONS
 from counterpoint.device.cores import usable_cores
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.simulate import JSON, SimOptions, simulate, targets
+from counterpoint.simulator.simulate import JSON, SimOptions, query_slo, simulate
 from counterpoint.types import BatchShape, RequestTiming, Slo
 
 SEARCH = Group("PlanOptions", sort_key=0)
@@ -187,10 +187,12 @@ def highest(holds: Callable[[int], bool], start: int, stride: int = STRIDE) -> i
 def play(task: PlanTask, rate: float) -> dict[str, Any] | None:
     """The report of the load at `rate` requests/s (infinite: all at once); None if too many requests missed their targets."""
     if math.isinf(rate):
-        queries = transform.rearrived(task.queries, "once", rate, burstiness=1.0, seed=task.seed)
+        queries = transform.replace_arrivals(
+            task.queries, "once", rate, burstiness=1.0, seed=task.seed
+        )
     else:
-        queries = transform.at_rate(task.queries, rate)
-    slo = {query.id: targets(query, task.config) for query in queries}
+        queries = transform.scale_to_rate(task.queries, rate)
+    slo = {query.id: query_slo(query, task.config) for query in queries}
     try:
         came = simulate(
             task.machine, queries, task.config, seed=task.seed, on_record=judge(slo, task.wanted)
@@ -207,7 +209,7 @@ def judge(slo: Mapping[str, Slo], wanted: float) -> Callable[[RequestTiming], No
     def one(record: RequestTiming) -> None:
         nonlocal missed
         missed += not (
-            completed(record) and all(RequestLatency(record).met(slo[record.id]).values())
+            is_complete(record) and all(RequestLatency(record).meets(slo[record.id]).values())
         )
         if missed > allowed:
             raise SloUnreachable
@@ -328,7 +330,7 @@ class PlanOptions:
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    title = f"{result['model_id']} on {result['device']}: {share(result['share'])} within {result['slo']}"
+    title = f"{result['model_id']} on {result['device']}: {format_share(result['share'])} within {result['slo']}"
     table = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
@@ -344,8 +346,8 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["modes"]:
-        cells = [number(row["rate"], 2), share(row["of_best"])]
-        cells += [short(row.get(key)) for key in KEPT[:5]]
+        cells = [format_number(row["rate"], 2), format_share(row["of_best"])]
+        cells += [format_short(row.get(key)) for key in KEPT[:5]]
         table.add_row(row["mode"], *cells)
     console.print(table)
     console.print("latencies at that rate, in ms", style="dim", highlight=False)
@@ -353,7 +355,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         console.print(note, style="yellow", highlight=False)
 
 
-@settings("scheduler")
+@config_flags("scheduler")
 def command(
     *,
     what: SimOptions = SimOptions(),
@@ -371,13 +373,13 @@ def command(
         )
     if search_for.jobs is not None and search_for.jobs < 1:
         raise ValueError(f"--jobs is {search_for.jobs}: it must be 1 or more")
-    writable("--json", search_for.json)
+    require_writable("--json", search_for.json)
     slo = search_for.slo or slo_of(config) or SLO
     config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(slo))))
     machine = what.machine(config)
     if load.trace is None and load.requests is None:
         load = dataclasses.replace(load, requests=REQUESTS)
-    trace = load.make()
+    trace = load.build_trace()
     modes = parse_modes(search_for.modes, machine)
     if config.scheduler.policy != "auto" and all("policy" in mode.settings for mode in modes):
         raise ValueError(
@@ -395,7 +397,9 @@ def command(
         row = bar.add_task("searching", total=len(modes))
         for one in search(task, modes, search_for.jobs or len(usable_cores()), start):
             found[one.mode] = one
-            bar.update(row, advance=1, description=f"{one.mode}: {number(one.rate, 2)} requests/s")
+            bar.update(
+                row, advance=1, description=f"{one.mode}: {format_number(one.rate, 2)} requests/s"
+            )
     notes = [
         *trace.notes,
         *(
@@ -406,7 +410,7 @@ def command(
     ]
     notes += brevity(task, found.values())
     result = report(task, slo, load, [found[mode.name] for mode in modes], notes)
-    if tables.write(result, search_for.json):
+    if tables.write_json(result, search_for.json):
         show(Console(), result)
     return 0
 
@@ -476,7 +480,7 @@ def report(
         "slo": slo,
         "share": task.wanted,
         "precision": task.precision,
-        "workload": describe(task.queries) | {"trace": load.trace, "seed": load.seed},
+        "workload": describe_load(task.queries) | {"trace": load.trace, "seed": load.seed},
         "modes": rows,
         "best": next((one.mode for one in found if best and one.rate == best), None),
         "notes": list(notes),

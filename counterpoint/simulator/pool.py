@@ -18,12 +18,17 @@ import msgspec
 
 from counterpoint.core.engine import Engine
 from counterpoint.core.life import RequestLifetime
-from counterpoint.core.loop import turn
+from counterpoint.core.loop import run_turn
 from counterpoint.device.sim import VirtualEventQueue
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
-from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, event_of, handoff_of
+from counterpoint.disagg.handoff_events import (
+    HandoffConfig,
+    KvGeometry,
+    event_of_notice,
+    handoff_of,
+)
 from counterpoint.disagg.load_tracker import LoadTracker, WorkerShape
 from counterpoint.disagg.messages import Message
 from counterpoint.disagg.pool_frontend import PoolFrontend, ToClient, ToWorker
@@ -83,7 +88,7 @@ class SimPool:
         self.routing = routing
         self.deliver = deliver
         self.message_s = message_s
-        self.front = PoolFrontend(routing.pick, deadline_s)
+        self.front = PoolFrontend(routing.choose_route, deadline_s)
         self.now = 0.0
         self.clients: dict[str, RequestLifetime] = {}
         self.door = VirtualEventQueue()  # by which requests come
@@ -101,32 +106,32 @@ class SimPool:
                 chunk_tokens,
                 limits.max_running,
             )
-            routing.seat(worker.name, worker.role, shape)
+            routing.add_worker(worker.name, worker.role, shape)
 
     def post(self, at_s: float, make: Callable[[], AddRequest]) -> None:
         """A request that comes at `at_s`, and is made then."""
-        self.door.call(at_s, lambda: self._submit(make()))
+        self.door.call_at(at_s, lambda: self._submit(make()))
 
     def run(self) -> None:
         """Until nothing is left to happen."""
         inboxes: list[tuple[VirtualEventQueue, SimWorker | None]] = [(self.door, None)]
         inboxes += [(worker.inbox, worker) for worker in self.workers.values()]
         while True:
-            inbox, worker = min(inboxes, key=lambda each: each[0].next_s)
-            landed_s = self.network.next_s
-            self.now = min(inbox.next_s, NEVER if landed_s is None else landed_s)
+            inbox, worker = min(inboxes, key=lambda each: each[0].next_event_s)
+            landed_s = self.network.next_write_s
+            self.now = min(inbox.next_event_s, NEVER if landed_s is None else landed_s)
             if self.now == NEVER:
                 return
             if self.now == landed_s:
                 self._land()
-            elif (told := inbox.move()) is not None and worker is not None:
-                turn(worker.engine, *told, worker.executor, self._hear(worker))
+            elif (told := inbox.advance()) is not None and worker is not None:
+                run_turn(worker.engine, *told, worker.executor, self._hear(worker))
 
     # ------------------------------------------------------------ a worker
 
     def _tell(self, worker: SimWorker, event: handoff_events.Event) -> None:
         """Something for its handoffs."""
-        worker.handoffs.handle(self.now, event)
+        worker.handoffs.on_event(self.now, event)
         self._obey(worker)
 
     def _hear(self, worker: SimWorker) -> Callable[[list[Output], Engine], None]:
@@ -134,16 +139,16 @@ class SimPool:
             for one in engine.take_progress():
                 if isinstance(one, Admitted):
                     self._admitted(one.id)
-                worker.handoffs.handle(self.now, one)
+                worker.handoffs.on_event(self.now, one)
             deltas = [output for output in outputs if isinstance(output, OutputDelta)]
             for delta in deltas:
-                worker.handoffs.handle(self.now, delta)
+                worker.handoffs.on_event(self.now, delta)
             self._obey(worker)
             for output in outputs:
                 if isinstance(output, RequestTiming):
                     self._note(output)
             for delta in deltas:
-                self.front.report(worker.name, delta)
+                self.front.on_report(worker.name, delta)
             self._flow()
 
         return hear
@@ -174,10 +179,10 @@ class SimPool:
             elif isinstance(command, handoff_events.HandoffEnded | handoff_events.Reroute):
                 self._report(worker, command)
         for notice in mover.poll():
-            self._tell(worker, event_of(notice))
+            self._tell(worker, event_of_notice(notice))
         if not worker.ticking and not worker.handoffs.idle:
             worker.ticking = True
-            worker.inbox.call(self.now + TICK_S, lambda: self._tick(worker))
+            worker.inbox.call_at(self.now + TICK_S, lambda: self._tick(worker))
 
     def _tick(self, worker: SimWorker) -> None:
         worker.ticking = False
@@ -188,14 +193,14 @@ class SimPool:
 
     def _send(self, message: Message) -> None:
         target = self._ends[message.destination]
-        target.inbox.call(self.now + self.message_s, lambda: self._tell(target, message))
+        target.inbox.call_at(self.now + self.message_s, lambda: self._tell(target, message))
 
     def _land(self) -> None:
         """Writes that are at their end."""
         self.network.advance(self.now)
         for worker in self.workers.values():
             for notice in worker.mover.poll():
-                self._tell(worker, event_of(notice))
+                self._tell(worker, event_of_notice(notice))
 
     def _link(self, prefill: SimWorker, decode: SimWorker) -> int:
         """The number of the prefill worker's end of the link between them."""
@@ -214,7 +219,7 @@ class SimPool:
 
     def _submit(self, arrive: AddRequest) -> None:
         self.clients[arrive.id] = RequestLifetime(arrive, self.now)
-        self.front.submit(arrive)
+        self.front.add_request(arrive)
         self._flow()
 
     def _report(
@@ -223,17 +228,17 @@ class SimPool:
         id = command.handoff.request
         if isinstance(command, handoff_events.HandoffEnded):
             if command.outcome is handoff_events.HandoffOutcome.ADOPTED:
-                self.routing.adopted(id)
-            elif command.outcome is handoff_events.HandoffOutcome.STAYED:
-                self.routing.stayed(id)
+                self.routing.on_adopted(id)
+            elif command.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
+                self.routing.on_decode_in_place(id)
             if command.times is not None:
-                self.routing.sent(worker.name, command.to, command.times)
-        self.front.report(worker.name, command)
+                self.routing.on_transfer(worker.name, command.decode_worker, command.times)
+        self.front.on_report(worker.name, command)
         self._flow()
 
     def _flow(self) -> None:
         """Tell workers and clients what the front has for them."""
-        while items := self.front.take():
+        while items := self.front.take_items():
             for item in items:
                 if isinstance(item, ToWorker):
                     self._order(self.workers[item.worker], item)
@@ -244,22 +249,22 @@ class SimPool:
         order = item.order
         if isinstance(order, handoff_events.StartHandoff | handoff_events.Redirect):
             order = msgspec.structs.replace(
-                order, link=self._link(worker, self.workers[item.decode])
+                order, link=self._link(worker, self.workers[item.decode_worker])
             )
         self._tell(worker, order)
 
     def _give(self, item: ToClient) -> None:
-        client, news = self.clients[item.id], item.news
+        client, news = self.clients[item.id], item.update
         if isinstance(news, DeliverTokens):
             if news.start == 0:
                 client.cached_tokens = news.tokens[0].cached_tokens
-                self.routing.began(item.id, self.now - client.arrival_s)
-            self.routing.grew(item.id, tuple(sampled.token for sampled in news.tokens))
+                self.routing.on_first_token(item.id, self.now - client.arrival_s)
+            self.routing.on_tokens(item.id, tuple(sampled.token for sampled in news.tokens))
             client.token_s += [self.now] * len(news.tokens)
         elif isinstance(news, RequestFinished):
-            self.routing.ended(item.id)
+            self.routing.on_finished(item.id)
             del self.clients[item.id]
-            self.deliver(client.record(self.now, news.finish), news.error)
+            self.deliver(client.to_timing(self.now, news.finish), news.error)
 
     def _admitted(self, id: str) -> None:
         """An engine has pages for a part of a request."""

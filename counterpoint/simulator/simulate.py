@@ -20,23 +20,23 @@ from rich.console import Console
 from counterpoint import __version__
 from counterpoint.bench import tables, transform
 from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
-from counterpoint.bench.report import bubbles, summarise
+from counterpoint.bench.report import bubble_shares, summarise
 from counterpoint.bench.trace import Trace
-from counterpoint.bench.workload import Query, TokenRange, describe, offered_rate, prompt_ids
+from counterpoint.bench.workload import Query, TokenRange, describe_load, offered_rate, prompt_ids
 from counterpoint.build import find_model
-from counterpoint.config import Config, ModelConfig, writable
+from counterpoint.config import Config, ModelConfig, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs, EventLog
 from counterpoint.core.policy.ablations import ABLATIONS
 from counterpoint.cost_model import calibration_store
-from counterpoint.cost_model.calibration import shape_of
+from counterpoint.cost_model.calibration import shape_key
 from counterpoint.device.contract_checker import ContractChecker
 from counterpoint.device.sim import VirtualEventQueue
 from counterpoint.device.timeline import Timeline, run
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 from counterpoint.interfaces import EventQueue, Executor
-from counterpoint.serve.observability.merge_stats import total
-from counterpoint.simulator.machine import Machine, dtypes, make_pool, make_rig
+from counterpoint.serve.observability.merge_stats import merge
+from counterpoint.simulator.machine import Machine, dtypes, make_pool, make_sim_engine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
 from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo, Stats
@@ -45,7 +45,7 @@ MODEL = "llama-3.1-8b"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Simulated:
+class SimResult:
     """What came of a load. Times are seconds since its start; `records` are in the order of the queries, `errors` by request id.
     `stats`: of all engines together; `workers`: each one's, by name."""
 
@@ -76,12 +76,12 @@ def simulate(
     files: SimFiles = SimFiles(),
     watched: bool = False,
     on_record: Callable[[RequestTiming], None] | None = None,
-) -> Simulated:
+) -> SimResult:
     """Play `queries` in virtual time; what came of each, and the engine's counters. With workers in `config`, each of them is such
     a machine. `seed`: of the made prompts. `watched`: hold every command against the executor's contract. `on_record` is shown
     each request's record as it ends; what it raises ends the simulation. Raises ConfigError or ValueError if the machine can't be
     as it is asked."""
-    queries = transform.without_texts(queries)
+    queries = transform.drop_texts(queries)
     tokens = TokenRange.within(machine.model.vocab)
     collected = CollectedResults({query.id: query.arrival_s for query in queries}, on_record)
     if config.cluster.workers:
@@ -91,14 +91,14 @@ def simulate(
             )
         pool = make_pool(machine, config, collected.keep)
         for query in queries:
-            pool.post(query.arrival_s, arrival(query, tokens, seed, config))
+            pool.post(query.arrival_s, make_arrival(query, tokens, seed, config))
         pool.run()
         engines = {name: worker.engine for name, worker in pool.workers.items()}
         return simulated(machine, config, queries, collected, engines)
-    engine, executor, inbox = make_rig(machine, config)
-    engine.tells = False
+    engine, executor, inbox = make_sim_engine(machine, config)
+    engine.emit_deltas = False
     for query in queries:
-        inbox.call(query.arrival_s, arrival(query, tokens, seed, config))
+        inbox.call_at(query.arrival_s, make_arrival(query, tokens, seed, config))
     play(engine, executor, inbox, collected.deliver, files, watched)
     return simulated(machine, config, queries, collected, {"engine": engine})
 
@@ -112,14 +112,14 @@ def play(
     watched: bool,
 ) -> None:
     source: EventQueue = inbox
-    guard = watch(engine, executor, inbox) if watched else None
+    guard = check_contract(engine, executor, inbox) if watched else None
     if guard is not None:
         executor = source = guard
     timeline = Timeline(executor, source, engine.policy.lanes) if files.timeline else None
     log = EventLog(files.event_log) if files.event_log else None
     run(engine, source, executor, deliver, log, timeline)
     if guard is not None:
-        guard.at_rest()
+        guard.check_idle()
     if log:
         log.close()
     if timeline and files.timeline:
@@ -132,17 +132,17 @@ def simulated(
     queries: Sequence[Query],
     collected: CollectedResults,
     engines: Mapping[str, Engine],
-) -> Simulated:
+) -> SimResult:
     """What came of it. Times of several engines are added up, so their units are those of one."""
     workers = tuple((name, engine.stats()) for name, engine in engines.items())
     stats = workers[0][1]
     if len(workers) > 1:
         stats = msgspec.structs.replace(
-            total([one for _, one in workers]), units_total=machine.device.units
+            merge([one for _, one in workers]), units_total=machine.device.units
         )
     records = tuple(collected.records[q.id] for q in queries)
     engine = next(iter(engines.values()))
-    return Simulated(records, collected.errors, stats, notes(machine, config, engine), workers)
+    return SimResult(records, collected.errors, stats, notes(machine, config, engine), workers)
 
 
 class CollectedResults:
@@ -173,7 +173,7 @@ class CollectedResults:
             self.on_record(record)
 
 
-def watch(engine: Engine, executor: Executor, inbox: EventQueue) -> ContractChecker:
+def check_contract(engine: Engine, executor: Executor, inbox: EventQueue) -> ContractChecker:
     limits = engine.limits
     return ContractChecker(
         executor,
@@ -187,22 +187,22 @@ def watch(engine: Engine, executor: Executor, inbox: EventQueue) -> ContractChec
     )
 
 
-def arrival(
+def make_arrival(
     query: Query, tokens: TokenRange, seed: int, config: Config
 ) -> Callable[[], AddRequest]:
     """An alarm that makes the query's Arrive when its time has come: prompts of requests to come take no memory."""
     sampling = Sampling(
         max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True
     )
-    slo = targets(query, config)
+    slo = query_slo(query, config)
     return lambda: AddRequest(
         id=query.id, prompt=prompt_ids(query, tokens, seed), sampling=sampling, slo=slo
     )
 
 
-def targets(query: Query, config: Config) -> Slo:
+def query_slo(query: Query, config: Config) -> Slo:
     """The query's own targets, and the configured ones where it has none."""
-    return interned(query.slo.over(config.scheduler.slo(query.prompt_tokens)))
+    return interned(query.slo.with_defaults(config.scheduler.slo(query.prompt_tokens)))
 
 
 @lru_cache(1 << 10)
@@ -360,10 +360,10 @@ class SimOptions:
         device = device_spec(self.gpu)
         table = None
         if self.calibration == "auto":
-            table = calibration_store.shipped(device, spec, *dtypes(config, device))
+            table = calibration_store.shipped_calibration(device, spec, *dtypes(config, device))
         elif self.calibration != "none":
             table = calibration_store.load(Path(self.calibration))
-            if (table.key.units, table.key.model) != (device.units, shape_of(spec)):
+            if (table.key.units, table.key.model) != (device.units, shape_key(spec)):
                 raise ValueError(
                     f"--calibration {self.calibration}: measured on {table.key.device} with {table.key.model}"
                 )
@@ -404,7 +404,7 @@ class SimReportOptions:
     ] = False
 
 
-@settings("scheduler")
+@config_flags("scheduler")
 def command(
     *,
     what: SimOptions = SimOptions(),
@@ -424,14 +424,14 @@ def command(
         ("--timeline", out.timeline),
         ("--event-log", out.event_log),
     ):
-        writable(name, path)
+        require_writable(name, path)
     machine = what.machine(config)
-    trace = load.make()
+    trace = load.build_trace()
     files = SimFiles(out.timeline, out.event_log)
     came = simulate(machine, trace.queries, config, seed=load.seed, files=files, watched=out.watch)
     result = report(machine, config, trace, came, load, out.save_detailed)
-    if tables.write(result, out.json):
-        tables.show(
+    if tables.write_json(result, out.json):
+        tables.show_result(
             Console(),
             result,
             f"{machine.model.name} on {machine.device.name}, {config.scheduler.policy}",
@@ -443,7 +443,7 @@ def report(
     machine: Machine,
     config: Config,
     trace: Trace,
-    came: Simulated,
+    came: SimResult,
     load: LoadOptions,
     detailed: bool,
 ) -> dict[str, Any]:
@@ -463,15 +463,15 @@ def report(
         "hiccups": machine.hiccups,
         "request_rate": rate if rate != float("inf") else "inf",
         "seed": load.seed,
-        "workload": describe(trace.queries) | {"trace": load.trace},
+        "workload": describe_load(trace.queries) | {"trace": load.trace},
         **summarise(
             came.records,
-            slo={q.id: targets(q, config) for q in trace.queries},
+            slo={q.id: query_slo(q, config) for q in trace.queries},
             stats=came.stats,
             errors=came.errors,
             detailed=detailed,
         ),
-        "bubbles": bubbles(came.workers, came.records),
+        "bubbles": bubble_shares(came.workers, came.records),
         "pages_leaked": came.stats.pages_total - came.stats.pages_free - came.stats.pages_cached,
         "notes": [*trace.notes, *came.notes],
     }

@@ -165,7 +165,7 @@ H200 = DeviceSpec(
 )
 
 
-def datasheet(
+def gpu_from_datasheet(
     name: str,
     units: int,
     unit_step: int,
@@ -245,13 +245,16 @@ PRESETS: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
         H200,
-        datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
-        replace(datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3),
+        gpu_from_datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
         replace(
-            datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3 * 2 / 3
+            gpu_from_datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3
         ),
-        datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
-        datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
+        replace(
+            gpu_from_datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039),
+            link_bandwidth=NVLINK_3 * 2 / 3,
+        ),
+        gpu_from_datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
+        gpu_from_datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
         CPU_2,
     )
 }
@@ -261,7 +264,7 @@ def unknown_gpu(units: int) -> DeviceSpec:
     """A GPU of which only the number of SMs is known: as if they were an A100's. To be measured before it is believed."""
     a100 = PRESETS["a100"]
     return replace(
-        datasheet("unknown", units, 2, 4, 312.0 * units / a100.units, 0.0, 80, 2.039),
+        gpu_from_datasheet("unknown", units, 2, 4, 312.0 * units / a100.units, 0.0, 80, 2.039),
         source="guessed from an A100's SMs",
     )
 

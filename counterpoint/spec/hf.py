@@ -36,7 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1, 1.0),
     "use_qk_norm": (None, False),
 }
-NUMBERS = (
+NUMBER_FIELDS = (
     "head_dim",
     "max_window_layers",
     "num_key_value_heads",
@@ -44,7 +44,7 @@ NUMBERS = (
     "rope_theta",
     "sliding_window",
 )  # if given
-ROPE_NUMBERS = (
+ROPE_NUMBER_FIELDS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"),
     *("original_max_position_embeddings", "rope_theta"),
 )
@@ -65,11 +65,11 @@ def from_hf(
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}: this engine supports silu")
 
-    check_numbers(config, NUMBERS)
-    heads = count(config, "num_attention_heads")
-    hidden = count(config, "hidden_size")
-    layers = count(config, "num_hidden_layers")
-    own_max_tokens = count(config, "max_position_embeddings", 2048)
+    check_numbers(config, NUMBER_FIELDS)
+    heads = positive_int(config, "num_attention_heads")
+    hidden = positive_int(config, "hidden_size")
+    layers = positive_int(config, "num_hidden_layers")
+    own_max_tokens = positive_int(config, "max_position_embeddings", 2048)
     rope = rope_from_hf(config, own_max_tokens)
     if rope.kind == "yarn" and rope.original_max_tokens:
         own_max_tokens = max(own_max_tokens, int(rope.original_max_tokens * rope.factor))
@@ -84,8 +84,8 @@ def from_hf(
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
-        ffn=count(config, "intermediate_size"),
-        vocab=count(config, "vocab_size"),
+        ffn=positive_int(config, "intermediate_size"),
+        vocab=positive_int(config, "vocab_size"),
         max_context_tokens=context_tokens,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
@@ -97,7 +97,7 @@ def from_hf(
     )
 
 
-def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if type(value) is not int or value < 1:
         raise ModelError(
@@ -123,7 +123,7 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
         raise ModelError(
             f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all"
         )
-    check_numbers(rope, ROPE_NUMBERS, f"{field}.")
+    check_numbers(rope, ROPE_NUMBER_FIELDS, f"{field}.")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(

@@ -48,7 +48,7 @@ class RopeSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Latent:
+class LatentAttention:
     """Multi-head latent attention: K and V of all heads come from one vector of `kv_rank` per token, which is what the cache holds,
     beside `rope_dim` rotated features that the heads share. Queries come from one of `q_rank`. A head has `plain_dim` features
     without rotation, and values of `value_dim`. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1."""
@@ -56,7 +56,7 @@ class Latent:
     q_rank: int
     kv_rank: int
     rope_dim: int
-    plain_dim: int
+    nope_dim: int
     value_dim: int
 
 
@@ -88,7 +88,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     experts: int = 0  # 0: dense FFN
     experts_per_token: int = 0
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES + SHAPES_ONLY:
@@ -130,8 +130,8 @@ class ModelSpec:
         latent, heads = self.latent, self.heads
         return (
             (self.qkv_features, self.hidden),
-            (heads * (latent.plain_dim + latent.rope_dim), latent.q_rank),
-            (heads * (latent.plain_dim + latent.value_dim), latent.kv_rank),
+            (heads * (latent.nope_dim + latent.rope_dim), latent.q_rank),
+            (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
             (self.hidden, heads * latent.value_dim),
         )
 

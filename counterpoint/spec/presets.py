@@ -6,10 +6,10 @@ Must not: read files.
 
 from __future__ import annotations
 
-from counterpoint.spec.model import Latent, ModelSpec, RopeSpec
+from counterpoint.spec.model import LatentAttention, ModelSpec, RopeSpec
 
 LLAMA31_ROPE = RopeSpec(theta=500000.0, kind="llama3", factor=8.0, original_max_tokens=8192)
-DEEPSEEK = Latent(q_rank=1536, kv_rank=512, rope_dim=64, plain_dim=128, value_dim=128)
+DEEPSEEK = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 LLAMA32_ROPE = RopeSpec(theta=500000.0, kind="llama3", factor=32.0, original_max_tokens=8192)
 
 
@@ -35,14 +35,14 @@ def qwen(
     )  # fmt: skip
 
 
-def mixture(
+def mixture_of_experts(
     name: str,
     family: str,
     sizes: tuple[int, ...],
     vocab: int,
     context: int,
     taken: tuple[int, int],
-    latent: Latent | None = None,
+    latent: LatentAttention | None = None,
 ) -> ModelSpec:
     """`taken`: (experts that a token takes, experts)."""
     layers, hidden, heads, kv_heads, head_dim, ffn = sizes
@@ -76,11 +76,11 @@ PRESETS: dict[str, ModelSpec] = {
         qwen("qwen3-8b", "qwen3", (36, 4096, 32, 8, 128, 12288), 151936, 40960),
         qwen("qwen3-14b", "qwen3", (40, 5120, 40, 8, 128, 17408), 151936, 40960),
         qwen("qwen3-32b", "qwen3", (64, 5120, 64, 8, 128, 25600), 151936, 40960),
-        mixture(
+        mixture_of_experts(
             "qwen3-235b-a22b", "qwen3_moe", (94, 4096, 64, 4, 128, 1536), 151936, 40960, (8, 128)
         ),
         # Its first three layers, which are dense, and the expert that all tokens take are counted as experts like the others.
-        mixture(
+        mixture_of_experts(
             "deepseek-v3",
             "deepseek",
             (61, 7168, 128, 128, 128, 2048),

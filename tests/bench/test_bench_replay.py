@@ -9,7 +9,7 @@ import pytest
 from bench_server import Fake, running
 
 from counterpoint.bench import replay
-from counterpoint.bench.client import SAMPLES, HttpTarget
+from counterpoint.bench.client import METRIC_FIELDS, HttpTarget
 from counterpoint.bench.replay import replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import (
@@ -18,7 +18,7 @@ from counterpoint.bench.workload import (
     Query,
     TokenRange,
     prompt_ids,
-    synthetic,
+    synthetic_queries,
 )
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
@@ -50,7 +50,7 @@ def test_answers_become_records(fake, target):
     load = [query(0, tokens=5), query(1, tokens=1, arrival_s=0.02)]
     outcome = replay_http(target, load)
     first, second = outcome.records
-    assert (first.id, first.prompt_tokens, len(first.token_s), first.finish) == (
+    assert (first.id, first.prompt_tokens, len(first.token_s), first.finish_reason) == (
         "q0",
         3,
         5,
@@ -73,7 +73,9 @@ def test_every_kind_of_failure_is_a_record_with_its_reason(target):
     load = [query(i, kind) for i, kind in enumerate((FINE, REFUSED, ERROR_EVENT, BROKEN, SHORT))]
     events: list[str] = []
     outcome = replay_http(target, load, watch=events.append)
-    assert [r.finish for r in outcome.records] == [FinishReason.LENGTH] + [FinishReason.ERROR] * 4
+    assert [r.finish_reason for r in outcome.records] == [FinishReason.LENGTH] + [
+        FinishReason.ERROR
+    ] * 4
     assert "HTTP 400" in outcome.errors["q1"]
     assert "prompt too long" in outcome.errors["q1"]
     assert "engine lost" in outcome.errors["q2"]
@@ -106,7 +108,7 @@ def test_arrivals_do_not_wait_for_answers(fake, target):
     assert not outcome
     fake.gate.set()
     player.join(20)
-    assert [r.finish for r in outcome[0].records] == [FinishReason.LENGTH] * 10
+    assert [r.finish_reason for r in outcome[0].records] == [FinishReason.LENGTH] * 10
     result = summarise(outcome[0].records)
     assert result["max_concurrent_requests"] == 10
 
@@ -135,7 +137,7 @@ def test_nobody_there_is_said_at_once():
     with pytest.raises(ConnectionError, match="warm-up"):
         replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)], warmup=[query(1)])
     outcome = replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)])
-    assert outcome.records[0].finish == FinishReason.ERROR
+    assert outcome.records[0].finish_reason == FinishReason.ERROR
     assert "Connect" in outcome.errors["q0"]
 
 
@@ -147,7 +149,9 @@ def page(free: int, cached: int, both_s: float, running: int = 0) -> str:
         "running": running,
         "waiting": 0,
     }
-    lines = [f"{sample} {values[field]}" for sample, field in SAMPLES.items() if field in values]
+    lines = [
+        f"{sample} {values[field]}" for sample, field in METRIC_FIELDS.items() if field in values
+    ]
     lines.append(f'counterpoint_split_seconds_total{{prefill_units="1",decode_units="1"}} {both_s}')
     return "\n".join(lines) + "\n"
 
@@ -229,7 +233,7 @@ def system(pages: int = 200):
 
 def test_an_engine_in_this_process_gives_the_same_outcome():
     engine, inbox, executor = system()
-    load = synthetic(
+    load = synthetic_queries(
         20, Lengths(60, "uniform"), Lengths(5, "uniform"), rate=400.0, groups=PrefixGroups(2, 0.8)
     )
     events: list[str] = []
@@ -255,7 +259,7 @@ def test_an_engine_in_this_process_gives_the_same_outcome():
 def test_what_does_not_fit_is_a_failure_with_its_reason():
     engine, inbox, executor = system()
     outcome = replay_engine(engine, inbox, executor, [Query(0, 0.0, 600, 5), Query(1, 0.0, 20, 5)])
-    assert [r.finish for r in outcome.records] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert [r.finish_reason for r in outcome.records] == [FinishReason.ERROR, FinishReason.LENGTH]
     assert "600" in outcome.errors["q0"]
 
 

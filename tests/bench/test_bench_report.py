@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from counterpoint.bench.report import bubbles, summarise, wilson
+from counterpoint.bench.report import bubble_shares, summarise, wilson_interval
 from counterpoint.types import FinishReason, PolicyReport, Slo, Stats
 
 
@@ -156,12 +156,12 @@ def test_wilson_interval():
     z2 = 1.959963984540054**2
     centre = (0.8 + z2 / 20) / (1 + z2 / 10)
     half = math.sqrt(z2) / (1 + z2 / 10) * math.sqrt(0.8 * 0.2 / 10 + z2 / 400)
-    assert wilson(8, 10) == pytest.approx((centre - half, centre + half))
-    assert wilson(8, 10) == pytest.approx((0.49016, 0.94330), abs=1e-4)
-    assert wilson(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-4)
-    assert wilson(10, 10) == pytest.approx((0.72247, 1.0), abs=1e-4)
-    assert wilson(0, 0) is None
-    narrow, wide = wilson(900, 1000), wilson(9, 10)
+    assert wilson_interval(8, 10) == pytest.approx((centre - half, centre + half))
+    assert wilson_interval(8, 10) == pytest.approx((0.49016, 0.94330), abs=1e-4)
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-4)
+    assert wilson_interval(10, 10) == pytest.approx((0.72247, 1.0), abs=1e-4)
+    assert wilson_interval(0, 0) is None
+    narrow, wide = wilson_interval(900, 1000), wilson_interval(9, 10)
     assert narrow and wide and narrow[1] - narrow[0] < wide[1] - wide[0]
 
 
@@ -246,7 +246,7 @@ def test_bubbles_are_units_that_nobody_has_while_somebody_waits(record):
     ]
     one = Stats(units_total=10, split_s=((0, 10, 2.0), (4, 2, 1.0)))
     two = Stats(units_total=10, split_s=((10, 10, 5.0),))
-    assert bubbles([("one", one), ("two", two)], there) == pytest.approx(
+    assert bubble_shares([("one", one), ("two", two)], there) == pytest.approx(
         {"one": 1 - 26 / 50, "two": 0.0, "all": 0.24}
     )
-    assert bubbles([("one", one)], []) == {"one": None, "all": None}
+    assert bubble_shares([("one", one)], []) == {"one": None, "all": None}

@@ -19,14 +19,14 @@ from counterpoint.cost_model.calibration import (
     decode,
     decode_work,
     encode,
-    filled,
+    pad_rows,
     prefill_work,
-    shape_of,
+    shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.sim import FixedLatency, HostModel, SimExecutor, VirtualEventQueue
-from counterpoint.device.step_probe import PROMPTS, ProbePrompt, StepError, StepProbe
+from counterpoint.device.step_probe import PROMPT_SLOTS, ProbePrompt, StepError, StepProbe
 from counterpoint.interfaces import Estimator
 from counterpoint.spec.device import H200, Curve
 from counterpoint.spec.presets import PRESETS
@@ -47,7 +47,7 @@ REAL = Roofline(
 KEY = CalibrationKey(
     device="NVIDIA H200",
     units=132,
-    model=shape_of(LLAMA),
+    model=shape_key(LLAMA),
     dtype="bfloat16",
     kv_dtype="bfloat16",
     kernels="k",
@@ -90,15 +90,17 @@ class Filled:
     host: HostModel = field(default_factory=FixedLatency)
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
-        beside = beside and (self.padded(beside[0]), beside[1])
-        return max(self.host.seconds(work), self.inner.seconds(self.padded(work), units, beside))
+        co_running = co_running and (self.padded(co_running[0]), co_running[1])
+        return max(
+            self.host.seconds(work), self.inner.seconds(self.padded(work), units, co_running)
+        )
 
     def padded(self, work: BatchShape) -> BatchShape:
         if not work.prefill_tokens:
-            return msgspec.structs.replace(work, decode_batch=filled(work.decode_batch, BATCHES))
-        rows = filled(work.prefill_tokens + work.decode_batch, self.buckets)
+            return msgspec.structs.replace(work, decode_batch=pad_rows(work.decode_batch, BATCHES))
+        rows = pad_rows(work.prefill_tokens + work.decode_batch, self.buckets)
         return msgspec.structs.replace(work, prefill_tokens=rows - work.decode_batch)
 
 
@@ -108,7 +110,7 @@ def bench(
     inbox = VirtualEventQueue()
     executor = SimExecutor(physics, inbox, LLAMA.layers, host)
     probe = StepProbe(executor, inbox, 57_000, 16, H200.units, LLAMA.layers, 2, LLAMA.vocab)
-    probe.clock = lambda: max(inbox.now, inbox.free_s)
+    probe.clock = lambda: max(inbox.now, inbox.host_free_s)
     table, kept = table or Calibration(key=KEY), []
     return Bench(
         inbox,
@@ -120,9 +122,9 @@ def bench(
 
 
 def run(b: Bench, levels: tuple[int, ...] = LEVELS, budget_s: float = 1e9) -> int:
-    judges = c.held_out(H200.units, levels, ROOM, 8192)
-    jobs = c.plan(H200.units, levels, ROOM, b.table.pass_buckets)
-    return c.calibrate(b.calibration, jobs, judges, budget_s, lambda done, of: None)
+    judges = c.held_out_jobs(H200.units, levels, ROOM, 8192)
+    jobs = c.plan_jobs(H200.units, levels, ROOM, b.table.pass_buckets)
+    return c.run_jobs(b.calibration, jobs, judges, budget_s, lambda done, of: None)
 
 
 def test_a_calibrated_device_is_predicted():
@@ -156,8 +158,10 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
         step = msgspec.structs.replace(
             prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1]
         )
-        assert fitted.launching.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
-    assert fitted.launching.seconds(decode_work([100] * 200, 32)) == pytest.approx(5e-4, rel=0.1)
+        assert fitted.launch_overhead.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
+    assert fitted.launch_overhead.seconds(decode_work([100] * 200, 32)) == pytest.approx(
+        5e-4, rel=0.1
+    )
     unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
     assert unaware["all, alone"]["p95"] > found["all, alone"]["p95"]
 
@@ -170,11 +174,13 @@ class Tiring:
         self.pairs_from_s = math.inf
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         since_s = 0.0 if self.inbox is None else self.inbox.now
-        tired = since_s > (self.pairs_from_s if beside else 0.5) and (beside or work.prefill_tokens)
-        return REAL.seconds(work, units, beside) * (1.2 if tired else 1.0)
+        tired = since_s > (self.pairs_from_s if co_running else 0.5) and (
+            co_running or work.prefill_tokens
+        )
+        return REAL.seconds(work, units, co_running) * (1.2 if tired else 1.0)
 
 
 def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judged_without():
@@ -183,12 +189,12 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
     physics.inbox = b.inbox
     b.calibration.measure(c.CalibrationJob((ProbePrompt(2048),), (), 132, held_out=True))
     judged = report(b.table, PRIOR)["held_out"]["fitted"]
-    b.calibration.go_on_and_on(ROOM, LEVELS, 240.0)
+    b.calibration.measure_sustained(ROOM, LEVELS, 240.0)
     assert b.table.on_and_on["mixed"] == pytest.approx(1.2, rel=0.02)
     assert b.table.on_and_on["beside each other"] == pytest.approx(1.0, rel=0.02)
     del b.table.on_and_on["beside each other"]
     physics.pairs_from_s = b.inbox.now + 1.0
-    b.calibration.go_on_and_on(ROOM, LEVELS, 240.0)
+    b.calibration.measure_sustained(ROOM, LEVELS, 240.0)
     assert b.table.on_and_on["beside each other"] == pytest.approx(1.2, rel=0.02)
     decode_step = decode_work([1024] * 64, 32)
     beside = (decode_step, 32, (prefill_work(2048, 0, 1, 32), 100))
@@ -225,7 +231,7 @@ class Latent:
     alone_s: float
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
         return self.alone_s
 
@@ -234,7 +240,7 @@ def test_small_passes_are_measured_at_their_buckets():
     buckets = (48, 128, 640)
     alone = [
         job
-        for job in c.plan(132, LEVELS, ROOM, buckets)
+        for job in c.plan_jobs(132, LEVELS, ROOM, buckets)
         if len(job.prompts) == 1 and not job.contexts and not sum(p.reused for p in job.prompts)
     ]
     small = {job.prompts[0].tokens for job in alone if job.prompts[0].tokens <= 640}
@@ -244,8 +250,11 @@ def test_small_passes_are_measured_at_their_buckets():
 
 def test_the_report_tells_every_held_out_step():
     b = bench(host=Slow())
-    jobs, judges = c.plan(H200.units, (32,), ROOM), c.held_out(H200.units, (32,), ROOM, 2048)
-    c.calibrate(b.calibration, jobs[:12], judges[:9], 1e9, lambda done, of: None)
+    jobs, judges = (
+        c.plan_jobs(H200.units, (32,), ROOM),
+        c.held_out_jobs(H200.units, (32,), ROOM, 2048),
+    )
+    c.run_jobs(b.calibration, jobs[:12], judges[:9], 1e9, lambda done, of: None)
     told = msgspec.json.decode(msgspec.json.encode(report(b.table, PRIOR)))
     held = [p for p in b.table.points if p.held_out]
     assert told["points"] == {"fitted": len(b.table.points) - len(held), "held_out": len(held)}
@@ -254,7 +263,7 @@ def test_the_report_tells_every_held_out_step():
     for row, point in zip(told["rows"], held, strict=True):
         assert row["ms"] == 1e3 * point.seconds and row["host_ms"] == 1e3 * point.host_s > 0
         assert row["fitted_ms"] == pytest.approx(
-            1e3 * fitted.seconds(point.work, point.units, point.beside)
+            1e3 * fitted.seconds(point.work, point.units, point.co_running)
         )
         assert {"kind", "units", "work", "beside", "roofline_ms", "steps", "start_ms"} <= row.keys()
     assert (
@@ -272,19 +281,21 @@ def test_steps_are_timed_as_they_are():
         assert point.seconds == pytest.approx(REAL.seconds(point.work, point.units))
     b.calibration.measure(c.CalibrationJob((ProbePrompt(4096),), (2048,) * 64, 32))
     decode, prefill = b.table.points[-2:]
-    assert decode.seconds == pytest.approx(REAL.seconds(decode.work, 32, decode.beside), rel=0.02)
+    assert decode.seconds == pytest.approx(
+        REAL.seconds(decode.work, 32, decode.co_running), rel=0.02
+    )
     assert prefill.seconds == pytest.approx(
-        REAL.seconds(prefill.work, 100, prefill.beside), rel=0.05
+        REAL.seconds(prefill.work, 100, prefill.co_running), rel=0.05
     )
 
 
 def test_it_goes_on_where_it_was():
     first = bench()
-    jobs = c.plan(H200.units, LEVELS, ROOM)[:10]
-    c.calibrate(first.calibration, jobs[:6], [], 1e9, lambda done, of: None)
+    jobs = c.plan_jobs(H200.units, LEVELS, ROOM)[:10]
+    c.run_jobs(first.calibration, jobs[:6], [], 1e9, lambda done, of: None)
     points = list(first.table.points)
     second = bench(table=Calibration(key=KEY, points=points))
-    c.calibrate(second.calibration, jobs, [], 1e9, lambda done, of: None)
+    c.run_jobs(second.calibration, jobs, [], 1e9, lambda done, of: None)
     assert second.table.points[: len(points)] == points
     assert len(second.kept) == 4
 
@@ -292,9 +303,9 @@ def test_it_goes_on_where_it_was():
 def test_what_the_time_does_not_allow_is_left_out(monkeypatch):
     b = bench()
     monkeypatch.setattr(c.time, "monotonic", lambda: b.inbox.now)
-    jobs = c.plan(H200.units, LEVELS, ROOM)
-    judges = c.held_out(H200.units, LEVELS, ROOM, 8192)
-    left_out = c.calibrate(b.calibration, jobs, judges, 40.0, lambda done, of: None)
+    jobs = c.plan_jobs(H200.units, LEVELS, ROOM)
+    judges = c.held_out_jobs(H200.units, LEVELS, ROOM, 8192)
+    left_out = c.run_jobs(b.calibration, jobs, judges, 40.0, lambda done, of: None)
     assert left_out == len(jobs) + len(judges) - len(b.kept)
     kinds = {p.held_out for p in b.table.points}
     assert kinds == {True, False}  # some time was kept for the judges
@@ -303,15 +314,17 @@ def test_what_the_time_does_not_allow_is_left_out(monkeypatch):
 
 def test_the_plan_keeps_within_the_room():
     small = c.DeviceCapacity(context=1000, tokens=20_000, batch=24, rows=600)
-    for job in [*c.plan(2, (1,), small), *c.held_out(2, (1,), small, 512)]:
-        assert small.holds(job)
+    for job in [*c.plan_jobs(2, (1,), small), *c.held_out_jobs(2, (1,), small, 512)]:
+        assert small.fits(job)
         assert len(job.contexts) <= 24
-    assert any(job.prompts and job.contexts and not job.fused for job in c.plan(2, (1,), small))
+    assert any(
+        job.prompts and job.contexts and not job.fused for job in c.plan_jobs(2, (1,), small)
+    )
 
 
 def test_a_run_that_ends_early_knows_something_of_everything():
     """Of pairs and of steps alone, about the same share of the plan is done at any time."""
-    jobs = c.plan(132, LEVELS, ROOM, (64, 128, 256, 512))
+    jobs = c.plan_jobs(132, LEVELS, ROOM, (64, 128, 256, 512))
     both = [bool(job.prompts and job.contexts and not job.fused) for job in jobs]
     for share in (0.25, 0.5, 0.75):
         done = int(share * len(jobs))
@@ -319,11 +332,11 @@ def test_a_run_that_ends_early_knows_something_of_everything():
 
 
 def test_the_judges_are_others_than_the_plan():
-    plan = set(c.plan(132, LEVELS, ROOM))
-    judges = c.held_out(132, LEVELS, ROOM, 8192)
+    plan = set(c.plan_jobs(132, LEVELS, ROOM))
+    judges = c.held_out_jobs(132, LEVELS, ROOM, 8192)
     assert len(judges) == c.HELD_OUT_SOLO + c.HELD_OUT_PAIRS
     assert not {job._replace(held_out=False) for job in judges} & plan
-    assert judges == c.held_out(132, LEVELS, ROOM, 8192)
+    assert judges == c.held_out_jobs(132, LEVELS, ROOM, 8192)
 
 
 class Failing(SimExecutor):
@@ -339,17 +352,18 @@ class Failing(SimExecutor):
 def test_a_guess_that_is_far_off_does_no_harm():
     """Decode is thought to take no time beside prefill, or a hundred times as long: the same is measured."""
     b = bench()
-    prefill, decode = c.CalibrationJob((ProbePrompt(512),), (1000,) * 32, 32).works(LLAMA.layers)
+    prefill, decode = c.CalibrationJob((ProbePrompt(512),), (1000,) * 32, 32).shapes(LLAMA.layers)
     assert prefill is not None and decode is not None
-    b.probe.decoding((1000,) * 32)
+    b.probe.set_decode_batch((1000,) * 32)
     right = (REAL.seconds(decode, 32), REAL.seconds(prefill, 100))
     wanted = [
-        took.seconds for took in b.probe.together_s(decode, 32, prefill, [ProbePrompt(512)], right)
+        took.seconds
+        for took in b.probe.time_co_running(decode, 32, prefill, [ProbePrompt(512)], right)
     ]
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
         found = [
             took.seconds
-            for took in b.probe.together_s(decode, 32, prefill, [ProbePrompt(512)], guess)
+            for took in b.probe.time_co_running(decode, 32, prefill, [ProbePrompt(512)], guess)
         ]
         assert found == pytest.approx(wanted, rel=0.05)
 
@@ -359,9 +373,9 @@ def test_a_failed_step_ends_it():
     probe = StepProbe(
         Failing(REAL, inbox, LLAMA.layers), inbox, 100, 16, 132, LLAMA.layers, 2, LLAMA.vocab
     )
-    probe.decoding((10, 10))
+    probe.set_decode_batch((10, 10))
     with pytest.raises(StepError, match="out of memory"):
-        probe.decode_s(decode_work([10, 10], LLAMA.layers), 132)
+        probe.time_decode(decode_work([10, 10], LLAMA.layers), 132)
 
 
 def test_more_than_the_pool_holds_is_refused():
@@ -370,7 +384,7 @@ def test_more_than_the_pool_holds_is_refused():
         SimExecutor(REAL, inbox, LLAMA.layers), inbox, 8, 16, 132, LLAMA.layers, 2, LLAMA.vocab
     )
     with pytest.raises(ValueError, match="do not fit 8 pages"):
-        probe.decoding((100, 100))
+        probe.set_decode_batch((100, 100))
 
 
 def test_tokens_are_of_the_vocabulary():
@@ -396,7 +410,7 @@ def test_slots_of_prompts_and_decodes_differ():
     calibration = c.CalibrationRun(probe, Calibration(key=KEY), PRIOR, lambda table: None)
     calibration.measure(c.CalibrationJob((ProbePrompt(64),) * 4, (50,) * 3, 32))
     slots = {command.slot for command in seen if isinstance(command, InitSlot)}
-    assert slots == {0, 1, 2, 3, PROMPTS, PROMPTS + 1, PROMPTS + 2}
+    assert slots == {0, 1, 2, 3, PROMPT_SLOTS, PROMPT_SLOTS + 1, PROMPT_SLOTS + 2}
     lanes = {Lane(0, Role.DECODE, 2).id, Lane(1, Role.PREFILL, 2).id}
     assert {command.lane for command in seen if isinstance(command, Step)} == lanes
 

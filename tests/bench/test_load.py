@@ -8,16 +8,16 @@ import math
 import pytest
 
 from counterpoint.bench.load import LoadOptions, parse_slo
-from counterpoint.bench.workload import describe, offered_rate, reusable_share
+from counterpoint.bench.workload import describe_load, offered_rate, reusable_prefix_share
 from counterpoint.types import Slo
 
 
 def test_without_flags_there_is_a_small_made_load():
-    trace = LoadOptions().make()
+    trace = LoadOptions().build_trace()
     assert len(trace.queries) == 64
     assert offered_rate(trace.queries) == pytest.approx(1.0)
-    assert trace == LoadOptions().make()
-    assert trace != LoadOptions(seed=1).make()
+    assert trace == LoadOptions().build_trace()
+    assert trace != LoadOptions(seed=1).build_trace()
 
 
 def test_made_load_as_asked():
@@ -29,7 +29,7 @@ def test_made_load_as_asked():
         prefix_groups=2,
         prefix_share=0.5,
     )
-    about = describe(load.make().queries)
+    about = describe_load(load.build_trace().queries)
     assert about["requests"] == 200
     assert about["rate"] == pytest.approx(8.0)
     assert about["prompt_tokens"]["max"] == 320
@@ -38,32 +38,32 @@ def test_made_load_as_asked():
 
 @pytest.mark.parametrize("flags", [{"rate": float("inf")}, {"arrivals": "once"}])
 def test_all_at_once(flags):
-    assert {q.arrival_s for q in LoadOptions(requests=5, **flags).make().queries} == {0.0}
+    assert {q.arrival_s for q in LoadOptions(requests=5, **flags).build_trace().queries} == {0.0}
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
 def test_a_rate_is_more_than_nothing(rate, data):
     for flags in ({"requests": 5}, {"trace": str(data / "azure.csv")}):
         with pytest.raises(ValueError, match="rate is"):
-            LoadOptions(rate=rate, **flags).make()
+            LoadOptions(rate=rate, **flags).build_trace()
 
 
 def test_a_trace_keeps_its_own_arrivals(data):
     path = str(data / "azure.csv")
-    assert LoadOptions(trace=path).make().queries[1].arrival_s == pytest.approx(0.052)
-    assert LoadOptions(trace=path, time_scale=0.5).make().queries[1].arrival_s == pytest.approx(
-        0.026
-    )
-    fast = LoadOptions(trace=path, rate=3.0).make().queries
+    assert LoadOptions(trace=path).build_trace().queries[1].arrival_s == pytest.approx(0.052)
+    assert LoadOptions(trace=path, time_scale=0.5).build_trace().queries[
+        1
+    ].arrival_s == pytest.approx(0.026)
+    fast = LoadOptions(trace=path, rate=3.0).build_trace().queries
     assert offered_rate(fast) == pytest.approx(3.0)
     assert fast[1].arrival_s / fast[-1].arrival_s == pytest.approx(0.052 / 20576.02004)
 
 
 def test_a_trace_at_made_arrivals(data):
-    own = LoadOptions(trace=str(data / "mooncake_fine_clock.jsonl")).make().queries
+    own = LoadOptions(trace=str(data / "mooncake_fine_clock.jsonl")).build_trace().queries
     made = (
         LoadOptions(trace=str(data / "mooncake_fine_clock.jsonl"), arrivals="constant")
-        .make()
+        .build_trace()
         .queries
     )
     assert offered_rate(made) == pytest.approx(
@@ -73,7 +73,7 @@ def test_a_trace_at_made_arrivals(data):
 
 
 def test_a_trace_without_times_gets_poisson_arrivals(data):
-    queries = LoadOptions(trace=str(data / "lengths.csv"), rate=4.0).make().queries
+    queries = LoadOptions(trace=str(data / "lengths.csv"), rate=4.0).build_trace().queries
     assert [q.arrival_s for q in queries] == pytest.approx([0.0, 0.25])
 
 
@@ -85,7 +85,7 @@ def test_a_trace_is_cut_to_fit(data):
         max_output_tokens=2,
         requests=3,
     )
-    assert [(q.prompt_tokens, q.output_tokens) for q in load.make().queries] == [
+    assert [(q.prompt_tokens, q.output_tokens) for q in load.build_trace().queries] == [
         (400, 1),
         (318, 1),
         (11, 2),
@@ -94,17 +94,19 @@ def test_a_trace_is_cut_to_fit(data):
 
 def test_thinning_a_trace(data):
     path = str(data / "mooncake.jsonl")
-    assert len(LoadOptions(trace=path, thin=1.0).make().queries) == 5
-    few = LoadOptions(trace=path, thin=0.4, seed=3).make().queries
+    assert len(LoadOptions(trace=path, thin=1.0).build_trace().queries) == 5
+    few = LoadOptions(trace=path, thin=0.4, seed=3).build_trace().queries
     assert 1 <= len(few) <= 4
     assert few[0].arrival_s == 0
 
 
 def test_scaling_keeps_the_reusable_share(data):
     path = str(data / "mooncake.jsonl")
-    assert reusable_share(
-        LoadOptions(trace=path, length_scale=0.125).make().queries
-    ) == pytest.approx(reusable_share(LoadOptions(trace=path).make().queries), abs=0.01)
+    assert reusable_prefix_share(
+        LoadOptions(trace=path, length_scale=0.125).build_trace().queries
+    ) == pytest.approx(
+        reusable_prefix_share(LoadOptions(trace=path).build_trace().queries), abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_contradictions_name_the_flag(data, flags, said):
     if "trace" in flags:
         flags = flags | {"trace": str(data / flags["trace"])}
     with pytest.raises(ValueError, match=said):
-        LoadOptions(**flags).make()
+        LoadOptions(**flags).build_trace()
 
 
 def test_a_tokenizer_makes_texts_exact(data, tmp_path):
@@ -160,7 +162,7 @@ def test_a_tokenizer_makes_texts_exact(data, tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
-    queries = LoadOptions(trace=str(data / "sharegpt.json"), tokenizer=path).make().queries
+    queries = LoadOptions(trace=str(data / "sharegpt.json"), tokenizer=path).build_trace().queries
     assert queries[1].prompt == (1, 2, 3, 0)
     assert queries[1].output_tokens == 3
 

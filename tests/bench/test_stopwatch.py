@@ -54,10 +54,10 @@ def test_turns_are_split_into_launches_and_the_rest():
         inbox.now += 0.05  # deciding
         watch.submit(step)
         watch.submit(FreeSlot(0))
-    inbox.nudge()
+    inbox.wake()
     inbox.get()
     inbox.now += 7.0  # nobody has asked for more yet
-    told = watch.told()
+    told = watch.summarise()
     assert slow.seen == [step, FreeSlot(0)] * 2
     assert told["turns"] == 3
     assert told["busy_s"] == pytest.approx(0.9)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.bench.trace import TraceError, read_trace, write_queries
-from counterpoint.bench.workload import describe, prompt_ids
+from counterpoint.bench.workload import describe_load, prompt_ids
 from counterpoint.types import Slo
 
 
@@ -271,7 +271,7 @@ def test_a_given_format_must_fit(data):
 def test_public_traces_have_their_known_statistics(
     public_trace, name, count, prompt, output, rate, cv, reusable
 ):
-    about = describe(read_trace(public_trace(name), jitter_s=0).queries)
+    about = describe_load(read_trace(public_trace(name), jitter_s=0).queries)
     assert about["requests"] == count
     for lengths, (mean, p50, most) in (
         (about["prompt_tokens"], prompt),
@@ -286,7 +286,7 @@ def test_public_traces_have_their_known_statistics(
 
 
 def test_jitter_makes_the_conversation_trace_smooth(public_trace):
-    about = describe(read_trace(public_trace("mooncake_conversation_trace.jsonl")).queries)
+    about = describe_load(read_trace(public_trace("mooncake_conversation_trace.jsonl")).queries)
     assert about["gap_cv"] == pytest.approx(1.0, abs=0.05)
     assert about["reusable_share"] == pytest.approx(0.374, abs=0.001)
 

@@ -13,11 +13,11 @@ from counterpoint.bench.workload import (
     Query,
     TokenRange,
     arrival_times,
-    describe,
+    describe_load,
     offered_rate,
     prompt_ids,
-    reusable_share,
-    synthetic,
+    reusable_prefix_share,
+    synthetic_queries,
 )
 
 
@@ -53,7 +53,7 @@ def test_lengths_have_their_mean_and_bounds(kind):
     drawn = Lengths(200, kind, spread=0.5).draw(20_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(200, rel=0.02)
     assert drawn.min() >= 1
-    capped = Lengths(200, kind, spread=0.5, most=220).draw(1_000, np.random.default_rng(0))
+    capped = Lengths(200, kind, spread=0.5, max_tokens=220).draw(1_000, np.random.default_rng(0))
     assert capped.max() <= 220
     if kind == "uniform":
         assert (drawn.min(), drawn.max()) == (100, 300)
@@ -61,7 +61,7 @@ def test_lengths_have_their_mean_and_bounds(kind):
 
 def test_a_load_follows_from_its_seed():
     def load(seed):
-        return synthetic(
+        return synthetic_queries(
             50,
             Lengths(80, "lognormal"),
             Lengths(20, "uniform"),
@@ -83,7 +83,7 @@ def common(a, b):
 
 
 def test_groups_share_their_part_of_the_prompt():
-    load = synthetic(
+    load = synthetic_queries(
         40, Lengths(320, "uniform", 0.5), Lengths(4), groups=PrefixGroups(2, 0.5), seed=0
     )
     for a in load:
@@ -201,8 +201,8 @@ def test_description():
         Query(2, 4.0, 32, 30, (1,), 32),
         Query(3, 5.0, 40, 40),
     ]
-    about = describe(load)
-    assert reusable_share(load) == 64 / 200
+    about = describe_load(load)
+    assert reusable_prefix_share(load) == 64 / 200
     assert (about["requests"], about["span_s"], about["rate"]) == (4, 5.0, 0.6)
     assert about["prompt_tokens"]["mean"] == 50
     assert about["output_tokens"]["max"] == 40

@@ -25,7 +25,7 @@ class Priced:
         self.fixed, self.prefill, self.context = fixed, prefill, context
         self.sharing, self.contention = sharing, contention
 
-    def seconds(self, work: BatchShape, units: int, beside=None) -> float:
+    def seconds(self, work: BatchShape, units: int, co_running=None) -> float:
         layers = (work.last_layer - work.first_layer) / work.layers
         less = 4 / units
         compute = work.prefill_tokens * self.prefill * less
@@ -35,12 +35,12 @@ class Priced:
             if work.decode_batch
             else max(compute, self.fixed * (1 + (less - 1) * self.sharing))
         )
-        return layers * both * (self.contention if beside else 1.0)
+        return layers * both * (self.contention if co_running else 1.0)
 
 
 def auto(estimator, **settings) -> Harness:
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, **settings)
-    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), belief=estimator)
+    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), estimator=estimator)
     assert isinstance(policy, Auto)
     return Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
 
@@ -95,13 +95,13 @@ def test_a_tighter_target_is_met_at_the_price_of_first_tokens():
         while not h.got.get("a"):
             h.step()
         h.arrive("b", range(100, 160), max_tokens=2)
-        while h.engine.policy.choice is None:
+        while h.engine.policy.current is None:
             assert h.step()
-        return h.engine.policy.choice
+        return h.engine.policy.current
 
     loose, tight = first_choice(1000.0), first_choice(7.0)
-    assert tight.period_s <= 7.0 < loose.period_s
-    assert tight.whole_s > loose.whole_s
+    assert tight.guarded_step_s <= 7.0 < loose.guarded_step_s
+    assert tight.backlog_s > loose.backlog_s
 
 
 def test_a_short_prompt_overtakes_a_long_one():
@@ -128,10 +128,10 @@ def test_the_urgent_go_first_and_the_hopeless_last():
     h.arrive("relaxed", range(40), slo=Slo(ttft_s=5000.0))
     h.arrive("urgent", range(100, 140), slo=Slo(ttft_s=30.0))
     h.arrive("hopeless", range(200, 240), slo=Slo(ttft_s=0.001))
-    requests = list(h.engine.living.values())
-    order = [r.id for r in policy.order(requests, h.now)]
+    requests = list(h.engine.requests.values())
+    order = [r.id for r in policy.admission_order(requests, h.now)]
     assert order.index("urgent") < order.index("relaxed") or "relaxed" in h.got
-    late = [r.id for r in policy.order(requests, h.now + 0.01)]
+    late = [r.id for r in policy.admission_order(requests, h.now + 0.01)]
     assert late[0] == "hopeless" or late[-1] == "hopeless"
 
 
@@ -148,7 +148,7 @@ def test_belief_learns_and_its_guard_covers_what_happens(truth):
             None,
         )
     assert belief.seconds(work, 2) == pytest.approx(raw * truth, rel=0.1)
-    assert belief.both(work, 2)[1] >= belief.seconds(work, 2)
+    assert belief.expected_and_guarded_s(work, 2)[1] >= belief.seconds(work, 2)
     ((kind, median, high, steps),) = belief.errors()
     assert (kind, steps) == ("decode", 200)
     assert median < 0.1 and high < 0.4
@@ -242,7 +242,7 @@ def test_one_slow_step_rules_nothing_out_for_good():
             StepDone(i, 0, started_s=0.0, ended_s=took_s, units=4),
             None,
         )
-    expected_s, wary_s = belief.both(mixed, 4)
+    expected_s, wary_s = belief.expected_and_guarded_s(mixed, 4)
     assert wary_s > 1.1 * expected_s
     for i in range(5, 600):
         belief.observe(
@@ -250,7 +250,7 @@ def test_one_slow_step_rules_nothing_out_for_good():
             StepDone(i, 0, started_s=0.0, ended_s=alone_s, units=4),
             None,
         )
-    expected_s, wary_s = belief.both(mixed, 4)
+    expected_s, wary_s = belief.expected_and_guarded_s(mixed, 4)
     assert wary_s == pytest.approx(expected_s, rel=0.03)
 
 
@@ -261,7 +261,7 @@ def request(id: str, prompt: int, arrival_s: float = 0.0, **slo) -> Request:
     arrive = AddRequest(
         id=id, prompt=tuple(range(prompt)), sampling=Sampling(max_tokens=4), slo=Slo(**slo)
     )
-    return Request(arrive, arrival_s, target=prompt)
+    return Request(arrive, arrival_s, prefill_target=prompt)
 
 
 def promises(**settings) -> SloTracker:
@@ -283,12 +283,14 @@ def running(tokens: int, now: float, mean_s: float, **slo) -> Request:
 def test_a_decode_that_is_ahead_may_wait_within_its_longest_gap():
     some = promises()
     ahead, on_time = running(11, 100.0, 0.5, tpot_s=1.0), running(11, 100.0, 1.0, tpot_s=1.0)
-    assert some.limits([ahead], OutputLengths(), 100.0, 0.1).next_s == pytest.approx(
+    assert some.decode_budget([ahead], OutputLengths(), 100.0, 0.1).next_s == pytest.approx(
         min(4.0, 1.0 + 5.0)
     )
-    assert some.limits([ahead, on_time], OutputLengths(), 100.0, 0.1).next_s == pytest.approx(1.0)
+    assert some.decode_budget(
+        [ahead, on_time], OutputLengths(), 100.0, 0.1
+    ).next_s == pytest.approx(1.0)
     bounded = running(11, 100.0, 0.5, tpot_s=1.0, itl_s=2.5)
-    assert some.limits([bounded], OutputLengths(), 100.0, 0.1).next_s == pytest.approx(2.5)
+    assert some.decode_budget([bounded], OutputLengths(), 100.0, 0.1).next_s == pytest.approx(2.5)
 
 
 def test_the_configured_longest_gap_holds_for_requests_with_their_own_time_per_token():
@@ -308,38 +310,42 @@ def test_a_lag_is_made_good_before_answers_are_likely_to_end():
         long.add(200 + i)
     late = running(2, 100.0, 1.3, tpot_s=1.0)
     hurried, relaxed = (
-        some.limits([late], answers, 100.0, 0.1).mean_s for answers in (short, long)
+        some.decode_budget([late], answers, 100.0, 0.1).mean_s for answers in (short, long)
     )
     assert 0.5 <= hurried < 0.95 < relaxed < 1.0
-    assert some.limits([late], short, 100.0, 0.97).mean_s == 1.0, (
+    assert some.decode_budget([late], short, 100.0, 0.97).mean_s == 1.0, (
         "where it can't be made good, nothing is asked for it"
     )
 
 
 def test_what_is_likely_still_to_come_follows_the_latest_answers():
     answers = OutputLengths()
-    assert answers.still_to_come(3) == SOON, "it may end any time"
-    assert answers.still_to_come(400) == 100
+    assert answers.likely_remaining(3) == SOON, "it may end any time"
+    assert answers.likely_remaining(400) == 100
     for i in range(300):
         answers.add(1000 if i < 44 else 10 + i % 10)  # the first ones are forgotten
-    assert answers.still_to_come(0) in (11, 12)
-    assert answers.still_to_come(19) == SOON
+    assert answers.likely_remaining(0) in (11, 12)
+    assert answers.likely_remaining(19) == SOON
 
 
 def test_prompts_that_waited_very_long_go_first_and_are_not_overtaken():
     some = promises(ttft_s=10.0)
     old, fresh = request("old", 50, arrival_s=0.0), request("fresh", 5, arrival_s=95.0)
     late = request("late", 50, arrival_s=60.0)
-    assert [r.id for r in some.by_urgency([late, fresh, old], 100.0)] == ["old", "fresh", "late"]
-    assert some.impatient(old, 100.0) and not some.impatient(late, 100.0)
+    assert [r.id for r in some.sort_by_urgency([late, fresh, old], 100.0)] == [
+        "old",
+        "fresh",
+        "late",
+    ]
+    assert some.is_starved(old, 100.0) and not some.is_starved(late, 100.0)
 
 
 def test_prompts_that_can_not_be_in_time_at_the_pace_in_force_go_behind():
     some = promises(ttft_s=10.0)
     tight, easy = request("tight", 80, arrival_s=0.0), request("easy", 10, arrival_s=4.0)
-    assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["tight", "easy"]
-    some.pace(stretch=2.0, step_s=1.0)  # 80 tokens take 16 s
-    assert [r.id for r in some.by_urgency([tight, easy], 1.0)] == ["easy", "tight"]
+    assert [r.id for r in some.sort_by_urgency([tight, easy], 1.0)] == ["tight", "easy"]
+    some.set_pace(prefill_slowdown=2.0, step_s=1.0)  # 80 tokens take 16 s
+    assert [r.id for r in some.sort_by_urgency([tight, easy], 1.0)] == ["easy", "tight"]
 
 
 def test_the_longest_gives_way_where_not_all_can_be_in_time():
@@ -351,8 +357,8 @@ def test_the_longest_gives_way_where_not_all_can_be_in_time():
         request("c", 30, arrival_s=0.2),
     ]
     requests.append(request("d", 40, arrival_s=0.3))
-    assert [r.id for r in some.by_urgency(requests, 0.9)] == ["a", "c", "d", "b"]
-    assert [r.id for r in some.by_urgency(requests[1:3], 0.0)] == ["b", "c"]
+    assert [r.id for r in some.sort_by_urgency(requests, 0.9)] == ["a", "c", "d", "b"]
+    assert [r.id for r in some.sort_by_urgency(requests[1:3], 0.0)] == ["b", "c"]
 
 
 def test_a_prompt_whose_beginning_is_cached_is_weighed_by_the_rest():
@@ -364,7 +370,7 @@ def test_a_prompt_whose_beginning_is_cached_is_weighed_by_the_rest():
         max_pass_tokens=64,
         max_running=1,
     )
-    h.engine.policy.belief.estimator = h.price
+    h.engine.policy.cost_model.estimator = h.price
     h.arrive("before", range(64), max_tokens=1)
     h.drain()
     h.arrive("busy", range(100, 160), max_tokens=1)
@@ -382,7 +388,7 @@ def test_a_prompt_whose_beginning_is_cached_is_weighed_by_the_rest():
 def test_a_default_target_does_not_shrink_while_a_prompt_is_computed():
     some, one = promises(), request("a", 100)
     before_s = some.ttft_s(one)
-    one.computed = one.scheduled = 90
+    one.computed_tokens = one.scheduled_tokens = 90
     assert some.ttft_s(one) == before_s == pytest.approx(100.0)
 
 
@@ -395,7 +401,7 @@ def test_a_short_prompt_stays_out_of_a_pass_that_would_make_it_late():
             request("other", 50, ttft_s=other_ttft_s),
             request("one", tokens, ttft_s=ttft_s),
         )
-        return [r.id for r, _ in policy._in_time([(other, 50), (one, tokens)], 0.0)]
+        return [r.id for r, _ in policy._cut_batch_in_time([(other, 50), (one, tokens)], 0.0)]
 
     assert together(ttft_s=30.0, other_ttft_s=200.0) == ["other"]
     assert together(ttft_s=100.0, other_ttft_s=200.0) == ["other", "one"]
@@ -406,9 +412,9 @@ def test_a_short_prompt_stays_out_of_a_pass_that_would_make_it_late():
 def test_prompts_in_time_say_how_long_prefill_may_take():
     some = promises(ttft_s=10.0)
     requests = [request("a", 20, arrival_s=0.0), request("c", 30, arrival_s=0.2)]
-    assert some.bearable(requests, [], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
+    assert some.max_prefill_slowdown(requests, [], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
     hopeless = request("b", 700, arrival_s=0.1)
-    assert some.bearable(requests, [hopeless], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
+    assert some.max_prefill_slowdown(requests, [hopeless], 0.0, 1.0) == pytest.approx(10.2 / 5.0)
 
 
 def test_a_prompt_is_held_back_while_running_decodes_could_not_bear_it():
@@ -450,7 +456,7 @@ def test_no_chunk_is_queued_behind_a_step_that_takes_long(ttft_s, queued):
     """Lanes two steps deep, weights that dominate: all is fused, in steps of 5 to 6 s."""
     estimator = Priced(fixed=5.0, prefill=0.01, context=0.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0, ttft_s=ttft_s)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=60)
     while not h.got.get("a"):
@@ -476,11 +482,11 @@ def test_the_split_changes_once_a_layer_group_at_most():
     for turn in range(
         8
     ):  # the decode lane steps on while the group runs, and every time another split is the only one there is
-        policy.prices.levels = (1,) if turn % 2 else (3,)
-        policy.prices._known.clear()
+        policy.pricer.levels = (1,) if turn % 2 else (3,)
+        policy.pricer._cache.clear()
         h.step(0)
         assert state.lanes[1].in_flight[0][0].id == group
-        units.append(policy.choice.units)
+        units.append(policy.current.units)
     assert sum(one != two for one, two in itertools.pairwise(units)) <= 1
     h.drain()
 
@@ -489,10 +495,10 @@ def test_a_switch_to_chunks_waits_for_the_open_pass_alone():
     """While a pass stands between layer groups the split stays; no new pass begins if a chunk would be better."""
     h = beside_a_decode()
     # From here on sharing the device is dear: in the belief, that is.
-    h.engine.policy.belief.estimator = Priced(
+    h.engine.policy.cost_model.estimator = Priced(
         fixed=0.5, prefill=0.5, context=0.01, sharing=0.0, contention=50.0
     )
-    h.engine.policy.prices._known.clear()
+    h.engine.policy.pricer._cache.clear()
     h.arrive("c", range(100, 140), max_tokens=2)
     turn = itertools.count()
     while "c" not in h.got:
@@ -535,7 +541,7 @@ def test_who_is_overtaken():
 def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     """One split is half a period late, the other half too slow for the first tokens."""
     policy = make_policy(
-        SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), belief=Priced()
+        SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), estimator=Priced()
     )
     assert isinstance(policy, Auto)
     fast, punctual = (
@@ -543,7 +549,7 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
         Candidate(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0),
     )
     assert (
-        policy._best(
+        policy._pick_best(
             [fast, punctual], [0.5, 0.0], 1.0, DelayWeights(0.1, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
         ).units
         == units
@@ -552,26 +558,26 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
 
 def split_for(stakes: DelayWeights) -> int:
     """Both splits meet all targets. One, of 1 unit, ends the prompt in half the time, but keeps decodes from most of their work."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
         Candidate(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0),
     )
-    return policy._best([fast, gentle], [0.0, 0.0], 5.0, stakes).units
+    return policy._pick_best([fast, gentle], [0.0, 0.0], 5.0, stakes).units
 
 
 @pytest.mark.parametrize(("need", "late", "units"), [(5.0, 0.0, 3), (0.2, 0.0, 1), (0.2, 2.0, 3)])
 def test_where_all_prompts_will_be_late_it_still_matters_by_how_much(need, late, units):
     """Decodes are many: while prompts are in time the gentle split is taken. What decodes are promised weighs more than delay."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
         Candidate(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0),
     )
     assert (
-        policy._best(
+        policy._pick_best(
             [fast, gentle], [late, 0.0], need, DelayWeights(0.1, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
         ).units
         == units
@@ -583,7 +589,7 @@ def test_what_waits_asks_for_no_more_speed_than_its_targets_do():
         waiting = [request("b", 40, ttft_s=ttft_s)]
         return (
             promises()
-            .stakes(
+            .delay_weights(
                 [request("next", 40, ttft_s=9.0)], waiting, [], 0.0, PrefillBacklog(40, 1600, 0, 1)
             )
             .demand
@@ -602,7 +608,7 @@ def test_those_who_wait_for_a_slot_count_with_the_decodes_they_wait_for(blocked,
     requests = [request(str(n), 8, ttft_s=100.0) for n in range(blocked)]
     assert (
         split_for(
-            promises().stakes(
+            promises().delay_weights(
                 [request("next", 8, ttft_s=10.0)], [], requests, 0.001, PrefillBacklog(8, 64, 0, 1)
             )
         )
@@ -614,7 +620,7 @@ def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
     """Lanes two steps deep. What is queued keeps its units: behind the last layers of the last prompt it would have all."""
     estimator = Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=80.0, ttft_s=1e5)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=100)
     while not h.got.get("a"):
@@ -627,7 +633,7 @@ def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
         h.step(next(turn))
         if (
             prefill.in_flight
-            and prefill.open is None
+            and prefill.open_pass is None
             and before & {step.id for step, _ in decode.in_flight}
         ):
             ending += 1
@@ -640,7 +646,7 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_step_between():
     """Lanes two steps deep: the next chunk is queued while the last one runs."""
     estimator = Priced(fixed=5.0, prefill=0.01, context=0.0, contention=50.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), belief=estimator)
+    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=100)
     while not h.got.get("a"):
@@ -663,14 +669,14 @@ def test_who_waits_for_a_slot_is_not_taken_for_work_of_the_prefill():
     scheduler = SchedulerConfig(
         policy="auto", max_pass_tokens=64, max_running=2, tpot_s=80.0, ttft_s=1e5
     )
-    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     h = Harness(policy, Priced(), max_running=2)
     for name in ("a", "b", "c", "d"):
         h.arrive(name, range(8), max_tokens=30)
     while len(h.engine.state.running) < 2:
         h.step()
-    waiting, blocked = policy._parted(h.engine.state)
+    waiting, blocked = policy._split_waiting(h.engine.state)
     assert (waiting, {r.id for r in blocked}) == ([], {"c", "d"})
     h.drain()
 
@@ -683,7 +689,7 @@ def test_no_prefill_starts_beside_a_pass_that_has_chunks():
         4,
         6,
         levels=(1, 2, 3),
-        belief=estimator,
+        estimator=estimator,
     )
     assert isinstance(policy, Auto)
     h = Harness(
@@ -697,13 +703,16 @@ def test_no_prefill_starts_beside_a_pass_that_has_chunks():
     while not any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
         h.step()
     h.arrive("c", [31] * 40, max_tokens=2)
-    policy.choice = policy.wanted = Candidate(0, 1, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0)
-    assert state.prefills(policy.lanes[1]) and policy.fill(policy.lanes[1], state, h.now) is None
-    h.step()
-    policy.choice = policy.wanted = Candidate(0, 1, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0)
-    assert policy.fill(policy.lanes[1], state, h.now) is not None or not state.prefills(
-        policy.lanes[1]
+    policy.current = policy.preferred = Candidate(0, 1, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0)
+    assert (
+        state.schedulable_prefills(policy.lanes[1])
+        and policy.next_batch(policy.lanes[1], state, h.now) is None
     )
+    h.step()
+    policy.current = policy.preferred = Candidate(0, 1, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0)
+    assert policy.next_batch(
+        policy.lanes[1], state, h.now
+    ) is not None or not state.schedulable_prefills(policy.lanes[1])
     h.drain()
 
 
@@ -721,12 +730,14 @@ def test_none_but_short_prompts_go_before_a_pass_that_was_set_aside():
 def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not():
     """Ten steps of 1.5 s and then steps of 0.5 s: a mean over 100 tokens bears that, one over 12 does not. Nor does one over 100
     where prompts have come all the time."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     chunk = Candidate(64, 4, 1.5, 1.5, 0.6, 7.5, 7.5, 1.2)
 
     def late(to_come: int, load: float, queue: float = 2.0) -> float:
-        return policy._late([chunk], DecodeBudget(1.0, 9.0, 9.0, to_come, 1.0), 0.5, load, queue)[0]
+        return policy._decode_excess(
+            [chunk], DecodeBudget(1.0, 9.0, 9.0, to_come, 1.0), 0.5, load, queue
+        )[0]
 
     assert late(100, load=0.0) == 0.0 < late(12, load=0.0)
     assert late(100, load=1.0) > 0.0
@@ -736,14 +747,14 @@ def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not
 @pytest.mark.parametrize(("demand", "units"), [(0.2, 3), (0.7, 1)])
 def test_prefill_keeps_up_with_what_comes(demand, units):
     """All prompts that are here would be in time with either split; one of them is too slow for as many again each time."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
         Candidate(0, 3, 1.0, 1.0, 0.1, 2.0, 2.0, 2.0),
     )
     assert (
-        policy._best(
+        policy._pick_best(
             [fast, gentle], [0.0, 0.0], 5.0, DelayWeights(0.1, 0.0, 1.0, 0.0, 0.0, demand, 1.0)
         ).units
         == units
@@ -752,8 +763,13 @@ def test_prefill_keeps_up_with_what_comes(demand, units):
 
 def test_a_mean_is_judged_by_what_is_expected_and_a_gap_by_what_may_happen():
     """Now and then a pass takes twice as long. That is no reason against it, unless a longest gap was promised."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), belief=Priced())
+    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
     assert isinstance(policy, Auto)
     chunk = Candidate(64, 4, 0.9, 1.8, 0.6, 0.9, 0.9, 1.2)
-    assert policy._late([chunk], DecodeBudget(1.0, 2.0, 2.0, 100, 1.0), 0.5, 1.0, 1.0) == [0.0]
-    assert policy._late([chunk], DecodeBudget(1.0, 1.5, 1.5, 100, 1.0), 0.5, 1.0, 1.0)[0] > 0.0
+    assert policy._decode_excess([chunk], DecodeBudget(1.0, 2.0, 2.0, 100, 1.0), 0.5, 1.0, 1.0) == [
+        0.0
+    ]
+    assert (
+        policy._decode_excess([chunk], DecodeBudget(1.0, 1.5, 1.5, 100, 1.0), 0.5, 1.0, 1.0)[0]
+        > 0.0
+    )

@@ -20,7 +20,7 @@ POLICIES = ["serial", "serial in groups", "chunked", "multiplex", "auto"]
 class Linear:
     """A device whose steps take a tick per token and unit, and a little for the batch."""
 
-    def seconds(self, work, units, beside=None) -> float:
+    def seconds(self, work, units, co_running=None) -> float:
         layers = (work.last_layer - work.first_layer) / work.layers
         tokens = (
             work.prefill_tokens
@@ -28,7 +28,7 @@ class Linear:
             + 2 * work.decode_batch
             + 0.01 * work.decode_context
         )
-        return layers * (1.0 + tokens / units) * (1.2 if beside else 1.0)
+        return layers * (1.0 + tokens / units) * (1.2 if co_running else 1.0)
 
 
 def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **scheduler):
@@ -40,7 +40,7 @@ def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **schedul
     } | scheduler
     settings = SchedulerConfig(policy=name, **scheduler)
     return make_policy(
-        settings, units, layers, depth, levels=tuple(range(1, units)), belief=Linear()
+        settings, units, layers, depth, levels=tuple(range(1, units)), estimator=Linear()
     )
 
 
@@ -56,7 +56,7 @@ def test_one_request_gets_its_tokens(name):
     h.arrive("a", range(10), max_tokens=5)
     h.drain()
     assert h.got["a"] == answer(tuple(range(10)), 5)
-    assert h.ends["a"].finish is FinishReason.LENGTH
+    assert h.ends["a"].finish_reason is FinishReason.LENGTH
     assert h.records["a"].prompt_tokens == 10
 
 
@@ -68,13 +68,13 @@ def test_stop_token_ends_and_is_named(name):
     h.arrive("a", prompt, max_tokens=6, stop_token_ids=(stop,))
     h.drain()
     assert h.got["a"] == answer(prompt, 6, (stop,))
-    assert (h.ends["a"].finish, h.ends["a"].stopped_by) == (FinishReason.STOP, stop)
+    assert (h.ends["a"].finish_reason, h.ends["a"].stop_reason) == (FinishReason.STOP, stop)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_engine_that_tells_nobody_of_tokens_does_the_same(name):
     told, untold = harness(name), harness(name)
-    untold.engine.tells = False
+    untold.engine.emit_deltas = False
     for h in (told, untold):
         for number in range(4):
             h.arrive(f"r{number}", range(number, 20 + 5 * number), max_tokens=4 + number)
@@ -106,7 +106,7 @@ def test_eos_ends_unless_ignored():
 def test_what_can_never_run_is_refused_at_once(prompt, max_tokens, word):
     h = harness("chunked", pages=30)
     h.arrive("bad", prompt, max_tokens=max_tokens)
-    assert h.ends["bad"].finish is FinishReason.ERROR and word in h.ends["bad"].error
+    assert h.ends["bad"].finish_reason is FinishReason.ERROR and word in h.ends["bad"].error
     assert "bad" in h.records and h.engine.idle
 
 
@@ -161,8 +161,8 @@ def test_how_much_of_a_prompt_is_known_is_seen_while_it_waits():
     h.drain()
 
     def look() -> list[int]:
-        h.engine.prefixes.look(h.engine.waiting)
-        return [r.found for r in h.engine.waiting]
+        h.engine.prefix_cache.update_matches(h.engine.waiting)
+        return [r.matched_tokens for r in h.engine.waiting]
 
     h.arrive("busy", range(100, 140), max_tokens=2)
     h.arrive("cached", (*range(30), 1, 1, 1))
@@ -173,9 +173,9 @@ def test_how_much_of_a_prompt_is_known_is_seen_while_it_waits():
         h.arrive(f"long{n}", [*range(16), *range(20_000)])
     assert look() == [28, 40, 28, 0, 16, 0]
     assert look() == [28, 40, 28, 0, 16, 16]
-    assert [r.left for r in h.engine.waiting][:4] == [5, 1, 4, 32]
-    pages = h.engine.pages
-    pages.release(pages.take(pages.available))  # which evicts all
+    assert [r.remaining_tokens for r in h.engine.waiting][:4] == [5, 1, 4, 32]
+    pages = h.engine.page_pool
+    pages.release(pages.allocate(pages.available))  # which evicts all
     assert look() == [0, 40, 0, 0, 0, 0]
     h.event(Abort("busy"))
     h.step()
@@ -208,7 +208,7 @@ def test_aborting_the_first_frees_the_second_that_waits_for_its_prefix():
     h.arrive("b", (*range(36), 45, 46))
     h.event(Abort("a"))
     h.drain()
-    assert h.ends["b"].finish is FinishReason.LENGTH
+    assert h.ends["b"].finish_reason is FinishReason.LENGTH
     h.check_answers()
 
 
@@ -219,7 +219,7 @@ def test_more_requests_than_pages(name):
         h.arrive(f"r{i}", [i] * (5 + 3 * i % 17), max_tokens=20)
     h.drain()
     h.check_answers()
-    assert all(end.finish is FinishReason.LENGTH for end in h.ends.values())
+    assert all(end.finish_reason is FinishReason.LENGTH for end in h.ends.values())
 
 
 def test_preemptions_are_bounded():
@@ -277,7 +277,7 @@ def test_abort_at_every_moment(name):
         h.event(Abort("nobody"))
         h.drain()
         h.check_answers()
-        assert h.ends["b"].finish is FinishReason.LENGTH
+        assert h.ends["b"].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -287,7 +287,7 @@ def test_a_failed_step_fails_only_its_requests(name):
     h.step(error="boom")
     h.arrive("b", range(20), max_tokens=6)
     h.drain()
-    assert h.ends["a"].finish is FinishReason.ERROR and h.ends["a"].error == "boom"
+    assert h.ends["a"].finish_reason is FinishReason.ERROR and h.ends["a"].error == "boom"
     assert h.got["b"] == answer(tuple(range(20)), 6)
 
 
@@ -302,7 +302,7 @@ def test_a_row_without_finite_logits_fails_alone(monkeypatch):
 
     h.event(msgspec.structs.replace(done, tokens=(-1, *done.tokens[1:])))
     h.drain()
-    ends = sorted((h.ends["a"].finish, h.ends["b"].finish))
+    ends = sorted((h.ends["a"].finish_reason, h.ends["b"].finish_reason))
     assert ends == [FinishReason.ERROR, FinishReason.LENGTH]
 
 
@@ -367,21 +367,26 @@ def test_whoever_watches_sees_what_the_lanes_run_and_have_run():
     h.arrive("b", range(60, 100), max_tokens=2)
     h.step()
     stats = h.engine.stats()
-    assert [(s.lane, s.units, s.prefill_tokens, s.decode_batch) for s in stats.playing] == [
+    assert [(s.lane, s.units, s.prefill_tokens, s.decode_batch) for s in stats.running_steps] == [
         (0, 2, 0, 1),
         (1, 2, 40, 0),
     ]
-    assert all(s.started_s == h.now and s.ended_s == 0 for s in stats.playing)
+    assert all(s.started_s == h.now and s.ended_s == 0 for s in stats.running_steps)
     before, launched = stats, [h.device.queue[lane][0] for lane in (0, 1)]
     h.step(1)
     stats = h.engine.stats()
-    last = stats.recent[-1]
-    assert stats.steps == before.steps + 1 and stats.recent[:-1] == before.recent
-    assert (last.lane, last.batch, last.units, last.prefill_tokens) == (1, launched[1].batch, 2, 40)
+    last = stats.recent_steps[-1]
+    assert stats.steps == before.steps + 1 and stats.recent_steps[:-1] == before.recent_steps
+    assert (last.lane, last.pass_id, last.units, last.prefill_tokens) == (
+        1,
+        launched[1].pass_id,
+        2,
+        40,
+    )
     assert (last.started_s, last.ended_s) == (h.now - 1, h.now)
-    assert stats.playing[0] == before.playing[0], "the decode step still runs"
+    assert stats.running_steps[0] == before.running_steps[0], "the decode step still runs"
     h.drain()
-    assert h.engine.stats().playing == ()
+    assert h.engine.stats().running_steps == ()
 
 
 def test_recent_steps_are_bounded():
@@ -389,8 +394,10 @@ def test_recent_steps_are_bounded():
     h.arrive("a", range(5), max_tokens=150)
     h.drain()
     stats = h.engine.stats()
-    assert stats.steps == 150 and len(stats.recent) == RECENT_STEPS
-    assert [s.ended_s for s in stats.recent] == [h.now - i for i in range(RECENT_STEPS - 1, -1, -1)]
+    assert stats.steps == 150 and len(stats.recent_steps) == RECENT_STEPS
+    assert [s.ended_s for s in stats.recent_steps] == [
+        h.now - i for i in range(RECENT_STEPS - 1, -1, -1)
+    ]
 
 
 def test_multiplex_refuses_a_split_that_leaves_a_lane_empty():
@@ -422,15 +429,15 @@ def test_a_grammar_runs_in_lockstep_and_its_end_is_the_end(name):
     h.arrive("bound", prompt, max_tokens=9, grammar="g")
     ahead = 0
     while h.step():
-        free = h.engine.living.get("free")
-        ahead += free is not None and free.scheduled > len(free.tokens)
+        free = h.engine.requests.get("free")
+        ahead += free is not None and free.scheduled_tokens > len(free.tokens)
     assert ahead, "the others run ahead as before"
     h.check_answers()
     eos = answer(prompt, 9)[4]
     h = harness(name, depth=2, eos_token_ids=(eos,))
     h.arrive("bound", prompt, max_tokens=9, grammar="g", ignore_eos=True)
     h.drain()
-    assert (h.got["bound"], h.ends["bound"].stopped_by) == (answer(prompt, 9, (eos,)), eos)
+    assert (h.got["bound"], h.ends["bound"].stop_reason) == (answer(prompt, 9, (eos,)), eos)
 
 
 requests = st.lists(

@@ -31,7 +31,7 @@ def fill_in(h: Harness, id: str) -> None:
     arrive = h.sent[id]
     for position, token in enumerate((*arrive.prompt, *arrive.generated_prefix)):
         page, offset = admitted.pages[position // 4], position % 4
-        if position // 4 >= admitted.cached:
+        if position // 4 >= admitted.cached_pages:
             h.device.content[page, offset] = token
         assert h.device.content[page, offset] == token
 
@@ -44,10 +44,10 @@ def work(h: Harness) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_keeps_its_pages_until_they_are_released(name):
     h = harness(name)
-    h.arrive("a", PROMPT, part=DisaggRole.PREFILL, max_tokens=5)
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL, max_tokens=5)
     work(h)
     assert h.got["a"] == answer(PROMPT, 1) and "a" not in h.ends
-    assert h.engine.pages.available == 64 - 5 and h.engine.living["a"].phase is Phase.HELD
+    assert h.engine.page_pool.available == 64 - 5 and h.engine.requests["a"].phase is Phase.HELD
     h.event(Release("a"))
     h.drain()
     assert "a" not in h.ends and not h.records
@@ -60,16 +60,18 @@ def test_a_prompt_keeps_its_pages_until_they_are_released(name):
 @pytest.mark.parametrize("layer_group", [None, 2])
 def test_progress_grows_to_the_whole_prompt(name, layer_group):
     h = harness(name, layer_group=layer_group)
-    h.arrive("a", PROMPT, part=DisaggRole.PREFILL)
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL)
     work(h)
     admitted, *computed = h.progress
-    assert isinstance(admitted, Admitted) and len(admitted.pages) == 5 and admitted.cached == 0
+    assert (
+        isinstance(admitted, Admitted) and len(admitted.pages) == 5 and admitted.cached_pages == 0
+    )
     assert all(isinstance(c, Computed) for c in computed)
-    states = [(c.tokens, c.layers, c.ahead) for c in computed]
+    states = [(c.tokens, c.partial_layers, c.partial_tokens) for c in computed]
     assert states == sorted(states) and states[-1] == (18, 0, 18)
-    assert all(c.tokens <= c.ahead <= 18 and 0 <= c.layers < 6 for c in computed)
+    assert all(c.tokens <= c.partial_tokens <= 18 and 0 <= c.partial_layers < 6 for c in computed)
     if name == "multiplex" and layer_group:
-        assert [c.layers for c in computed] == [2, 4, 0]
+        assert [c.partial_layers for c in computed] == [2, 4, 0]
     h.event(Release("a"))
     h.drain()
 
@@ -78,12 +80,14 @@ def test_pages_that_are_cached_are_said_to_be():
     h = harness("chunked")
     h.arrive("a", PROMPT)
     h.drain()
-    h.arrive("b", PROMPT, part=DisaggRole.PREFILL)
-    h.arrive("c", PROMPT, part=DisaggRole.DECODE)
+    h.arrive("b", PROMPT, disagg_role=DisaggRole.PREFILL)
+    h.arrive("c", PROMPT, disagg_role=DisaggRole.DECODE)
     admitted = [p for p in h.progress if isinstance(p, Admitted)]
-    assert [(p.id, p.cached) for p in admitted] == [("b", 4), ("c", 4)]
-    h.arrive("d", PROMPT[:16], part=DisaggRole.DECODE)
-    assert h.progress[-1].id == "d" and h.progress[-1].cached == 4, "nothing need be computed here"
+    assert [(p.id, p.cached_pages) for p in admitted] == [("b", 4), ("c", 4)]
+    h.arrive("d", PROMPT[:16], disagg_role=DisaggRole.DECODE)
+    assert h.progress[-1].id == "d" and h.progress[-1].cached_pages == 4, (
+        "nothing need be computed here"
+    )
     work(h)
     for id in "bcd":
         h.event(Release(id))
@@ -94,12 +98,12 @@ def test_pages_that_are_cached_are_said_to_be():
 def test_an_answer_goes_on_behind_an_adopted_token(name):
     h = harness(name)
     want = answer(PROMPT, 6)
-    h.arrive("a", PROMPT, part=DisaggRole.DECODE, max_tokens=6)
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE, max_tokens=6)
     assert not h.device.busy() and not h.device.rows, "the executor has nothing to do with it yet"
     fill_in(h, "a")
     h.event(ResumeDecode("a", want[0]))
     h.drain()
-    assert h.got["a"] == want[1:] and h.ends["a"].finish is FinishReason.LENGTH
+    assert h.got["a"] == want[1:] and h.ends["a"].finish_reason is FinishReason.LENGTH
     assert len(h.records["a"].token_s) == 6
     opened = next(c for commands in h.commands for c in commands if isinstance(c, InitSlot))
     assert (
@@ -115,7 +119,7 @@ def test_an_answer_goes_on_behind_an_adopted_token(name):
 def test_a_stop_token_behind_an_adopted_token():
     want = answer(PROMPT, 6)
     h = harness("chunked")
-    h.arrive("a", PROMPT, part=DisaggRole.DECODE, max_tokens=6, stop_token_ids=(want[2],))
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE, max_tokens=6, stop_token_ids=(want[2],))
     fill_in(h, "a")
     h.event(ResumeDecode("a", want[0]))
     h.drain()
@@ -125,7 +129,7 @@ def test_a_stop_token_behind_an_adopted_token():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_may_stay(name):
     h = harness(name)
-    h.arrive("a", PROMPT, part=DisaggRole.PREFILL, max_tokens=6)
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL, max_tokens=6)
     work(h)
     h.event(ResumeDecode("a", h.got["a"][0]))
     h.drain()
@@ -139,13 +143,13 @@ def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
     h.arrive(
         "a",
         PROMPT,
-        part=DisaggRole.PREFILL,
+        disagg_role=DisaggRole.PREFILL,
         max_tokens=9 if stop else 1,
         stop_token_ids=(first,) if stop else (),
     )
     work(h)
-    assert h.ends["a"].finish is (FinishReason.STOP if stop else FinishReason.LENGTH)
-    assert h.engine.pages.available < 64
+    assert h.ends["a"].finish_reason is (FinishReason.STOP if stop else FinishReason.LENGTH)
+    assert h.engine.page_pool.available < 64
     h.event(ResumeDecode("a", first))  # too late: no harm
     h.event(Release("a"))
     h.drain()
@@ -154,12 +158,19 @@ def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
 def test_answers_go_on_behind_tokens_that_the_client_has():
     want = answer(PROMPT, 8)
     h = harness("chunked")
-    h.arrive("a", PROMPT, resumed=tuple(want[:3]), max_tokens=8)
+    h.arrive("a", PROMPT, generated_prefix=tuple(want[:3]), max_tokens=8)
     h.drain()
     assert h.got["a"] == want[3:] and len(h.records["a"].token_s) == 5
-    h.arrive("b", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=DisaggRole.PREFILL)
     h.arrive(
-        "c", PROMPT, resumed=tuple(want[:3]), max_tokens=8, part=DisaggRole.DECODE, salt="other"
+        "b", PROMPT, generated_prefix=tuple(want[:3]), max_tokens=8, disagg_role=DisaggRole.PREFILL
+    )
+    h.arrive(
+        "c",
+        PROMPT,
+        generated_prefix=tuple(want[:3]),
+        max_tokens=8,
+        disagg_role=DisaggRole.DECODE,
+        salt="other",
     )
     work(h)
     assert h.got["b"] == want[3:4]
@@ -168,9 +179,9 @@ def test_answers_go_on_behind_tokens_that_the_client_has():
     h.event(Release("b"))
     h.drain()
     assert h.got["c"] == want[4:]
-    h.arrive("d", PROMPT, resumed=tuple(want), max_tokens=8)
+    h.arrive("d", PROMPT, generated_prefix=tuple(want), max_tokens=8)
     assert (
-        h.ends["d"].finish is FinishReason.ERROR
+        h.ends["d"].finish_reason is FinishReason.ERROR
         and "8 tokens of the answer are there already" in h.ends["d"].error
     )
 
@@ -179,13 +190,16 @@ def test_answers_go_on_behind_tokens_that_the_client_has():
 def test_an_abort_keeps_the_pages_and_tells_the_client_once(part):
     for moment in range(6):
         h = harness("multiplex", layer_group=2)
-        h.arrive("a", PROMPT, part=part)
+        h.arrive("a", PROMPT, disagg_role=part)
         for _ in range(moment):
             h.step()
         h.event(Abort("a"))
         h.event(Abort("a"))
         work(h)
-        assert h.ends["a"].finish is FinishReason.ABORT and h.engine.pages.available == 64 - 5
+        assert (
+            h.ends["a"].finish_reason is FinishReason.ABORT
+            and h.engine.page_pool.available == 64 - 5
+        )
         h.event(ResumeDecode("a", 1))
         h.event(Release("a"))
         h.event(Release("a"))
@@ -197,7 +211,7 @@ def test_a_release_at_any_moment_is_silent(part):
     for moment in range(6):
         h = harness("multiplex", layer_group=2)
         h.arrive("busy", range(40, 100), max_tokens=3)
-        h.arrive("a", PROMPT, part=part)
+        h.arrive("a", PROMPT, disagg_role=part)
         for _ in range(moment):
             h.step(moment)
         h.event(Release("a"))
@@ -205,14 +219,14 @@ def test_a_release_at_any_moment_is_silent(part):
         assert (
             "a" not in h.ends
             and "a" not in h.records
-            and h.ends["busy"].finish is FinishReason.LENGTH
+            and h.ends["busy"].finish_reason is FinishReason.LENGTH
         )
 
 
 def test_a_release_of_one_that_waits():
     h = harness("chunked", pages=12)
-    h.arrive("a", range(40), part=DisaggRole.DECODE, max_tokens=2)
-    h.arrive("b", PROMPT, part=DisaggRole.DECODE)
+    h.arrive("a", range(40), disagg_role=DisaggRole.DECODE, max_tokens=2)
+    h.arrive("b", PROMPT, disagg_role=DisaggRole.DECODE)
     assert [p.id for p in h.progress] == ["a"]
     h.event(Release("b"))
     h.event(Release("a"))
@@ -224,10 +238,10 @@ def test_kept_pages_are_not_taken_from_their_request():
     h = harness("chunked", pages=16)
     h.arrive("a", [1] * 8, max_tokens=50)
     h.step()
-    h.arrive("b", range(30, 60), part=DisaggRole.DECODE, priority=-1)
+    h.arrive("b", range(30, 60), disagg_role=DisaggRole.DECODE, priority=-1)
     while h.step():
         pass
-    assert "a" not in h.ends and h.engine.living["b"].pages, "the pool is full"
+    assert "a" not in h.ends and h.engine.requests["b"].pages, "the pool is full"
     h.event(Release("b"))
     h.drain()
     assert h.got["a"] == answer((1,) * 8, 50)
@@ -235,9 +249,9 @@ def test_kept_pages_are_not_taken_from_their_request():
 
 def test_prompt_work_is_counted_where_it_is_done():
     h = harness("chunked")
-    h.arrive("a", PROMPT, part=DisaggRole.DECODE)
+    h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE)
     assert h.engine.stats().prompt_tokens == 0
-    h.arrive("b", PROMPT, part=DisaggRole.PREFILL)
+    h.arrive("b", PROMPT, disagg_role=DisaggRole.PREFILL)
     assert h.engine.stats().prompt_tokens == 18
     work(h)
     h.event(Release("a"))
@@ -272,7 +286,7 @@ def test_any_mixture_of_parts(name, pages, load, choices):
         prompt = [family] * (length // 2) + [
             (number * 7 + i) % 50 for i in range(length - length // 2)
         ]
-        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, part=part)
+        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, disagg_role=part)
         if part is not DisaggRole.WHOLE:
             fates[f"r{number}"] = fate
         for _ in range(pause):
@@ -286,23 +300,23 @@ def test_any_mixture_of_parts(name, pages, load, choices):
     for id, got in h.got.items():
         arrive = h.sent[id]
         want = answer(arrive.prompt, arrive.sampling.max_tokens)
-        start = 1 if arrive.part is DisaggRole.DECODE else 0
+        start = 1 if arrive.disagg_role is DisaggRole.DECODE else 0
         assert got == want[start : start + len(got)]
-        if arrive.part is DisaggRole.WHOLE:
+        if arrive.disagg_role is DisaggRole.WHOLE:
             assert len(got) == arrive.sampling.max_tokens
 
 
 def settle(h: Harness, fates: dict[str, str], wait: int) -> None:
     """Let one held request meet its fate, sooner or later."""
     for id, fate in tuple(fates.items()):
-        request = h.engine.living.get(id)
+        request = h.engine.requests.get(id)
         if request is None or request.phase is Phase.DONE:
             h.event(Release(id))
         elif request.phase is Phase.HELD and not wait:
             if fate == "adopt":
-                if request.arrive.part is DisaggRole.DECODE:
+                if request.input.disagg_role is DisaggRole.DECODE:
                     fill_in(h, id)
-                h.event(ResumeDecode(id, answer(request.arrive.prompt, 1)[0]))
+                h.event(ResumeDecode(id, answer(request.input.prompt, 1)[0]))
             else:
                 if fate == "abort":
                     h.event(Abort(id))

@@ -82,7 +82,7 @@ def test_units_at_work_are_modelled_where_the_device_does_not_tell():
         asked.append((work.kind, units))
         return units / 2
 
-    h.engine.tally.active = active
+    h.engine.counters.active_units_model = active
     h.arrive("a", range(8), max_tokens=3)
     h.drain()
     assert asked == [("prefill", 4), ("decode", 4), ("decode", 4)]

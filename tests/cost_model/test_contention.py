@@ -21,7 +21,9 @@ def drawn(chance: random.Random) -> BandwidthDemand:
 def off(split: int, demand: BandwidthDemand) -> float:
     both = sum(a * b for a, b in zip(BY_DEMAND, demand, strict=True))
     return (
-        BY_SPLIT[split] + both + split / SPLITS[-1] * (0.2 * demand.other_pull - 0.1 * demand.pull)
+        BY_SPLIT[split]
+        + both
+        + split / SPLITS[-1] * (0.2 * demand.other_bandwidth_share - 0.1 * demand.bandwidth_share)
     )
 
 

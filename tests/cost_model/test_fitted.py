@@ -21,7 +21,7 @@ from counterpoint.cost_model.calibration import (
     file_name,
     fused_work,
     prefill_work,
-    shape_of,
+    shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.regression import least_squares, solve
@@ -38,7 +38,7 @@ LEVELS = (24, 48)
 KEY = CalibrationKey(
     device="NVIDIA H200",
     units=132,
-    model=shape_of(LLAMA),
+    model=shape_key(LLAMA),
     dtype="bfloat16",
     kv_dtype="bfloat16",
     kernels="k1",
@@ -92,7 +92,9 @@ def table(points: Sequence[CalibrationPoint], buckets: tuple[int, ...] = ()) -> 
 
 
 def off(estimator: Estimator, points: Sequence[CalibrationPoint]) -> list[float]:
-    return sorted(abs(estimator.seconds(p.work, p.units, p.beside) / p.seconds - 1) for p in points)
+    return sorted(
+        abs(estimator.seconds(p.work, p.units, p.co_running) / p.seconds - 1) for p in points
+    )
 
 
 def between(seed: int, count: int = 120) -> list[CalibrationPoint]:
@@ -134,7 +136,7 @@ def test_what_was_not_measured_is_near():
 
 def test_points_held_out_are_not_fitted():
     points = measured(OTHER)
-    hidden = [CalibrationPoint(p.work, p.units, 10 * p.seconds, p.beside, True) for p in points]
+    hidden = [CalibrationPoint(p.work, p.units, 10 * p.seconds, p.co_running, True) for p in points]
     work, units = works()[0]
     assert Fitted(table([*points, *hidden]), PRIOR).seconds(work, units) == Fitted(
         table(points), PRIOR
@@ -220,11 +222,11 @@ def test_a_prediction_is_cheap():
 
         return call
 
-    fitted.prior.alone = counted(fitted.prior.alone)  # type: ignore[assignment]
+    fitted.prior.solo_cost = counted(fitted.prior.solo_cost)  # type: ignore[assignment]
     for point in between(seed=3):
-        fitted.seconds(point.work, point.units, point.beside)
+        fitted.seconds(point.work, point.units, point.co_running)
     assert calls <= 2 * 120
-    timeit.timeit(lambda: fitted.seconds(point.work, point.units, point.beside), number=10)
+    timeit.timeit(lambda: fitted.seconds(point.work, point.units, point.co_running), number=10)
 
 
 # ---------------------------------------------------------------- the table
@@ -259,17 +261,17 @@ def test_a_broken_table_is_refused(text: bytes):
 
 def test_own_before_shipped_before_roofline(tmp_path, none_shipped):
     shipped, own = tmp_path / "shipped", tmp_path / "own"
-    assert calibration_store.prices(KEY, PRIOR, own).estimator is PRIOR
-    assert "calibrate" in calibration_store.prices(KEY, PRIOR, own).note
+    assert calibration_store.find_calibration(KEY, PRIOR, own).estimator is PRIOR
+    assert "calibrate" in calibration_store.find_calibration(KEY, PRIOR, own).note
     calibration_store.save(table(measured(OTHER)), shipped / file_name(KEY))
-    assert "shipped calibration" in calibration_store.prices(KEY, PRIOR, own).note
+    assert "shipped calibration" in calibration_store.find_calibration(KEY, PRIOR, own).note
     calibration_store.save(table(measured(OTHER)[:20]), own / file_name(KEY))
-    found = calibration_store.prices(KEY, PRIOR, own)
+    found = calibration_store.find_calibration(KEY, PRIOR, own)
     assert "own calibration of today, 20 points" in found.note
     assert isinstance(found.estimator, Fitted)
     (own / file_name(KEY)).write_text("{")
-    assert "shipped" in calibration_store.prices(KEY, PRIOR, own).note
-    assert "passed over" in calibration_store.prices(KEY, PRIOR, own).note
+    assert "shipped" in calibration_store.find_calibration(KEY, PRIOR, own).note
+    assert "passed over" in calibration_store.find_calibration(KEY, PRIOR, own).note
 
 
 def test_other_kernels_are_told_and_another_model_is_not_taken(tmp_path, none_shipped):
@@ -277,14 +279,14 @@ def test_other_kernels_are_told_and_another_model_is_not_taken(tmp_path, none_sh
     import msgspec
 
     other = msgspec.structs.replace(KEY, kernels="k2")
-    assert "other kernels (k1)" in calibration_store.prices(other, PRIOR, tmp_path).note
-    another = msgspec.structs.replace(KEY, model=shape_of(PRESETS["qwen3-8b"]))
-    assert calibration_store.prices(another, PRIOR, tmp_path).estimator is PRIOR
+    assert "other kernels (k1)" in calibration_store.find_calibration(other, PRIOR, tmp_path).note
+    another = msgspec.structs.replace(KEY, model=shape_key(PRESETS["qwen3-8b"]))
+    assert calibration_store.find_calibration(another, PRIOR, tmp_path).estimator is PRIOR
 
 
 def test_a_run_that_had_hardly_begun_is_not_used(tmp_path, none_shipped):
     calibration_store.save(table(measured(OTHER)[:3]), tmp_path / file_name(KEY))
-    assert calibration_store.prices(KEY, PRIOR, tmp_path).estimator is PRIOR
+    assert calibration_store.find_calibration(KEY, PRIOR, tmp_path).estimator is PRIOR
 
 
 # ---------------------------------------------------------------- the arithmetic
@@ -308,13 +310,16 @@ def test_the_shipped_tables_are_whole_and_better_than_the_roofline():
         assert path.name == file_name(kept.key)
         judges = [p for p in kept.points if p.held_out]
         assert len(judges) >= 50
-        model = next(spec for spec in PRESETS.values() if shape_of(spec) == kept.key.model)
+        model = next(spec for spec in PRESETS.values() if shape_key(spec) == kept.key.model)
         prior = Roofline(model, H200, kept.key.dtype, kept.key.kv_dtype)
         errors = off(Fitted(kept, prior), judges)
         assert errors[len(errors) // 2] < 0.05 < off(prior, judges)[len(judges) // 2]
 
 
 def test_the_simulator_finds_the_shipped_table():
-    assert calibration_store.shipped(H200, LLAMA, "bfloat16", "bfloat16") is not None
-    assert calibration_store.shipped(H200, LLAMA, "fp8", "bfloat16") is None
-    assert calibration_store.shipped(H200, PRESETS["qwen3-8b"], "bfloat16", "bfloat16") is None
+    assert calibration_store.shipped_calibration(H200, LLAMA, "bfloat16", "bfloat16") is not None
+    assert calibration_store.shipped_calibration(H200, LLAMA, "fp8", "bfloat16") is None
+    assert (
+        calibration_store.shipped_calibration(H200, PRESETS["qwen3-8b"], "bfloat16", "bfloat16")
+        is None
+    )

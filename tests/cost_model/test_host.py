@@ -13,7 +13,7 @@ from counterpoint.cost_model.calibration import (
     CalibrationPoint,
     decode_work,
     prefill_work,
-    shape_of,
+    shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.host_overhead import LaunchOverhead
@@ -28,7 +28,7 @@ PRIOR = Roofline(LLAMA, H200)
 KEY = CalibrationKey(
     device="NVIDIA H200",
     units=132,
-    model=shape_of(LLAMA),
+    model=shape_key(LLAMA),
     dtype="bfloat16",
     kv_dtype="bfloat16",
     kernels="k1",
@@ -87,13 +87,13 @@ def test_launches_come_back(hiccups: int):
 
 def test_a_table_without_an_eye_on_the_host_says_nothing():
     launching = LaunchOverhead(table([CalibrationPoint(prefill_work(64, 0, 1, LAYERS), 132, 0.01)]))
-    assert not launching.known
+    assert not launching.is_measured
     assert (
         launching.seconds(prefill_work(64, 0, 1, LAYERS))
         == launching.start_s(decode_work([9], LAYERS))
         == 0.0
     )
-    assert not launching.waited(launching_point(0.01, 0.0))
+    assert not launching.is_host_bound(launching_point(0.01, 0.0))
 
 
 def launching_point(seconds: float, host_s: float) -> CalibrationPoint:
@@ -106,8 +106,8 @@ def test_what_waited_for_the_host_takes_somewhat_longer_than_its_launch():
     launching = LaunchOverhead(table(bound))
     work = prefill_work(100, 0, 1, LAYERS)
     assert launching.floor_s(work) == pytest.approx(1.05 * launching.seconds(work))
-    assert all(launching.waited(p) for p in bound)
-    assert not launching.waited(launching_point(0.02, 0.01))
+    assert all(launching.is_host_bound(p) for p in bound)
+    assert not launching.is_host_bound(launching_point(0.02, 0.01))
 
 
 def test_a_neighbour_that_waits_for_the_host_slows_less():

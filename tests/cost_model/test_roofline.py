@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.roofline_check import decode, prefill, rows
 from counterpoint.cost_model.perturbed import Perturbed
-from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units, on_grid
+from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units, round_up_rows
 from counterpoint.spec.device import H200, Curve, device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape
@@ -96,7 +96,7 @@ def test_two_readers_share_the_memory():
     """Each wants nearly all of it, so together neither gets more than half."""
     step = decode(1, 100_000, 32, 32)
     together = ROOFLINE.seconds(step, 66, (step, 66))
-    assert 2 * ROOFLINE.alone(step, 66).bytes / together <= 1.001 * H200.read_bandwidth.at(132)
+    assert 2 * ROOFLINE.solo_cost(step, 66).bytes / together <= 1.001 * H200.read_bandwidth.at(132)
 
 
 def test_waves_leave_units_idle_in_the_last_one():
@@ -106,8 +106,8 @@ def test_waves_leave_units_idle_in_the_last_one():
     plain = replace(H200, gemm=replace(H200.gemm, tiles=((128, 128, 1.0),), splits=(1,)))
     roofline, product = Roofline(LLAMA, plain), MatrixProduct(128 * 132, 4096)
     full, spilled = (
-        roofline.product(product, 8 * 128, 132),
-        roofline.product(product, 8 * 128 + 1, 132),
+        roofline.product_cost(product, 8 * 128, 132),
+        roofline.product_cost(product, 8 * 128 + 1, 132),
     )
     assert spilled.seconds == pytest.approx(full.seconds * 9 / 8, rel=0.03), (
         "one row more costs a whole wave"
@@ -115,7 +115,7 @@ def test_waves_leave_units_idle_in_the_last_one():
 
 
 def test_the_grid_of_row_counts_is_fine_and_ascending():
-    grid = [on_grid(rows) for rows in range(1, 5000)]
+    grid = [round_up_rows(rows) for rows in range(1, 5000)]
     assert grid == sorted(grid) and grid[:63] == list(range(1, 64))
     assert all(rows <= point < rows * 1.032 for rows, point in enumerate(grid, 1))
 
@@ -126,15 +126,15 @@ def test_flops_are_those_of_the_model():
     by_hand = sum(
         LLAMA.flops_per_token(context + i + 1, sampled=i == tokens - 1) for i in range(tokens)
     )
-    assert ROOFLINE.alone(work, 132).flops == pytest.approx(by_hand, rel=1e-9)
+    assert ROOFLINE.solo_cost(work, 132).flops == pytest.approx(by_hand, rel=1e-9)
     step = decode(16, 2000, 32, 32)
-    assert ROOFLINE.alone(step, 132).flops == pytest.approx(
+    assert ROOFLINE.solo_cost(step, 132).flops == pytest.approx(
         16 * LLAMA.flops_per_token(2000), rel=1e-9
     )
 
 
 def test_a_decode_step_reads_weights_and_cache_once():
-    cost = ROOFLINE.alone(decode(64, 2048, 32, 32), 132)
+    cost = ROOFLINE.solo_cost(decode(64, 2048, 32, 32), 132)
     weights = 2 * (LLAMA.layers * LLAMA.layer_matrix_parameters + LLAMA.vocab * LLAMA.hidden)
     cache = 64 * 2048 * LLAMA.kv_bytes_per_token()
     assert weights + cache < cost.bytes < 1.05 * (weights + cache)
@@ -177,8 +177,8 @@ def test_experts_cost_what_is_reached():
     sizes = {"name": "moe", "ffn": 1536, "experts": 128, "experts_per_token": 8}
     roofline = Roofline(replace(LLAMA, **sizes), H200)
     one, all_of_them = (
-        roofline.alone(decode(1, 1, 32, 32), 132),
-        roofline.alone(decode(256, 1, 32, 32), 132),
+        roofline.solo_cost(decode(1, 1, 32, 32), 132),
+        roofline.solo_cost(decode(256, 1, 32, 32), 132),
     )
     expert = 3 * 1536 * 4096 * 2
     assert (
@@ -188,8 +188,8 @@ def test_experts_cost_what_is_reached():
 
 def test_fp8_halves_what_is_read():
     step = decode(1, 1, 32, 32)
-    assert Roofline(LLAMA, H200, "fp8").alone(step, 132).bytes == pytest.approx(
-        ROOFLINE.alone(step, 132).bytes / 2, rel=0.02
+    assert Roofline(LLAMA, H200, "fp8").solo_cost(step, 132).bytes == pytest.approx(
+        ROOFLINE.solo_cost(step, 132).bytes / 2, rel=0.02
     )
 
 

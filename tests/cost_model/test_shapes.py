@@ -9,7 +9,7 @@ import pytest
 from counterpoint.config import Config
 from counterpoint.cost_model.calibration import decode_work, prefill_work
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.ops import reference_ops
 from counterpoint.model.weights import build_decoder
 from counterpoint.simulator.machine import kv_pages
@@ -34,7 +34,9 @@ def test_a_token_takes_its_experts_alone():
 def test_a_small_batch_reads_few_experts_and_a_large_one_all():
     roofline = Roofline(QWEN, H200)
     mixtures = [p for p in roofline.layer_products if p.experts > 1]
-    one, many = (sum(roofline.product(p, rows, 132).bytes for p in mixtures) for rows in (1, 4096))
+    one, many = (
+        sum(roofline.product_cost(p, rows, 132).bytes for p in mixtures) for rows in (1, 4096)
+    )
     each, rows = 2 * 3 * QWEN.hidden * QWEN.ffn, 2 * (2 * QWEN.hidden + 3 * QWEN.ffn)
     assert one == pytest.approx(8 * each + 8 * rows, rel=0.001)
     assert many == pytest.approx(128 * each + 4096 * 8 * rows, rel=0.001)
@@ -55,7 +57,9 @@ def test_latent_attention_keeps_576_numbers_a_token():
 def test_tensor_parallel_shards_do_the_whole_work_between_them():
     whole, shard = Roofline(LLAMA70, H200), Roofline(LLAMA70, device_spec("8xh200"))
     work = prefill_work(2048, 0, 1, 80)
-    assert 8 * shard.alone(work, 132).flops == pytest.approx(whole.alone(work, 132).flops, rel=0.01)
+    assert 8 * shard.solo_cost(work, 132).flops == pytest.approx(
+        whole.solo_cost(work, 132).flops, rel=0.01
+    )
     assert whole.seconds(work, 132) / 8 < shard.seconds(work, 132) < whole.seconds(work, 132) / 4
 
 
@@ -91,11 +95,11 @@ def test_groups_of_devices_have_names():
 
 def test_shapes_that_are_not_run_are_refused():
     with pytest.raises(ModelError, match="to be simulated"):
-        build_decoder(QWEN, Dummy(0), reference_ops())
+        build_decoder(QWEN, RandomCheckpoint(0), reference_ops())
 
 
 def test_a_product_of_one_expert_is_dense():
     roofline = Roofline(LLAMA70, H200)
-    assert roofline.product(MatrixProduct(512, 512, 1, 1), 100, 132) == roofline.product(
+    assert roofline.product_cost(MatrixProduct(512, 512, 1, 1), 100, 132) == roofline.product_cost(
         MatrixProduct(512, 512), 100, 132
     )

@@ -10,7 +10,7 @@ import pytest
 from counterpoint import build
 from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.workload import Query, TokenRange
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 from counterpoint.config import Config
 from counterpoint.core.policy import Auto
 from counterpoint.cost_model import calibration_store
@@ -36,7 +36,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def shape(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(cache))
-    shutil.rmtree(build.calibrations(), ignore_errors=True)
+    shutil.rmtree(build.calibration_folder(), ignore_errors=True)
     path = tmp_path / "tiny" / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps(SHAPE))
@@ -47,7 +47,7 @@ def opened(shape: str, policy: str = "auto") -> build.System:
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
     )
-    return build.system(config, WallClockEventQueue(), lambda _: None)
+    return build.build_system(config, WallClockEventQueue(), lambda _: None)
 
 
 def calibrate(shape: str, tmp_path, *more: str) -> int:
@@ -63,20 +63,22 @@ def calibrate(shape: str, tmp_path, *more: str) -> int:
         "--json",
         str(tmp_path / "report.json"),
     ]
-    return status_of([*line, *more])
+    return run_command([*line, *more])
 
 
 def test_auto_takes_what_was_measured_and_says_so(shape, tmp_path, capsys):
     system = opened(shape)
     system.executor.close()
-    assert system.pricing is not None
+    assert system.calibration_target is not None
     assert any("roofline" in note and "calibrate" in note for note in system.notes)
     assert calibrate(shape, tmp_path, "--budget", "6") == 0
     assert "held-out" in capsys.readouterr().out
-    table = calibration_store.load(build.calibrations() / file_name(system.pricing.key))
-    assert table.key == system.pricing.key
+    table = calibration_store.load(
+        build.calibration_folder() / file_name(system.calibration_target.key)
+    )
+    assert table.key == system.calibration_target.key
     assert {p.held_out for p in table.points} == {True, False}
-    assert any(p.beside for p in table.points)
+    assert any(p.co_running for p in table.points)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["points"]["held_out"] == len(report["rows"]) > 0
     again = opened(shape)
@@ -93,7 +95,7 @@ def opened_notes(shape: str, policy: str) -> tuple[str, ...]:
 
 def test_a_second_run_goes_on_and_a_fresh_one_does_not(shape, tmp_path):
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
-    (path,) = build.calibrations().glob("*.json")
+    (path,) = build.calibration_folder().glob("*.json")
     first = calibration_store.load(path).points
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
     assert calibration_store.load(path).points[: len(first)] == first
@@ -105,7 +107,7 @@ def test_what_can_not_be_is_told(shape, tmp_path, capsys):
     assert calibrate(shape, tmp_path, "--budget", "0") == 2
     assert "--budget" in capsys.readouterr().err
     line = ["calibrate", shape, "--device", "cpu", "--cores", "1", "--kv-pages", "400"]
-    assert status_of(line) == 2
+    assert run_command(line) == 2
     assert "can't be split" in capsys.readouterr().err
 
 
@@ -117,8 +119,8 @@ def test_another_engine_over_the_same_device(shape):
         config = Config().replace(
             model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
         )
-        assert system.again is not None
-        system = system.again(config, inbox, Auto)
+        assert system.rebuild is not None
+        system = system.rebuild(config, inbox, Auto)
         queries = [Query(i, 0.0, 20, 4) for i in range(4)]
         came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS)
         assert [len(record.token_s) for record in came.records] == [4] * 4
@@ -131,10 +133,10 @@ def test_what_is_unanswered_at_the_limit_is_aborted(shape):
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2
     )
-    system = build.system(config, inbox, lambda _: None)
+    system = build.build_system(config, inbox, lambda _: None)
     queries = [Query(0, 0.0, 20, 4), Query(1, 0.0, 20, 480)]
     came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS, limit_s=0.0)
     system.executor.close()
-    assert {str(record.finish) for record in came.records} <= {"length", "abort"}
-    assert str(came.records[1].finish) == "abort"
+    assert {str(record.finish_reason) for record in came.records} <= {"length", "abort"}
+    assert str(came.records[1].finish_reason) == "abort"
     assert came.pages_leaked == 0

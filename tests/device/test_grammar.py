@@ -49,12 +49,12 @@ def vocabulary() -> Vocabulary:
 
 def connected() -> Grammars:
     grammars = Grammars(VOCAB, TINY.eos_token_ids)
-    grammars.connect(vocabulary)
+    grammars.set_vocabulary_loader(vocabulary)
     return grammars
 
 
 def allowed(grammars: Grammars, slot: int, count: int) -> set[int]:
-    (row,) = grammars.masks([slot], [count])
+    (row,) = grammars.compute_bitmasks([slot], [count])
     return set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist())
 
 
@@ -67,47 +67,49 @@ DIGITS = set(encode("0123456789"))
 
 def test_what_may_come_next():
     grammars = connected()
-    grammars.open(3, bound(from_regex("[0-9]{1,3}")))
+    grammars.init_slot(3, bound(from_regex("[0-9]{1,3}")))
     assert allowed(grammars, 3, 0) == DIGITS
-    grammars.follow([5, 3], [encode("x")[0], encode("7")[0]])
+    grammars.accept_tokens([5, 3], [encode("x")[0], encode("7")[0]])
     assert allowed(grammars, 3, 1) == DIGITS | {EOS}
     assert allowed(grammars, 3, 1) == DIGITS | {EOS}, "asked again"
-    grammars.follow([3], encode("1"))
-    grammars.follow([3], encode("2"))
+    grammars.accept_tokens([3], encode("1"))
+    grammars.accept_tokens([3], encode("2"))
     assert allowed(grammars, 3, 3) == {EOS}
-    grammars.open(3, bound(from_regex("x")))
+    grammars.init_slot(3, bound(from_regex("x")))
     assert allowed(grammars, 3, 0) == set(encode("x")), "the next request begins anew"
 
 
 def test_an_answer_that_has_begun_is_followed():
     grammars = connected()
-    grammars.open(0, bound(from_choice(["left", "right"])), encode("ri"))
+    grammars.init_slot(0, bound(from_choice(["left", "right"])), encode("ri"))
     assert allowed(grammars, 0, 2) == set(encode("g"))
 
 
 def test_ends_are_kept_away_while_there_is_anything_else():
     stop = encode("5")[0]
     grammars = connected()
-    grammars.open(
+    grammars.init_slot(
         0, bound(from_regex("[0-9]{1,3}"), min_tokens=3, stop_token_ids=(stop,)), encode("1")
     )
     assert allowed(grammars, 0, 1) == DIGITS - {stop}
     assert allowed(grammars, 0, 3) == DIGITS | {EOS}
-    grammars.open(1, bound(from_regex("5{1,3}"), min_tokens=9, stop_token_ids=(stop,)), encode("5"))
+    grammars.init_slot(
+        1, bound(from_regex("5{1,3}"), min_tokens=9, stop_token_ids=(stop,)), encode("5")
+    )
     assert allowed(grammars, 1, 1) == {stop, EOS}, "nothing else is left"
-    grammars.open(2, bound(from_regex("[0-9]*"), ignore_eos=True))
+    grammars.init_slot(2, bound(from_regex("[0-9]*"), ignore_eos=True))
     assert allowed(grammars, 2, 0) == DIGITS
-    grammars.open(2, bound(from_regex("[0-9]"), ignore_eos=True), encode("1"))
+    grammars.init_slot(2, bound(from_regex("[0-9]"), ignore_eos=True), encode("1"))
     assert allowed(grammars, 2, 1) == {EOS}
 
 
 def test_marks_are_no_text():
     grammars = connected()
-    grammars.open(0, bound(from_regex("(?s:.)*")))
+    grammars.init_slot(0, bound(from_regex("(?s:.)*")))
     free = allowed(grammars, 0, 0)
     assert MARK not in free and EOS in free and set(encode("a<e")) <= free
     assert not any(id >= FIRST + 256 or 2 < id < FIRST for id in free), "ids that are no token"
-    grammars.open(0, bound(from_lark('start: "a" <[2]> "b"')), encode("a"))
+    grammars.init_slot(0, bound(from_lark('start: "a" <[2]> "b"')), encode("a"))
     assert allowed(grammars, 0, 1) == {MARK}
 
 
@@ -117,33 +119,33 @@ def test_marks_are_no_text():
 )
 def test_what_cannot_be_followed_allows_nothing(grammar: str):
     grammars = connected()
-    grammars.open(0, bound(grammar))
-    grammars.open(1, bound(from_regex("[0-9]")))
+    grammars.init_slot(0, bound(grammar))
+    grammars.init_slot(1, bound(from_regex("[0-9]")))
     allowed(grammars, 0, 0)
-    grammars.follow([0], encode("b"))
+    grammars.accept_tokens([0], encode("b"))
     assert allowed(grammars, 0, 1) == set()
     assert allowed(grammars, 1, 0) == DIGITS
 
 
 def test_without_a_vocabulary_nothing_is_allowed():
     grammars = Grammars(VOCAB, TINY.eos_token_ids)
-    grammars.open(0, bound(from_regex("a")))
+    grammars.init_slot(0, bound(from_regex("a")))
     assert allowed(grammars, 0, 0) == set()
 
 
 def test_what_is_kept_compiled_is_bounded():
     grammars = connected()
     large = [from_choice([f"{n}", "x" * (KEPT_CHARACTERS // 3)]) for n in range(4)]
-    grammars.prepare(large[0])
-    grammars.open(0, bound(large[0]))
+    grammars.compile(large[0])
+    grammars.init_slot(0, bound(large[0]))
     for grammar in large[1:]:
-        grammars.prepare(grammar)
-    assert [grammars.ready(grammar) for grammar in large] == [False, False, True, True]
+        grammars.compile(grammar)
+    assert [grammars.is_compiled(grammar) for grammar in large] == [False, False, True, True]
     assert allowed(grammars, 0, 0) == set(encode("0x")), "a slot keeps its own"
-    assert not grammars.ready(large[0])
-    grammars.close(0)
-    grammars.open(0, bound(large[1]))
-    assert allowed(grammars, 0, 0) == set(encode("1x")) and grammars.ready(large[1]), (
+    assert not grammars.is_compiled(large[0])
+    grammars.free_slot(0)
+    grammars.init_slot(0, bound(large[1]))
+    assert allowed(grammars, 0, 0) == set(encode("1x")) and grammars.is_compiled(large[1]), (
         "what is gone is made again"
     )
 
@@ -163,7 +165,7 @@ def test_the_gate_keeps_the_order_of_a_request_and_holds_up_no_other():
         return vocabulary()
 
     grammars = Grammars(VOCAB, TINY.eos_token_ids)
-    grammars.connect(slow)
+    grammars.set_vocabulary_loader(slow)
     gate = GrammarGate(grammars, inbox)
     first = [arrive("bound", from_regex("a")), arrive("free"), Abort("bound"), Abort("free")]
     for event in first:
@@ -190,7 +192,7 @@ def test_the_gate_lets_in_what_cannot_be_compiled():
 @pytest.fixture(scope="module")
 def rig():
     rig = make_rig(tiny_decoder(), tuple(usable_cores(None))[:1])
-    rig.executor.tables.settings.grammars.connect(vocabulary)
+    rig.executor.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
     yield rig
     rig.executor.close()
 
@@ -300,7 +302,7 @@ def alone() -> dict[str, list[int]]:
 
 def answers(policy: Policy, pages: int) -> tuple[dict[str, list[int]], int]:
     service = Service(tiny_decoder(), policy, pages)
-    service.grammars.connect(vocabulary)
+    service.grammars.set_vocabulary_loader(vocabulary)
     found = service.ask(asks(), errors=sum(arrive.sampling.grammar == NEVER for arrive in asks()))
     service.close()
     return found, service.engine.stats().preemptions

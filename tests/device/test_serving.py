@@ -66,7 +66,7 @@ class Service:
         kv = KVPool(TINY, pages, PAGE, decoder.kv_dtype)
         tables = SlotTables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
         executor = CpuExecutor(decoder, kv, tables, policy.lanes, CORES, self.inbox)
-        self.grammars = tables.settings.grammars
+        self.grammars = tables.sampling.grammars
         units, layers = len(CORES), TINY.layers
         self.watch = ContractChecker(
             executor,
@@ -114,8 +114,8 @@ class Service:
                 self.chances.setdefault(output.id, []).extend(output.logprobs)
                 if output.error:
                     self.errors.append(output.error)
-                if output.finish:
-                    self.finishes[output.id] = output.finish
+                if output.finish_reason:
+                    self.finishes[output.id] = output.finish_reason
         if self.expected and len(self.finishes) == self.expected and engine.idle:
             self.all_there.set()
 
@@ -135,7 +135,7 @@ class Service:
         self.thread.join(60)
         assert not self.thread.is_alive()
         self.watch.close()
-        self.watch.at_rest()
+        self.watch.check_idle()
 
 
 def policies() -> dict[str, Policy]:

@@ -34,7 +34,7 @@ def tokens(policy: str) -> tuple[dict[str, list[int]], int]:
     inbox = WallClockEventQueue()
     config = Config().replace(policy=policy, device="cpu", chunk_tokens=48, kv_pages=2000)
     try:
-        system = build.system(config, inbox, lambda _: None)
+        system = build.build_system(config, inbox, lambda _: None)
     except ModelError as error:
         pytest.skip(str(error))
     got: dict[str, list[int]] = {}

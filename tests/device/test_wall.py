@@ -32,14 +32,14 @@ def test_a_nudge_wakes_a_waiting_reader_without_events():
     got = []
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
     reader.start()
-    inbox.nudge()
+    inbox.wake()
     reader.join(30)
     assert got[0][1] == []
-    inbox.nudge()
+    inbox.wake()
     inbox.put(Abort("a"))
     again = inbox.get()
     assert again is not None and again[1] == [Abort("a")]
-    assert inbox.turns == 2
+    assert inbox.num_gets == 2
 
 
 def test_stop_ends_after_what_was_put_before():

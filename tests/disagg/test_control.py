@@ -15,7 +15,7 @@ from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
 from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.disagg.peer_connection import FramedConnection, Introduction
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.tcp import TcpTransport
@@ -23,7 +23,7 @@ from counterpoint.spec.presets import PRESETS
 
 TOKEN = "a token"
 DIGEST: CompatibilityDigest = make_digest(PRESETS["smollm2-135m"], "dummy 0", "float16", 16)
-REACH = Reach("another process", "this host", "cpu", ("tcp",))
+REACH = TransportEndpoint("another process", "this host", "cpu", ("tcp",))
 
 
 class Mover(TcpTransport):
@@ -46,7 +46,10 @@ class Worker:
         identity = WorkerIdentity("w", DIGEST, REACH, memory, {"tcp": self.mover}, blobs, TOKEN)
         self.faults: list[str] = []
         self.courier = HandoffRunner(
-            identity, Handoffs(HandoffConfig(), KvGeometry(1, 16)), self, fault=self.faults.append
+            identity,
+            Handoffs(HandoffConfig(), KvGeometry(1, 16)),
+            self,
+            on_fault=self.faults.append,
         )
         self.courier.start()
 
@@ -81,18 +84,18 @@ def test_a_dialer_that_stands_still_before_its_last_word_takes_no_place(worker, 
 
     async def dial() -> None:
         line = FramedConnection(*await asyncio.open_connection(*worker.courier.address))
-        proof = await peer_connection.greet(line, TOKEN)
-        line.say(
+        proof = await peer_connection.dial_handshake(line, TOKEN)
+        line.send(
             Introduction(
                 worker="p",
                 link=7,
                 digest=DIGEST,
-                reach=REACH,
-                blobs=worker.courier.identity.blobs,
+                endpoint=REACH,
+                transport_metadata=worker.courier.identity.blobs,
                 proof=proof,
             )
         )
-        await line.hear(Introduction)
+        await line.receive(Introduction)
         assert await line.reader.read() == b"", "the connection should end"
         line.close()
 

@@ -18,7 +18,7 @@ from counterpoint.core.policy import Chunked, Multiplex
 from counterpoint.device.cores import usable_cores
 from counterpoint.device.cpu import CpuExecutor
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.device.kv_memory import layout_of, memory_of
+from counterpoint.device.kv_memory import page_layout, pool_memory
 from counterpoint.device.slot_tables import SlotTables
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.compatibility import make_digest
@@ -26,7 +26,7 @@ from counterpoint.disagg.dispatch import DeliverTokens
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, TransferGranularity
 from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.interfaces import Policy
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
@@ -87,7 +87,7 @@ class Worker:
         """`gpu`: the pool is in its memory."""
         self.name = name
         self.tell_front = report
-        self.mover: Transport = mover(lambda: self.courier.wake())
+        self.mover: Transport = mover(lambda: self.courier.on_notices())
         shape = (
             PAGES,
             page_bytes(TINY, PAGE, decoder.kv_dtype) // (2 * TINY.layers),
@@ -100,11 +100,13 @@ class Worker:
         elif isinstance(self.mover, ShmTransport):
             storage = self.mover.allocate(*shape).regions
         self.machine = Machine(decoder, policy, self.deliver, storage)
-        memory, kind = device_memory or memory_of(self.machine.kv), self.mover.kind
+        memory, kind = device_memory or pool_memory(self.machine.kv), self.mover.kind
         digest = make_digest(
-            TINY, "dummy 3", str(decoder.kv_dtype), PAGE, layout_of(self.machine.kv)
+            TINY, "dummy 3", str(decoder.kv_dtype), PAGE, page_layout(self.machine.kv)
         )
-        reach = Reach("this process", "this host", "cpu" if gpu is None else "cuda", (kind,))
+        reach = TransportEndpoint(
+            "this process", "this host", "cpu" if gpu is None else "cuda", (kind,)
+        )
         blobs, staged = {kind: self.mover.register(memory)}, isinstance(self.mover, StagedTransport)
         identity = WorkerIdentity(
             name, digest, reach, memory, {kind: self.mover}, blobs, allow_staged=staged
@@ -121,7 +123,7 @@ class Worker:
                 output, handoff_events.Admitted | handoff_events.Computed | OutputDelta
             ):
                 continue
-            self.courier.tell(output)
+            self.courier.on_engine_outputs(output)
             if isinstance(output, OutputDelta):
                 self.tell_front(self.name, output)
 
@@ -148,8 +150,8 @@ class Pools:
             makers = {
                 "cuda-ipc": lambda wake: CudaIpcTransport(wake, gpus[name]),
                 "staged": lambda wake: StagedTransport(TcpTransport(wake), gpus[name]),
-                "tcp": lambda wake: TcpTransport(wake, sums=True),
-                "shm": lambda wake: ShmTransport(wake, sums=True),
+                "tcp": lambda wake: TcpTransport(wake, checksums=True),
+                "shm": lambda wake: ShmTransport(wake, checksums=True),
                 "local": lambda wake: LocalTransport(wake, name, names),
             }
             return makers[kind]
@@ -174,19 +176,21 @@ class Pools:
             if isinstance(words, handoff_events.HandoffEnded):
                 self.handed += words.outcome is handoff_events.HandoffOutcome.ADOPTED
                 self.times += [words.times] if words.times is not None else []
-            self.front.report(name, words)
+            self.front.on_report(name, words)
             self.serve()
 
     def serve(self) -> None:
-        for item in self.front.take():
+        for item in self.front.take_items():
             if isinstance(item, ToWorker):
-                to = self.workers[item.decode].courier.address if item.decode else None
-                self.workers[item.worker].courier.order(item.order, to)
-            elif isinstance(item.news, DeliverTokens):
-                self.got.setdefault(item.id, []).extend(token.token for token in item.news.tokens)
-                self.cached.setdefault(item.id, item.news.tokens[0].cached_tokens)
+                to = (
+                    self.workers[item.decode_worker].courier.address if item.decode_worker else None
+                )
+                self.workers[item.worker].courier.on_order(item.order, to)
+            elif isinstance(item.update, DeliverTokens):
+                self.got.setdefault(item.id, []).extend(token.token for token in item.update.tokens)
+                self.cached.setdefault(item.id, item.update.tokens[0].cached_tokens)
             else:
-                self.ends[item.id] = item.news.finish
+                self.ends[item.id] = item.update.finish
                 if len(self.ends) == self.expected:
                     self.all_there.set()
 
@@ -194,7 +198,7 @@ class Pools:
         self.expected = len(arrives)
         for arrive in arrives:
             with self.lock:
-                self.front.submit(arrive)
+                self.front.add_request(arrive)
                 self.serve()
         assert self.all_there.wait(60), f"only {sorted(self.ends)} ended"
         assert all(end in (FinishReason.STOP, FinishReason.LENGTH) for end in self.ends.values()), (
@@ -217,7 +221,7 @@ def alone(decoder: Decoder, arrives: list[AddRequest]) -> dict[str, list[int]]:
         for output in outputs:
             if isinstance(output, OutputDelta):
                 got.setdefault(output.id, []).extend(output.tokens)
-                if output.finish is not None:
+                if output.finish_reason is not None:
                     left.discard(output.id)
         if not left:
             done.set()
@@ -264,7 +268,7 @@ def test_every_token_is_that_of_one_machine(decoder, kind, policies):
     pools = Pools(decoder, kind, (make(), make()))
     got = pools.answer(arrives)
     want = alone(decoder, arrives)
-    left = [worker.machine.engine.pages.available for worker in pools.workers.values()]
+    left = [worker.machine.engine.page_pool.available for worker in pools.workers.values()]
     pools.close()
     assert got == want
     assert pools.handed >= 15, "few were handed over"
@@ -279,7 +283,7 @@ def test_every_token_is_that_of_one_machine(decoder, kind, policies):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_seen_as_bytes(dtype, by_head):
     pool = KVPool(TINY, 6, PAGE, dtype, by_head=by_head)
-    memory = memory_of(pool)
+    memory = pool_memory(pool)
     assert (memory.pages, memory.layers) == (6, TINY.layers)
     pool.v[2][3] = 1.5
     touched = [
@@ -291,4 +295,4 @@ def test_a_pool_seen_as_bytes(dtype, by_head):
     assert touched == [(5, 3)]
     memory.regions[0].reshape(6, -1)[4] = np.asarray(memory.regions[5].reshape(6, -1)[3])
     assert (pool.k[0][4] == 1.5).all()
-    assert layout_of(pool).startswith("head" if by_head else "token")
+    assert page_layout(pool).startswith("head" if by_head else "token")

@@ -41,7 +41,7 @@ def test_tokens_of_both_workers_make_one_answer():
     assert dispatch.took(A1, DisaggRole.PREFILL, 0, tokens(5)) == [DeliverTokens(0, tokens(5))]
     assert (
         dispatch.ended(
-            HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=SampledToken(5))
+            HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=SampledToken(5))
         )
         == []
     )
@@ -66,7 +66,7 @@ def test_the_first_token_also_comes_with_the_adoption():
     dispatch = started()
     first = SampledToken(5, None, 8)
     assert dispatch.ended(
-        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=first)
+        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=first)
     ) == [DeliverTokens(0, (first,))]
     assert dispatch.took(A1, DisaggRole.PREFILL, 0, tokens(5)) == []
 
@@ -88,7 +88,7 @@ def test_tokens_that_overtake_what_is_told_of_the_prompt_wait_for_it():
     assert dispatch.told(A1, DisaggRole.PREFILL, ABOUT[:1]) == [DeliverPromptLogprobs(ABOUT[:1])]
     assert (
         dispatch.ended(
-            HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=SampledToken(5))
+            HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=SampledToken(5))
         )
         == []
     )
@@ -104,7 +104,7 @@ def test_a_prefill_worker_that_is_lost_before_it_has_told_all_is_replaced():
     dispatch = asked_about()
     dispatch.told(A1, DisaggRole.PREFILL, ABOUT[:1])
     dispatch.ended(
-        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=SampledToken(5))
+        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=SampledToken(5))
     )
     assert dispatch.lost("p")[-1] == Restart(A2, dispatch.arrive, "p")
     dispatch.sent_to("q", "d")
@@ -161,7 +161,7 @@ def test_where_it_may_not_stay_it_fails():
     dispatch = started(retries=0, may_stay=False)
     actions = dispatch.rerouted(Reroute(A1, A1, "full"))
     assert ReleaseSource("p", A1, "full") in actions and actions[-1] == RequestFinished(
-        FinishReason.ERROR, "full", lost=True
+        FinishReason.ERROR, "full", worker_lost=True
     )
 
 
@@ -169,14 +169,14 @@ def test_nobody_at_all():
     dispatch = RequestDispatch(arrive())
     dispatch.begin()
     assert dispatch.no_worker() == [
-        RequestFinished(FinishReason.ERROR, "no worker can take the request", lost=True)
+        RequestFinished(FinishReason.ERROR, "no worker can take the request", worker_lost=True)
     ]
 
 
 def test_what_was_adopted_is_not_rerouted():
     dispatch = started()
     dispatch.ended(
-        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first=SampledToken(5))
+        HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=SampledToken(5))
     )
     assert dispatch.rerouted(Reroute(A1, A1, "silent")) == [
         ReleaseSource("p", A1, "decided otherwise")
@@ -244,7 +244,7 @@ def test_retries_are_bounded():
         assert isinstance(dispatch.lost("p")[-1], Restart)
         dispatch.sent_to("p", "d")
     assert dispatch.lost("p")[-1] == RequestFinished(
-        FinishReason.ERROR, "worker p was lost", lost=True
+        FinishReason.ERROR, "worker p was lost", worker_lost=True
     )
     assert dispatch.lost("p") == []
 

@@ -60,7 +60,7 @@ class Worker(Harness):
             self.tell(output)
 
     def tell(self, event) -> None:
-        self.handoffs.handle(self.now, event)
+        self.handoffs.on_event(self.now, event)
         self.obey()
 
     def obey(self) -> None:
@@ -145,24 +145,24 @@ class Pools:
             sampling=Sampling(temperature=0, **{"max_tokens": 5, **sampling}),
         )
         self.arrives[id], self.got[id] = arrive, []
-        self.front.submit(arrive)
+        self.front.add_request(arrive)
         self.serve()
 
     def serve(self) -> None:
-        for item in self.front.take():
+        for item in self.front.take_items():
             if isinstance(item, ToWorker):
                 order = item.order
-                if item.decode:
+                if item.decode_worker:
                     order = msgspec.structs.replace(
-                        order, link=self.links[item.worker, item.decode]
+                        order, link=self.links[item.worker, item.decode_worker]
                     )
                 self.workers[item.worker].tell(order)
-            elif isinstance(item.news, DeliverTokens):
-                assert item.news.start == len(self.got[item.id])
-                self.got[item.id] += [token.token for token in item.news.tokens]
+            elif isinstance(item.update, DeliverTokens):
+                assert item.update.start == len(self.got[item.id])
+                self.got[item.id] += [token.token for token in item.update.tokens]
             else:
                 assert item.id not in self.ends
-                self.ends[item.id] = item.news.finish
+                self.ends[item.id] = item.update.finish
 
     def turn(self) -> None:
         worker = self.rng.choice(list(self.workers.values()))
@@ -185,7 +185,7 @@ class Pools:
         for worker in self.workers.values():
             said, worker.said = worker.said, []
             for words in said:
-                self.front.report(worker.name, words)
+                self.front.on_report(worker.name, words)
         self.serve()
 
     def run(self, turns: int = 20_000) -> None:
@@ -199,7 +199,7 @@ class Pools:
             raise AssertionError(f"still going on: {list(self.front.requests)}")
         for worker in self.workers.values():
             worker.drain()
-            assert worker.handoffs.ledger.empty
+            assert worker.handoffs.ledger.is_empty
 
     def check_answers(self) -> None:
         for id, arrive in self.arrives.items():
@@ -285,7 +285,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed):
         for _ in range(rng.randint(0, 25)):
             pools.turn()
         if rng.random() < 0.6:
-            pools.front.withdraw(rng.choice(list(pools.arrives)))
+            pools.front.abort(rng.choice(list(pools.arrives)))
             pools.serve()
     pools.run()
 
@@ -293,7 +293,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(seed):
 def test_a_prefix_that_the_decode_worker_has_is_not_sent_again():
     pools = Pools(1, ("chunked", "chunked"))
     pools.pick = lambda *_: Route("w0", "w1")
-    pools.front.pick = pools.pick
+    pools.front.choose_route = pools.pick
     sent = []
     land = Worker.land
 

@@ -183,7 +183,7 @@ def test_a_request_may_stay_where_it_was_prefilled():
     assert pair.p.told(ResumeDecode) == [ResumeDecode(P_NAME, 77)] and not pair.p.told(Release)
     pair.carry()
     assert (
-        outcome(pair.p) is HandoffOutcome.STAYED
+        outcome(pair.p) is HandoffOutcome.DECODED_IN_PLACE
         and outcome(pair.d) is HandoffOutcome.ABORTED
         and pair.empty()
     )
@@ -270,7 +270,7 @@ def test_repeated_and_late_messages_do_no_harm():
     assert (
         pair.empty() and len(pair.d.told(ResumeDecode)) == 1 and len(pair.d.told(AddRequest)) == 1
     )
-    assert pair.d.handoffs.strays > 0
+    assert pair.d.handoffs.unexpected > 0
 
 
 def test_messages_of_another_incarnation_are_dropped():
@@ -279,7 +279,7 @@ def test_messages_of_another_incarnation_are_dropped():
     offer = pair.lose()[0]
     for change in ({"source": 9}, {"destination": 9}):
         pair.tell(pair.d, msgspec.structs.replace(offer, **change))
-    assert not pair.d.told(AddRequest) and pair.d.handoffs.strays == 2
+    assert not pair.d.told(AddRequest) and pair.d.handoffs.unexpected == 2
 
 
 def test_a_handoff_that_the_prefill_worker_has_forgotten_is_let_go():
@@ -351,7 +351,7 @@ def test_proof_by_the_receiving_end_frees_the_pages_at_once():
     pair.tell(
         pair.d, handoff_events.PagesRevoked(pair.d.last(handoff_events.RevokePages).generation)
     )
-    assert pair.d.told(Release) == [Release(D_NAME)] and pair.d.handoffs.ledger.empty
+    assert pair.d.told(Release) == [Release(D_NAME)] and pair.d.handoffs.ledger.is_empty
     pair.write()
     pair.carry()
     pair.tell(pair.p, handoff_events.SettleSource(ID, ""))
@@ -434,7 +434,7 @@ def test_a_missing_write_is_noticed():
 def test_a_request_that_the_prefill_engine_refuses():
     pair = Pair()
     pair.tell(pair.p, handoff_events.StartHandoff(ID, arrive(), 1, 60.0))
-    pair.tell(pair.p, OutputDelta(P_NAME, finish=FinishReason.ERROR, error="too long"))
+    pair.tell(pair.p, OutputDelta(P_NAME, finish_reason=FinishReason.ERROR, error="too long"))
     pair.carry()
     assert outcome(pair.p) is HandoffOutcome.FAILED and not pair.d.told(AddRequest) and pair.empty()
 
@@ -443,7 +443,7 @@ def test_a_request_that_the_decode_engine_refuses_is_rerouted():
     pair = Pair()
     pair.start()
     pair.carry()
-    pair.tell(pair.d, OutputDelta(D_NAME, finish=FinishReason.ERROR, error="too long"))
+    pair.tell(pair.d, OutputDelta(D_NAME, finish_reason=FinishReason.ERROR, error="too long"))
     pair.carry()
     assert pair.p.last(handoff_events.Reroute).reason == "too long" and pair.d.handoffs.idle
 
@@ -455,7 +455,7 @@ def test_offers_are_refused(why):
         pair.tell(pair.d, handoff_events.Drain(True))
     else:
         pair.d.handoffs.ledger.hold("earlier", PageHold.RECEIVING, (9,))
-        pair.d.handoffs.ledger.turn("earlier", PageHold.QUARANTINE)
+        pair.d.handoffs.ledger.change_hold("earlier", PageHold.QUARANTINE)
     pair.start()
     pair.carry()
     assert pair.p.all(handoff_events.Reroute) and not pair.d.told(AddRequest)
@@ -475,7 +475,7 @@ def test_the_prefill_worker_is_lost_with_writes_in_flight():
     assert (
         pair.d.told(Release) == [Release(D_NAME)]
         and pair.d.handoffs.idle
-        and pair.d.handoffs.ledger.empty
+        and pair.d.handoffs.ledger.is_empty
     )
 
 
@@ -527,7 +527,7 @@ def test_silence_kills_a_link_for_ever():
     assert pair.p.all(handoff_events.FenceLink) and pair.d.all(handoff_events.FenceLink)
     assert pair.p.all(handoff_events.Reroute) and outcome(pair.d) is HandoffOutcome.FAILED
     pair.tell(pair.d, wire.LinkHeartbeat(1, 2))
-    assert pair.d.handoffs.strays == 1 and lost is not None
+    assert pair.d.handoffs.unexpected == 1 and lost is not None
 
 
 def test_heartbeats_keep_a_quiet_link_and_a_queued_handoff():
@@ -593,7 +593,7 @@ def test_clocks_need_not_agree():
     offer = pair.lose()[0]
     assert offer.deadline_s == pytest.approx(2.0)
     pair.d.handoffs.links[2].heard_s = 1e6
-    pair.d.handoffs.handle(1e6, offer)
+    pair.d.handoffs.on_event(1e6, offer)
     pair.d.handoffs.tick(1e6 + 1.9)
     assert next(iter(pair.d.handoffs.receivers.values())).alive
     pair.d.handoffs.tick(1e6 + 2.1)

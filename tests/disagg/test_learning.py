@@ -26,15 +26,15 @@ def wires(bandwidth: float = 1e9) -> LinkBandwidth:
 def test_a_link_is_believed_after_some_transfers_and_others_count_as_it_does():
     links = wires()
     for n in range(FEWEST):
-        assert links.between("p", "d") == 1e9, f"after {n} transfers"
-        links.carried("p", "d", 10 * MB, 0.1)
-    assert links.between("p", "d") == pytest.approx(100 * MB)
-    assert links.between("p", "e") == pytest.approx(100 * MB), (
+        assert links.bytes_per_s("p", "d") == 1e9, f"after {n} transfers"
+        links.observe("p", "d", 10 * MB, 0.1)
+    assert links.bytes_per_s("p", "d") == pytest.approx(100 * MB)
+    assert links.bytes_per_s("p", "e") == pytest.approx(100 * MB), (
         "the best that is known of a new link"
     )
     for _ in range(FEWEST):
-        links.carried("p", "e", 10 * MB, 0.01)
-    assert links.between("p", "e") == pytest.approx(1e9) and links.between(
+        links.observe("p", "e", 10 * MB, 0.01)
+    assert links.bytes_per_s("p", "e") == pytest.approx(1e9) and links.bytes_per_s(
         "p", "d"
     ) == pytest.approx(100 * MB)
 
@@ -42,24 +42,24 @@ def test_a_link_is_believed_after_some_transfers_and_others_count_as_it_does():
 def test_one_odd_transfer_moves_it_little_and_a_lasting_change_wholly():
     links = wires()
     for _ in range(50):
-        links.carried("p", "d", 10 * MB, 0.1)
-    links.carried("p", "d", 10 * MB, 0.2)
-    assert 0.9 * 100 * MB < links.between("p", "d") < 100 * MB
+        links.observe("p", "d", 10 * MB, 0.1)
+    links.observe("p", "d", 10 * MB, 0.2)
+    assert 0.9 * 100 * MB < links.bytes_per_s("p", "d") < 100 * MB
     for _ in range(100):
-        links.carried("p", "d", 10 * MB, 0.2)
-    assert links.between("p", "d") == pytest.approx(50 * MB, rel=0.01)
+        links.observe("p", "d", 10 * MB, 0.2)
+    assert links.bytes_per_s("p", "d") == pytest.approx(50 * MB, rel=0.01)
 
 
 def test_nothing_sent_says_nothing_and_a_worker_that_is_gone_is_forgotten():
     links = wires()
     for _ in range(20):
-        links.carried("p", "d", 0, 0.0)
-    assert links.between("p", "d") == 1e9
+        links.observe("p", "d", 0, 0.0)
+    assert links.bytes_per_s("p", "d") == 1e9
     for _ in range(20):
-        links.carried("p", "d", 10 * MB, 0.1)
-        links.carried("q", "d", 10 * MB, 0.01)
+        links.observe("p", "d", 10 * MB, 0.1)
+        links.observe("q", "d", 10 * MB, 0.01)
     links.forget("p")
-    assert ("p", "d") not in links.links and links.between("q", "d") == pytest.approx(1e9)
+    assert ("p", "d") not in links.links and links.bytes_per_s("q", "d") == pytest.approx(1e9)
 
 
 def test_the_grain_follows_what_links_carry():
@@ -73,14 +73,14 @@ def test_the_grain_follows_what_links_carry():
     def chosen() -> tuple[TransferGranularity, float]:
         choice = router.route(1000, Slo(), pools, {})
         assert choice is not None
-        return choice.route.grain, choice.visible_s
+        return choice.route.granularity, choice.visible_s
 
     grain, visible_s = chosen()
     assert grain is TransferGranularity.PROMPT and visible_s == pytest.approx(
         0.01 + links.control_s
     )
     for _ in range(FEWEST):
-        links.carried("p", "d", 100 * MB, 0.5)
+        links.observe("p", "d", 100 * MB, 0.5)
     grain, visible_s = chosen()
     assert grain is TransferGranularity.LAYER and visible_s == pytest.approx(
         0.125 + links.control_s
@@ -93,65 +93,72 @@ def test_predictions_come_to_be_right_and_the_slow_worker_gets_less():
     chance, slow, given_to = random.Random(1), {"p": 3.0, "q": 1.0}, []
     for n in range(400):
         request = arrive(f"r{n}")
-        route = book.pick(request, "", "")
+        route = book.choose_route(request, "", "")
         assert route is not None
         given_to.append(route.prefill)
-        priced = book.bookings[request.id].priced_s
-        book.began(request.id, priced * slow[route.prefill] * chance.uniform(0.95, 1.05))
-        book.grew(request.id, (1,))
+        priced = book.requests[request.id].uncorrected_ttft_s
+        book.on_first_token(request.id, priced * slow[route.prefill] * chance.uniform(0.95, 1.05))
+        book.on_tokens(request.id, (1,))
         if n % 3 == 0:  # the others stay, so that both workers get some
-            book.ended(request.id)
-    assert book.forecast.factor("q") == pytest.approx(1.0, abs=0.1)
-    assert book.forecast.error(0.5) < 0.1 and book.forecast.error(0.95) < 0.5
+            book.on_finished(request.id)
+    assert book.ttft_correction.factor("q") == pytest.approx(1.0, abs=0.1)
+    assert (
+        book.ttft_correction.relative_error(0.5) < 0.1
+        and book.ttft_correction.relative_error(0.95) < 0.5
+    )
     assert given_to[200:].count("p") < given_to[200:].count("q")
 
 
 def test_nothing_is_kept_of_a_worker_that_is_gone():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
     for n in range(FEWEST):
-        book.pick(arrive(f"r{n}"), "", "")
-        book.began(f"r{n}", 1.0)
-        book.sent("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=4, sending_s=0.001))
-        book.ended(f"r{n}")
-    assert book.forecast.factors().keys() == {"p"} and book.router.wires.links
-    book.pick(arrive("late"), "", "")
-    book.unseat("p")
-    book.began("late", 1.0)
-    assert not book.forecast.factors() and not book.router.wires.links
-    assert book.router.wires.between("p", "d") != 1e9, "what all links carry is still known"
+        book.choose_route(arrive(f"r{n}"), "", "")
+        book.on_first_token(f"r{n}", 1.0)
+        book.on_transfer("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=4, sending_s=0.001))
+        book.on_finished(f"r{n}")
+    assert book.ttft_correction.factors().keys() == {"p"} and book.router.link_bandwidth.links
+    book.choose_route(arrive("late"), "", "")
+    book.remove_worker("p")
+    book.on_first_token("late", 1.0)
+    assert not book.ttft_correction.factors() and not book.router.link_bandwidth.links
+    assert book.router.link_bandwidth.bytes_per_s("p", "d") != 1e9, (
+        "what all links carry is still known"
+    )
 
 
 def test_what_was_never_predicted_is_not_learnt_from():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
-    book.pick(arrive("a"), "", "")
-    book.tie("b", "d")
-    book.pick(arrive("b"), "", "")
-    assert book.chosen["fork"] == 1
-    book.began("b", 1.0)
-    book.began("nobody", 1.0)
-    assert book.forecast.seen == 0
-    book.began("a", 1.0)
-    assert book.forecast.seen == 1
+    book.choose_route(arrive("a"), "", "")
+    book.pin_to_worker("b", "d")
+    book.choose_route(arrive("b"), "", "")
+    assert book.route_counts["fork"] == 1
+    book.on_first_token("b", 1.0)
+    book.on_first_token("nobody", 1.0)
+    assert book.ttft_correction.num_observed == 0
+    book.on_first_token("a", 1.0)
+    assert book.ttft_correction.num_observed == 1
 
 
 def test_a_transfers_bytes_are_those_of_its_pages():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
     pages = 5 * SHAPE.layers  # page layers of five pages
     for _ in range(FEWEST):
-        book.sent("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001))
-        book.sent("gone", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001))
-    assert book.router.wires.between("p", "d") == pytest.approx(
+        book.on_transfer("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001))
+        book.on_transfer(
+            "gone", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001)
+        )
+    assert book.router.link_bandwidth.bytes_per_s("p", "d") == pytest.approx(
         5 * SHAPE.page_tokens * 1000 / 0.001
     )
-    assert list(book.router.wires.links) == [("p", "d")]
+    assert list(book.router.link_bandwidth.links) == [("p", "d")]
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), max_size=300))
 def test_a_factor_is_bounded_and_moves_in_small_steps(seen):
     forecast, before = TtftCorrection(), 1.0
     for priced_s, actual_s in seen:
-        forecast.came("p", priced_s, priced_s * forecast.factor("p"), actual_s)
+        forecast.observe("p", priced_s, priced_s * forecast.factor("p"), actual_s)
         assert 1 / BOUND <= forecast.factor("p") <= BOUND
         assert before / 1.2 < forecast.factor("p") < before * 1.2
         before = forecast.factor("p")
-    assert forecast.error(0.5) <= forecast.error(0.95)
+    assert forecast.relative_error(0.5) <= forecast.relative_error(0.95)

@@ -11,13 +11,13 @@ def test_pages_are_counted_by_what_may_happen_to_them():
     ledger = PageLedger()
     ledger.hold("a", PageHold.SENDING, (1, 2))
     ledger.hold("b", PageHold.RECEIVING, (3,))
-    ledger.turn("a", PageHold.PARKED)
-    ledger.turn("b", PageHold.QUARANTINE)
+    ledger.change_hold("a", PageHold.PARKED)
+    ledger.change_hold("b", PageHold.QUARANTINE)
     assert [ledger.pages(hold) for hold in PageHold] == [0, 2, 0, 1]
     ledger.check({1, 2, 3}, [4])
     for owner in "abc":
         ledger.drop(owner)
-    assert ledger.empty and not any(ledger.pages(hold) for hold in PageHold)
+    assert ledger.is_empty and not any(ledger.pages(hold) for hold in PageHold)
 
 
 def test_readers_share_and_writers_do_not():
@@ -37,10 +37,10 @@ def test_readers_share_and_writers_do_not():
 def test_quarantine_ends_only_by_dropping():
     ledger = PageLedger()
     ledger.hold("a", PageHold.RECEIVING, (1,))
-    ledger.turn("a", PageHold.QUARANTINE)
+    ledger.change_hold("a", PageHold.QUARANTINE)
     for hold in PageHold:
         with pytest.raises(AssertionError):
-            ledger.turn("a", hold)
+            ledger.change_hold("a", hold)
 
 
 def test_a_page_that_the_engine_thinks_free_is_found():

@@ -50,15 +50,15 @@ def handover(
         for _ in range(2)
     )
     links[0].connect(1, 2, b"d", True)
-    p.handle(0.0, handoff_events.LinkUp(1, 2, "d", DisaggRole.PREFILL))
-    d.handle(0.0, handoff_events.LinkUp(2, 1, "p", DisaggRole.DECODE))
+    p.on_event(0.0, handoff_events.LinkUp(1, 2, "d", DisaggRole.PREFILL))
+    d.on_event(0.0, handoff_events.LinkUp(2, 1, "p", DisaggRole.DECODE))
     times: list[HandoffTimes] = []
 
     def obey(now: float) -> None:
         while commands := [(p, c) for c in p.take_commands()] + [(d, c) for c in d.take_commands()]:
             for side, command in commands:
                 if isinstance(command, handoff_events.SendMessage):
-                    (d if side is p else p).handle(now, command.message)
+                    (d if side is p else p).on_event(now, command.message)
                 elif isinstance(command, handoff_events.WriteKv):
                     memory = links[0].memory
                     assert memory is not None
@@ -97,18 +97,18 @@ def handover(
     events.append((prefill_s, p, OutputDelta(engine_id(ID, DisaggRole.PREFILL), (7,))))
     events.sort(key=lambda event: event[0])
     while not times:
-        write_s = network.next_s
+        write_s = network.next_write_s
         if events and (write_s is None or events[0][0] <= write_s):
             now, side, event = events.pop(0)
             network.now = now
-            side.handle(now, event)  # type: ignore[arg-type]
+            side.on_event(now, event)  # type: ignore[arg-type]
         else:
             assert write_s is not None
             now = write_s
             network.advance(now)
             for notice in links[0].poll():
                 assert isinstance(notice, Completed)
-                p.handle(now, handoff_events.WriteDone(notice.op, notice.error))
+                p.on_event(now, handoff_events.WriteDone(notice.op, notice.error))
         obey(now)
     return times[0]
 

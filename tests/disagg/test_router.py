@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.disagg.handoff_events import TransferGranularity
 from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.link_choice import NoTransport, Reach, choose_grain, choose_link, visible_s
+from counterpoint.disagg.link_choice import (
+    NoTransport,
+    TransportEndpoint,
+    choose_granularity,
+    choose_transport,
+    visible_s,
+)
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.disagg.prefix_index import PrefixIndex
 from counterpoint.disagg.router import Router, RoutingRule, WorkerView, replicas
@@ -22,12 +28,12 @@ from counterpoint.types import BatchShape, Role, Slo
 class Linear:
     """1 ms a prefill token, 10 ms a decode step and 0.01 ms a token of context; the units do not matter."""
 
-    def seconds(self, work: BatchShape, units: int, beside=None) -> float:
+    def seconds(self, work: BatchShape, units: int, co_running=None) -> float:
         decode = 0.01 + work.decode_context * 1e-5 if work.decode_batch else 0.0
         return work.prefill_tokens * 1e-3 + decode
 
 
-WIRES = LinkBandwidth(bandwidth=1e9, kv_bytes_per_token=100_000, control_s=0.001)
+WIRES = LinkBandwidth(nominal_bytes_per_s=1e9, kv_bytes_per_token=100_000, control_s=0.001)
 
 
 def view(name: str, role: Role, **kwargs) -> WorkerView:
@@ -145,7 +151,7 @@ def test_when_no_target_can_be_kept_the_first_token_comes_as_early_as_it_can():
 def test_unwilling_and_failed_workers_get_nothing():
     assert route(1000, changed("p0", willing=False)).route.prefill == "p1"
     assert route(1000, avoid="p0").route.prefill == "p1"
-    assert route(1000, tuple(msgspec.structs.replace(w, willing=False) for w in POOLS)) is None
+    assert route(1000, tuple(msgspec.structs.replace(w, accepting=False) for w in POOLS)) is None
 
 
 def test_a_prompt_that_fits_nowhere():
@@ -220,34 +226,39 @@ def test_prefixes_are_bounded_and_keep_beginnings(learned):
 
 def test_movers_are_chosen_by_where_the_pools_are():
     every = ("tcp", "shm", "nixl", "cuda-ipc", "local")
-    here = Reach("1", "host", "cpu", every)
-    assert choose_link(here, here)[0] == "local"
-    assert choose_link(here, Reach("2", "host", "cpu", ("tcp", "shm")))[0] == "shm"
-    assert choose_link(here, Reach("2", "host", "cpu", every))[0] == "shm"
-    assert choose_link(here, Reach("2", "other", "cpu", every))[0] == "nixl"
-    assert choose_link(here, Reach("2", "other", "cpu", ("tcp", "shm")))[0] == "tcp"
-    gpu = Reach("3", "host", "cuda", every)
-    assert choose_link(gpu, gpu._replace(process="4"))[0] == "cuda-ipc"
-    assert choose_link(gpu, gpu._replace(process="4", host="other"))[0] == "nixl"
+    here = TransportEndpoint("1", "host", "cpu", every)
+    assert choose_transport(here, here)[0] == "local"
+    assert choose_transport(here, TransportEndpoint("2", "host", "cpu", ("tcp", "shm")))[0] == "shm"
+    assert choose_transport(here, TransportEndpoint("2", "host", "cpu", every))[0] == "shm"
+    assert choose_transport(here, TransportEndpoint("2", "other", "cpu", every))[0] == "nixl"
+    assert (
+        choose_transport(here, TransportEndpoint("2", "other", "cpu", ("tcp", "shm")))[0] == "tcp"
+    )
+    gpu = TransportEndpoint("3", "host", "cuda", every)
+    assert choose_transport(gpu, gpu._replace(process="4"))[0] == "cuda-ipc"
+    assert choose_transport(gpu, gpu._replace(process="4", host="other"))[0] == "nixl"
 
 
 def test_gpu_memory_through_host_memory_is_asked_for():
-    gpu = Reach("1", "host", "cuda", ("tcp", "shm"))
+    gpu = TransportEndpoint("1", "host", "cuda", ("tcp", "shm"))
     other, far = gpu._replace(process="2"), gpu._replace(process="2", host="other")
     with pytest.raises(NoTransport, match="--transport tcp"):
-        choose_link(gpu, other)
-    assert [choose_link(gpu, peer, allow_staged=True)[0] for peer in (other, far)] == ["shm", "tcp"]
-    ipc = Reach("1", "host", "cuda", ("cuda-ipc",))
+        choose_transport(gpu, other)
+    assert [choose_transport(gpu, peer, allow_staged=True)[0] for peer in (other, far)] == [
+        "shm",
+        "tcp",
+    ]
+    ipc = TransportEndpoint("1", "host", "cuda", ("cuda-ipc",))
     with pytest.raises(NoTransport, match="one host"):
-        choose_link(ipc, ipc._replace(process="2", host="other"))
+        choose_transport(ipc, ipc._replace(process="2", host="other"))
     with pytest.raises(NoTransport, match="no mover in common"):
-        choose_link(gpu, other._replace(kinds=("nixl",)))
+        choose_transport(gpu, other._replace(transports=("nixl",)))
 
 
 def test_small_transfers_are_sent_whole():
-    assert choose_grain(1e6, 1.0, 1e9, layers=32)[0] is TransferGranularity.PROMPT
-    assert choose_grain(5e9, 1.0, 10e9, layers=32)[0] is TransferGranularity.LAYER
-    assert choose_grain(2e6, 0.01, 1e9, layers=80, chunks=4)[0] is TransferGranularity.CHUNK
+    assert choose_granularity(1e6, 1.0, 1e9, layers=32)[0] is TransferGranularity.PROMPT
+    assert choose_granularity(5e9, 1.0, 10e9, layers=32)[0] is TransferGranularity.LAYER
+    assert choose_granularity(2e6, 0.01, 1e9, layers=80, chunks=4)[0] is TransferGranularity.CHUNK
 
 
 def test_what_is_seen_of_a_transfer():

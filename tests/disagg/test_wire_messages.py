@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest, refusal
+from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch, make_digest
 from counterpoint.disagg.handoff_events import engine_id, handoff_of
 from counterpoint.disagg.messages import HandoffId, SampledToken, WireError
 from counterpoint.spec import ModelSpec
@@ -105,7 +105,7 @@ SPEC = ModelSpec(
 
 def test_equal_workers_fit():
     digest = make_digest(SPEC, "seed 1", "float32", 16)
-    assert refusal(digest, make_digest(SPEC, "seed 1", "float32", 16)) == ""
+    assert find_mismatch(digest, make_digest(SPEC, "seed 1", "float32", 16)) == ""
     assert (
         msgspec.msgpack.decode(msgspec.msgpack.encode(digest), type=CompatibilityDigest) == digest
     )
@@ -124,10 +124,12 @@ def test_equal_workers_fit():
 )
 def test_a_refusal_names_the_field(field, value):
     digest = make_digest(SPEC, "seed 1", "float32", 16)
-    words = refusal(digest, msgspec.structs.replace(digest, **{field: value}))
+    words = find_mismatch(digest, msgspec.structs.replace(digest, **{field: value}))
     assert words.startswith(f"{field} differs: ") and repr(value) in words
 
 
 def test_a_difference_that_has_no_field_of_its_own_is_seen():
     other = make_digest(dataclasses.replace(SPEC, qkv_bias=True), "seed 1", "float32", 16)
-    assert refusal(make_digest(SPEC, "seed 1", "float32", 16), other).startswith("model differs")
+    assert find_mismatch(make_digest(SPEC, "seed 1", "float32", 16), other).startswith(
+        "model differs"
+    )

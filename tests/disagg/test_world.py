@@ -38,7 +38,7 @@ def test_a_hundred_thousand_steps():
     assert all(seen[hold.value] for hold in PageHold)
     for outcome in (
         HandoffOutcome.SENT,
-        HandoffOutcome.STAYED,
+        HandoffOutcome.DECODED_IN_PLACE,
         HandoffOutcome.FINISHED,
         HandoffOutcome.ABORTED,
         HandoffOutcome.FAILED,

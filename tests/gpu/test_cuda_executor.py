@@ -15,7 +15,7 @@ from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPa
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.interfaces import Policy
 from counterpoint.model.batch import make_batch
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops, reference_ops
 from counterpoint.model.weights import build_decoder
@@ -38,7 +38,7 @@ def reference_logits(
     spec, tokens: list[int], deviation: float = 0.15, ops: Ops | None = None
 ) -> torch.Tensor:
     """Logits behind every position, by the plain decoder (or `ops`) on the CPU in float32: [tokens, vocab]."""
-    decoder = build_decoder(spec, Dummy(3, deviation=deviation), ops or reference_ops())
+    decoder = build_decoder(spec, RandomCheckpoint(3, deviation=deviation), ops or reference_ops())
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)
     sizes = torch.tensor([0]), torch.tensor([len(tokens)])
@@ -249,7 +249,7 @@ def test_every_way_of_sampling_has_its_tail():
         tail_for(SamplingStage.DRAW | SamplingStage.TOP_P)
         == SamplingMode.DRAWN | SamplingMode.FILTERED
     )
-    for stage in (SamplingStage.PENALTIES, SamplingStage.BIAS, SamplingStage.KEEP_ON):
+    for stage in (SamplingStage.PENALTIES, SamplingStage.BIAS, SamplingStage.MIN_TOKENS):
         assert tail_for(SamplingStage.DRAW | stage) == SamplingMode.DRAWN | SamplingMode.ADJUSTED
         assert tail_for(stage) is SamplingMode.ADJUSTED
     assert tail_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS) is SamplingMode.LOGPROBS

@@ -56,7 +56,7 @@ def test_a_row_that_is_not_finite_stays_alone():
     kernels = layer_kernels(torch.bfloat16, 512, 128, True)
     x = drawn(3, 512, dtype=torch.bfloat16)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
-    wide = kernels.quantise(x).wide()
+    wide = kernels.quantise(x).dequantise()
     assert (
         bool(wide[0].isfinite().all())
         and not bool(wide[1].isfinite().all())
@@ -142,7 +142,7 @@ def quantising_reference(kv_dtype: torch.dtype | None, quantise: bool) -> Ops:
     plain = reference_ops()
 
     def linear(x, packed):
-        return quantise_rows(x).wide() @ packed.wide().T
+        return quantise_rows(x).dequantise() @ packed.wide().T
 
     def rope_and_append(x, angles, query_norm, key_norm, eps, k_pages, v_pages, rows):
         q = plain.rope_and_append(x, angles, query_norm, key_norm, eps, k_pages, v_pages, rows)

@@ -289,10 +289,10 @@ class Restless(Multiplex):
         super().__init__(160, units, LEVELS[0], TINY.layers, layer_group=1, depth=depth)
         self.turns = itertools.count()
 
-    def fill(self, lane: Lane, state, now: float):
+    def next_batch(self, lane: Lane, state, now: float):
         if lane.role is Role.DECODE:
             self.split = LEVELS[next(self.turns) // 5 % len(LEVELS)]
-        return super().fill(lane, state, now)
+        return super().next_batch(lane, state, now)
 
 
 def test_aborts_and_moving_splits():
@@ -339,10 +339,10 @@ def config(**flags) -> Config:
 def test_the_whole_start():
     from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.device.event_queue import WallClockEventQueue
-    from counterpoint.spec.source import resolve
+    from counterpoint.spec.source import resolve_model
 
     said: list[str] = []
-    source: ModelSource = resolve("smollm2-135m", "/nonexistent")
+    source: ModelSource = resolve_model("smollm2-135m", "/nonexistent")
     device = open_cuda(config(policy="multiplex", split=32), source, said.append)
     assert device.levels == (32,) and device.pages == 300 and device.isolated
     assert any("decode on SMs" in note for note in device.notes)
@@ -369,7 +369,9 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
     from counterpoint.types import OutputDelta
 
     inbox = WallClockEventQueue()
-    system = build.system(config(policy=policy, device="cuda", **flags), inbox, lambda _: None)
+    system = build.build_system(
+        config(policy=policy, device="cuda", **flags), inbox, lambda _: None
+    )
     assert "SMs" in system.lanes
     arrivals, answers, ended = requests(20, vocab=40000, longest=200), {}, []
 
@@ -378,7 +380,7 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
             if isinstance(output, OutputDelta):
                 assert not output.error
                 answers.setdefault(output.id, []).extend(output.tokens)
-                ended.extend([output.id] * (output.finish is not None))
+                ended.extend([output.id] * (output.finish_reason is not None))
         if len(ended) == len(arrivals) and engine.idle:
             inbox.stop()
 
@@ -391,15 +393,15 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     from counterpoint.device.cuda.device_setup import open_cuda
-    from counterpoint.spec.source import resolve
+    from counterpoint.spec.source import resolve_model
 
-    source = resolve("smollm2-135m", "/nonexistent")
+    source = resolve_model("smollm2-135m", "/nonexistent")
     with pytest.raises(ConfigError, match=r"kv_pages to at most \d+"):
         open_cuda(config(kv_pages=10**8, policy="serial"), source, lambda _: None)
     with pytest.raises(ConfigError, match="weights need"):
         open_cuda(
             config(model="llama-3.1-70b", dtype="float32", policy="serial"),
-            resolve("llama-3.1-70b", "/nonexistent"),
+            resolve_model("llama-3.1-70b", "/nonexistent"),
             print,
         )
     with pytest.raises(ConfigError, match="quantization is fp8, dtype float16"):

@@ -46,7 +46,7 @@ def decode(tokens: list[int]) -> str:
 @pytest.fixture
 def device() -> Iterator[Rig]:
     with rig() as made:
-        made.parts.tables.settings.grammars.connect(vocabulary)
+        made.parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
         yield made
 
 
@@ -149,7 +149,7 @@ def asks() -> list[AddRequest]:
 
 def answers(policy: Policy, pages: int) -> tuple[dict[str, list[int]], int]:
     parts = make_parts(pages=pages)
-    parts.tables.settings.grammars.connect(vocabulary)
+    parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
     service = Service(parts, policy, overlap=HAS_GPU)
     found = service.ask(asks())
     service.close()

@@ -139,7 +139,7 @@ def test_answers_are_the_same_to_the_bit_on_a_gpu(dtype: torch.dtype):
 
 def test_a_batch_invariant_device_answers():
     from counterpoint.device.cuda.device_setup import open_cuda
-    from counterpoint.spec.source import resolve
+    from counterpoint.spec.source import resolve_model
 
     flags = {
         "model": "smollm2-135m",
@@ -152,7 +152,7 @@ def test_a_batch_invariant_device_answers():
     said: list[str] = []
     device = open_cuda(
         Config().replace(**flags, batch_invariant=True),
-        resolve("smollm2-135m", "/nonexistent"),
+        resolve_model("smollm2-135m", "/nonexistent"),
         said.append,
     )
     assert "batch-invariant" in device.decoder.ops.name and any(

@@ -14,10 +14,10 @@ from cuda_rig import HAS_GPU, TINY, Parts, Service, make_parts, requests, rig
 
 from counterpoint.core.policy import Multiplex
 from counterpoint.device.cuda.attention import AttentionPlan
-from counterpoint.device.cuda.piecewise_graphs import larger
+from counterpoint.device.cuda.piecewise_graphs import next_larger
 from counterpoint.device.cuda.sampling import SamplingMode
 from counterpoint.device.cuda.stream_partitions import StreamPartition
-from counterpoint.device.cuda.warmup import passes, rehearse, sizes_between
+from counterpoint.device.cuda.warmup import passes, sizes_between, warm_up
 from counterpoint.model.decoder import Decoder
 from counterpoint.types import Role, Segment
 
@@ -45,7 +45,7 @@ def ask(parts: Parts, seed: int = 4) -> dict[str, list[int]]:
 def played(
     parts: Parts, places: Sequence[tuple[Role, StreamPartition]] | None = None, tokens: int = TOKENS
 ) -> str:
-    return rehearse(parts.executor, everywhere(parts) if places is None else places, tokens)
+    return warm_up(parts.executor, everywhere(parts) if places is None else places, tokens)
 
 
 def test_answers_are_the_same_after_it():
@@ -155,8 +155,8 @@ def test_every_large_pass_is_filled_up_to_a_number_of_rows_that_is_played(
     captured: int, tokens: int
 ):
     sizes = sizes_between(captured, tokens)
-    filled = {larger(rows) for rows in range(captured + 1, tokens + 1)}
-    assert {larger(rows) for rows in sizes} == filled
+    filled = {next_larger(rows) for rows in range(captured + 1, tokens + 1)}
+    assert {next_larger(rows) for rows in sizes} == filled
     assert sizes == sorted(sizes, reverse=True) and all(captured < rows <= tokens for rows in sizes)
     assert len(sizes) <= 64 * max(1, math.log2(max(1.0, tokens / max(captured, 1)))), (
         "few enough to be played"
@@ -164,7 +164,7 @@ def test_every_large_pass_is_filled_up_to_a_number_of_rows_that_is_played(
     assert all(
         rows <= size < rows + max(128, rows / 32)
         for rows in range(captured + 1, tokens + 1)
-        for size in [larger(rows)]
+        for size in [next_larger(rows)]
     )
 
 
@@ -172,7 +172,7 @@ def test_a_pass_that_fails_on_the_way_gives_its_plan_back(monkeypatch: pytest.Mo
     with rig(sizes=(), slots=4) as r:
         closed = []
         monkeypatch.setattr(AttentionPlan, "close", lambda self: closed.append(self))
-        behind = Decoder.behind_attention
+        behind = Decoder.after_attention
         for fails in (True, False):
 
             def failing(decoder, x_TD, attended_TE, index, fails=fails):

@@ -332,7 +332,7 @@ class TestGemm:
         torch.seed()
         x = quantise_rows(torch.randn(m, k, device="cuda") * torch.rand(m, 1, device="cuda") * 10)
         w = quantise_rows(torch.randn(n, k, device="cuda") * 0.02)
-        reference = x.wide() @ w.wide().T
+        reference = x.dequantise() @ w.dequantise().T
         for sms in (24, 132):
             part, kernel, out = (
                 stream_of(partitions, sms),

@@ -35,10 +35,10 @@ class Restless(Multiplex):
         super().__init__(MOST_PASS, units, SPLITS[0], layers, layer_group=1, depth=2)
         self.turns = itertools.count()
 
-    def fill(self, lane: Lane, state, now: float):
+    def next_batch(self, lane: Lane, state, now: float):
         if lane.role is Role.DECODE:
             self.split = SPLITS[next(self.turns) // 5 % len(SPLITS)]
-        return super().fill(lane, state, now)
+        return super().next_batch(lane, state, now)
 
 
 def mixed(count: int, seed: int = 5) -> list[AddRequest]:

@@ -15,9 +15,9 @@ from fake_gpu import FakeGpu
 from counterpoint.kv_transfer import cuda_ipc, frames, shm
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
 from counterpoint.kv_transfer.local import LocalTransport
-from counterpoint.kv_transfer.memory import KvMemory, granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, is_granted, page_mask
 from counterpoint.kv_transfer.nixl import NixlPeerInfo as NixlBlob
-from counterpoint.kv_transfer.nixl import NixlTransport, load
+from counterpoint.kv_transfer.nixl import NixlTransport, load_nixl
 from counterpoint.kv_transfer.shm import ShmTransport
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.kv_transfer.staged import StagedTransport
@@ -102,7 +102,7 @@ class TimedSim(SimTransport):
 def nixl_words() -> str:
     """Why NIXL can't be used here, or ""."""
     try:
-        load()
+        load_nixl()
     except TransportError as error:
         return str(error)
     return ""
@@ -125,7 +125,7 @@ def make_ends(kind: str) -> tuple[End, End]:
             lambda wake: LocalTransport(wake, "b", others)
         )
     if kind == "sim":
-        network, names = SimNetwork(checked=True, sums=True), {}
+        network, names = SimNetwork(checks_grants=True, checksums=True), {}
         return End(lambda _: TimedSim(network, "a", names)), End(
             lambda _: TimedSim(network, "b", names)
         )
@@ -308,8 +308,8 @@ OUTSIDE = [
 @pytest.mark.parametrize("span", OUTSIDE)
 def test_spans_outside_the_grant(span):
     allowed = page_mask((2, 7), 8)
-    assert granted(np.array([(0, 0, 16, 8), (3, 0, 56, 8), (0, 0, 18, 2)]), 8, 64, 4, allowed)
-    assert not granted(np.array([(0, 0, 16, 8), span]), 8, 64, 4, allowed)
+    assert is_granted(np.array([(0, 0, 16, 8), (3, 0, 56, 8), (0, 0, 18, 2)]), 8, 64, 4, allowed)
+    assert not is_granted(np.array([(0, 0, 16, 8), span]), 8, 64, 4, allowed)
 
 
 # ---------------------------------------------------------------- tcp
@@ -642,12 +642,12 @@ def test_simulated_time_follows_the_formula():
     assert a.memory is not None
     a.write(1, 1, a.memory.spans(0, 1, (0,), (0,)), 1)  # 1024 bytes
     a.write(1, 1, a.memory.spans(0, 1, (1,), (1,)), 2)
-    assert network.next_s == pytest.approx(0.5 + 1.024)
+    assert network.next_write_s == pytest.approx(0.5 + 1.024)
     network.advance(1.6)
     assert a.poll() == [Completed(1)]
     network.stalled.add(1)
     network.advance(100.0)
-    assert a.poll() == [] and network.next_s is None
+    assert a.poll() == [] and network.next_write_s is None
     network.stalled.clear()
     network.advance(100.0)
     assert a.poll() == [Completed(2)]

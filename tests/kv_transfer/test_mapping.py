@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from counterpoint.kv_transfer.head_mapping import HeadLayout, plan
+from counterpoint.kv_transfer.head_mapping import HeadLayout, plan_slices
 
 SIZES = (1, 2, 4, 8, 16)
 CASES = [(p, d, h, False) for p, d, h in itertools.product(SIZES, SIZES, (1, 2, 4, 8))]
@@ -36,7 +36,7 @@ def test_each_head_arrives_once_in_its_place(p_tp, d_tp, kv_heads, mla):
         for p_rank in range(p_tp):
             here = owned(heads, p_tp, p_rank)
             assert here == list(HeadLayout(heads, p_tp).heads(p_rank))
-            for source, count, target in plan(p_tp, d_tp, p_rank, d_rank, kv_heads, mla):
+            for source, count, target in plan_slices(p_tp, d_tp, p_rank, d_rank, kv_heads, mla):
                 load[p_rank] += count
                 for offset in range(count):
                     assert pool[target + offset] is None, "a head came twice"
@@ -47,11 +47,11 @@ def test_each_head_arrives_once_in_its_place(p_tp, d_tp, kv_heads, mla):
 
 
 def test_more_prefill_ranks_than_needed_are_used_evenly():
-    busy = [p for p in range(8) if any(plan(8, 4, p, d, 1, True) for d in range(4))]
+    busy = [p for p in range(8) if any(plan_slices(8, 4, p, d, 1, True) for d in range(4))]
     assert len(busy) == 4, "four decode ranks read from four of the eight copies"
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp", "kv_heads"), [(3, 2, 6), (2, 2, 3), (4, 4, 6), (0, 1, 1)])
 def test_sizes_that_do_not_divide_are_refused(p_tp, d_tp, kv_heads):
     with pytest.raises(ValueError, match="must be a multiple"):
-        plan(p_tp, d_tp, 0, 0, kv_heads)
+        plan_slices(p_tp, d_tp, 0, 0, kv_heads)

@@ -6,14 +6,14 @@ import pytest
 from worker_processes import Cluster
 
 from counterpoint.disagg.handoff_events import HandoffEnded, HandoffOutcome
-from counterpoint.kv_transfer.nixl import load
+from counterpoint.kv_transfer.nixl import load_nixl
 from counterpoint.kv_transfer.transport import TransportError
 
 
 @pytest.mark.parametrize("kind", ["nixl", "cut nixl"])
 def test_answers_are_whole_over_nixl(kind: str):
     try:
-        load()
+        load_nixl()
     except TransportError as missing:
         pytest.skip(str(missing))
     cluster = Cluster(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from counterpoint.model.fp8 import BLOCK, FP8, LARGEST, quantise_rows, to_fp8
+from counterpoint.model.fp8 import FP8, FP8_MAX, ROWS_PER_BLOCK, quantise_rows, to_fp8
 
 HALF_STEP = (
     2.0**-4
@@ -13,7 +13,7 @@ HALF_STEP = (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 64), (BLOCK + 3, 32)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 64), (ROWS_PER_BLOCK + 3, 32)])
 def test_there_and_back(rows: int, size: int, dtype: torch.dtype):
     torch.seed()
     x = (torch.randn(rows, size) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
@@ -22,14 +22,16 @@ def test_there_and_back(rows: int, size: int, dtype: torch.dtype):
         got.values_RK.dtype == FP8 and got.values_RK.is_contiguous() and got.shape == (rows, size)
     )
     smallest = got.scale_R[:, None] * 2.0**-10  # half of the least number that e4m3 has
-    assert bool(((got.wide() - x.float()).abs() <= x.float().abs() * HALF_STEP + smallest).all())
+    assert bool(
+        ((got.dequantise() - x.float()).abs() <= x.float().abs() * HALF_STEP + smallest).all()
+    )
 
 
 def test_the_largest_of_a_row_is_the_largest_number():
     x = torch.randn(5, 48) * torch.tensor([1e-6, 1e-2, 1.0, 100.0, 3e4])[:, None]
     got = quantise_rows(x)
-    assert got.values_RK.float().abs().amax(1).tolist() == [LARGEST] * 5
-    assert torch.allclose(got.scale_R, x.abs().amax(1) / LARGEST)
+    assert got.values_RK.float().abs().amax(1).tolist() == [FP8_MAX] * 5
+    assert torch.allclose(got.scale_R, x.abs().amax(1) / FP8_MAX)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -43,14 +45,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_zeros_stay_zeros():
-    assert torch.equal(quantise_rows(torch.zeros(2, 16)).wide(), torch.zeros(2, 16))
+    assert torch.equal(quantise_rows(torch.zeros(2, 16)).dequantise(), torch.zeros(2, 16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_in_its_row(bad: float):
     x = torch.randn(3, 16)
     x[1, 5] = bad
-    wide = quantise_rows(x).wide()
+    wide = quantise_rows(x).dequantise()
     assert not bool(wide[1].isfinite().all())
     assert bool(wide[[0, 2]].isfinite().all())
 
@@ -70,5 +72,5 @@ def test_a_product_of_quantised_rows_is_near_the_product():
     torch.seed()
     x, weight = torch.randn(8, 2048), torch.randn(64, 2048) * 0.02
     truth = x @ weight.T
-    got = quantise_rows(x).wide() @ quantise_rows(weight).wide().T
+    got = quantise_rows(x).dequantise() @ quantise_rows(weight).dequantise().T
     assert float((got - truth).norm() / truth.norm()) < 0.05

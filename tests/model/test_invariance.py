@@ -13,8 +13,8 @@ from torch import Tensor
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.model import Decoder, cpu_ops, make_batch
-from counterpoint.model.checkpoint import Dummy
-from counterpoint.model.invariance import refuse_varying_products
+from counterpoint.model.checkpoint import RandomCheckpoint
+from counterpoint.model.invariance import require_invariant_gemms
 from counterpoint.model.kv import KVPool
 from counterpoint.model.weights import build_decoder
 from counterpoint.spec import ModelSpec
@@ -60,7 +60,7 @@ def decoder_of(spec: ModelSpec, dtype: str) -> Decoder:
         ops = cpu_ops(dtype, spec.head_dim, invariant=True)
     except ConfigError as error:
         pytest.skip(str(error))
-    return build_decoder(spec, Dummy(3, deviation=0.08), ops)
+    return build_decoder(spec, RandomCheckpoint(3, deviation=0.08), ops)
 
 
 class Passes:
@@ -131,7 +131,7 @@ class Passes:
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=lambda spec: spec.name)
 def test_logits_are_the_same_to_the_bit(spec: ModelSpec, dtype: str):
     decoder = decoder_of(spec, dtype)
-    refuse_varying_products(decoder)
+    require_invariant_gemms(decoder)
     alone = Passes(decoder, 0, seed=0).logits(PROMPT)
     for seed, (company, chunk) in enumerate([(0, 7), (1, PROMPT), (9, 29)], 1):
         assert torch.equal(Passes(decoder, company, seed).logits(chunk), alone), (company, chunk)
@@ -147,7 +147,7 @@ def test_products_that_depend_on_their_rows_are_found():
 
     varying = Decoder(SPEC, dataclasses.replace(honest.ops, linear=linear), honest.weights)
     with pytest.raises(ConfigError, match=r"batch_invariant.*qkv.*17 rows"):
-        refuse_varying_products(varying)
+        require_invariant_gemms(varying)
 
 
 def test_what_cannot_be_invariant_is_refused_by_name(

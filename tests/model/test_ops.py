@@ -15,9 +15,9 @@ from torch import Tensor
 from counterpoint.config import ConfigError
 from counterpoint.model import Decoder, KVPool, Ops, cpu_ops, make_batch, native, reference_ops
 from counterpoint.model import ops as reference
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.native import Kernels, load_kernels, plan_tiles
-from counterpoint.model.paged_sdpa import gathered_attention, like_lengths, plan_gather
+from counterpoint.model.paged_sdpa import gathered_attention, group_by_length, plan_gather
 from counterpoint.model.weights import build_decoder
 from counterpoint.spec import ModelSpec
 
@@ -30,7 +30,7 @@ def make(dtype: str, cache: Path | None, spec: ModelSpec = SPEC) -> Decoder:
         ops = cpu_ops(dtype, spec.head_dim, cache=cache)
     except ConfigError as error:
         pytest.skip(str(error))
-    return build_decoder(spec, Dummy(7, deviation=0.2), ops)
+    return build_decoder(spec, RandomCheckpoint(7, deviation=0.2), ops)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def compiled(kernels: Path) -> Kernels:
 def test_every_record_computes_what_the_reference_computes(dtype: str, native: bool, kernels: Path):
     requests = prompts(SPEC.vocab, 40, 70, 5)
     run = Run(make(dtype, kernels if native else None), requests)
-    truth = Run(build_decoder(SPEC, Dummy(7, deviation=0.2), reference_ops()), requests)
+    truth = Run(build_decoder(SPEC, RandomCheckpoint(7, deviation=0.2), reference_ops()), requests)
     passes = [
         ((0, 0, 39), (1, 0, 20)),
         ((0, 39, 40), (2, 0, 1), (1, 20, 70)),
@@ -247,8 +247,8 @@ def test_a_batch_is_the_segments_row_by_row():
 
 def test_decodes_of_very_uneven_lengths_are_gathered_in_groups():
     index = torch.arange(6)
-    assert len(like_lengths(index, torch.tensor([100, 110, 120, 100, 90, 100]))) == 1
-    groups = like_lengths(index, torch.tensor([10, 12, 4000, 9, 16, 3000]))
+    assert len(group_by_length(index, torch.tensor([100, 110, 120, 100, 90, 100]))) == 1
+    groups = group_by_length(index, torch.tensor([10, 12, 4000, 9, 16, 3000]))
     assert sorted(map(len, groups)) == [2, 4]
     assert sorted(torch.cat(groups).tolist()) == list(range(6))
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(
 
 def test_only_what_is_wanted_follows_the_last_attention():
     """The rows asked for are as in a whole pass, in any order; with none of them the cache is written all the same."""
-    decoder = build_decoder(SPEC, Dummy(7, deviation=0.2), reference_ops())
+    decoder = build_decoder(SPEC, RandomCheckpoint(7, deviation=0.2), reference_ops())
     requests = prompts(SPEC.vocab, 21)
 
     def hidden(only: list[int] | None) -> tuple[Tensor, KVPool]:

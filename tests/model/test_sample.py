@@ -181,13 +181,13 @@ def test_the_argument_is_not_changed():
     before = x.clone()
     settings = SamplingTables(3, VOCAB)
     for slot in range(3):
-        settings.put(
+        settings.set_row(
             slot,
             Sampling(max_tokens=9, frequency_penalty=1.0, logit_bias=((3, 5.0),), top_p=0.5),
             2,
         )
     tokens = torch.zeros(3, 16, dtype=torch.int32)
-    sample(x, settings.choice(torch.arange(3), torch.tensor([4, 5, 6]), tokens))
+    sample(x, settings.sampler_inputs(torch.arange(3), torch.tensor([4, 5, 6]), tokens))
     assert torch.equal(x, before)
 
 
@@ -243,7 +243,7 @@ TOKENS = torch.randint(
 def mixed_settings() -> SamplingTables:
     settings = SamplingTables(len(MIXED), VOCAB, eos_token_ids=(2, 60_000))
     for slot, sampling in enumerate(MIXED):
-        settings.put(slot, sampling, PROMPT)
+        settings.set_row(slot, sampling, PROMPT)
     return settings
 
 
@@ -277,7 +277,7 @@ def test_mixed_rows_match_the_reference():
     slots = torch.arange(len(MIXED))
     for end in range(PROMPT, 31):
         x = logits(len(MIXED), seed=end)
-        ids = sample(x, settings.choice(slots, torch.full_like(slots, end), TOKENS))
+        ids = sample(x, settings.sampler_inputs(slots, torch.full_like(slots, end), TOKENS))
         expected = [reference_row(x[i], MIXED[i], TOKENS[i, :end].tolist()) for i in slots.tolist()]
         assert ids.tolist() == expected, end
 
@@ -287,26 +287,28 @@ def test_a_row_does_not_depend_on_its_batch():
     end = torch.tensor([4, 5, 9, 30, 12, 28, 7, 8, 6, 5])
     x = logits(len(MIXED), 3000, seed=8)[:, :VOCAB].contiguous()
     slots = torch.arange(len(MIXED))
-    together = sample(x, settings.choice(slots, end, TOKENS))
+    together = sample(x, settings.sampler_inputs(slots, end, TOKENS))
     order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(1))
     assert (
-        sample(x[order], settings.choice(order, end[order], TOKENS)).tolist()
+        sample(x[order], settings.sampler_inputs(order, end[order], TOKENS)).tolist()
         == together[order].tolist()
     )
     for i in range(len(MIXED)):
         one = torch.tensor([i])
-        assert sample(x[one], settings.choice(one, end[one], TOKENS)).tolist() == [together[i]]
+        assert sample(x[one], settings.sampler_inputs(one, end[one], TOKENS)).tolist() == [
+            together[i]
+        ]
 
 
 def test_the_nth_token_depends_on_seed_and_n():
     settings = SamplingTables(3, VOCAB)
     for slot, seed in enumerate((7, 7, 8)):
-        settings.put(slot, Sampling(max_tokens=99, seed=seed), prompt_tokens=(3, 10, 3)[slot])
+        settings.set_row(slot, Sampling(max_tokens=99, seed=seed), prompt_tokens=(3, 10, 3)[slot])
     row = logits(1, scale=0.1)
     drawn = [
         sample(
             row.expand(3, -1),
-            settings.choice(torch.arange(3), torch.tensor([3 + n, 10 + n, 3 + n]), TOKENS),
+            settings.sampler_inputs(torch.arange(3), torch.tensor([3 + n, 10 + n, 3 + n]), TOKENS),
         ).tolist()
         for n in range(20)
     ]
@@ -318,8 +320,10 @@ def test_the_nth_token_depends_on_seed_and_n():
 
 def test_min_tokens_keeps_a_request_going():
     settings = SamplingTables(2, VOCAB, eos_token_ids=(2,))
-    settings.put(0, Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,)), 3)
-    settings.put(
+    settings.set_row(
+        0, Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,)), 3
+    )
+    settings.set_row(
         1,
         Sampling(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,), ignore_eos=True),
         3,
@@ -328,7 +332,7 @@ def test_min_tokens_keeps_a_request_going():
     x[:, 2], x[:, 5], x[:, 8] = 9.0, 10.0, 5.0
     slots = torch.arange(2)
     sampled = [
-        sample(x, settings.choice(slots, torch.full((2,), 3 + n), TOKENS)).tolist()
+        sample(x, settings.sampler_inputs(slots, torch.full((2,), 3 + n), TOKENS)).tolist()
         for n in range(4)
     ]
     assert sampled == [[8, 2], [8, 2], [5, 5], [5, 5]]
@@ -336,11 +340,15 @@ def test_min_tokens_keeps_a_request_going():
 
 def test_a_slot_forgets_its_last_request():
     settings = SamplingTables(2, VOCAB)
-    settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((3, 50.0), (4, 40.0))), 1)
-    settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
-    settings.put(1, Sampling(max_tokens=9, temperature=0.0), 1)
+    settings.set_row(
+        0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((3, 50.0), (4, 40.0))), 1
+    )
+    settings.set_row(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
+    settings.set_row(1, Sampling(max_tokens=9, temperature=0.0), 1)
     slots = torch.arange(2)
-    assert sample(torch.zeros(2, VOCAB), settings.choice(slots, slots + 1, TOKENS)).tolist() == [
+    assert sample(
+        torch.zeros(2, VOCAB), settings.sampler_inputs(slots, slots + 1, TOKENS)
+    ).tolist() == [
         7,
         0,
     ]
@@ -349,9 +357,11 @@ def test_a_slot_forgets_its_last_request():
 def test_one_bias_of_one_row():
     """The least there can be: torch takes no view of it unless its elements stand in line."""
     settings = SamplingTables(1, VOCAB)
-    settings.put(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
+    settings.set_row(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
     one = torch.zeros(1, dtype=torch.int64)
-    assert sample(torch.zeros(1, VOCAB), settings.choice(one, one + 1, TOKENS)).tolist() == [7]
+    assert sample(
+        torch.zeros(1, VOCAB), settings.sampler_inputs(one, one + 1, TOKENS)
+    ).tolist() == [7]
 
 
 def test_logprobs_are_those_of_the_raw_logits():

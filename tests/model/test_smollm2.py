@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from counterpoint.model import Decoder, KVPool, make_batch
-from counterpoint.spec.source import DEFAULT_CACHE, find_named, resolve
+from counterpoint.spec.source import DEFAULT_CACHE, find_pulled, resolve_model
 
 CACHE = Path(os.environ.get("COUNTERPOINT_CACHE") or DEFAULT_CACHE).expanduser()
 
@@ -35,7 +35,7 @@ class Oracle(NamedTuple):
 
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
-    path = find_named("smollm2", CACHE)
+    path = find_pulled("smollm2", CACHE)
     if path is None:
         pytest.skip("SmolLM2 is not fetched: run `counterpoint pull smollm2`")
     folder, file = str(Path(path).parent), Path(path).name
@@ -96,12 +96,12 @@ def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
     ids=["float32", "auto", "auto, torch"],
 )
 def test_the_same_greedy_tokens(oracle: Oracle, dtype: str, cache: Path | None):
-    decoder = load(resolve("smollm2", CACHE), dtype, cache=cache)
+    decoder = load(resolve_model("smollm2", CACHE), dtype, cache=cache)
     assert greedy(decoder, oracle.prompts) == oracle.answers
 
 
 def test_the_same_logits(oracle: Oracle):
-    decoder = load(resolve("smollm2", CACHE), cache=CACHE)
+    decoder = load(resolve_model("smollm2", CACHE), cache=CACHE)
     prompt = oracle.prompts[2]
     kv = KVPool(decoder.spec, 64, PAGE, decoder.kv_dtype)
     ones = torch.ones(1, dtype=torch.bool)

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from counterpoint.config import ConfigError, ModelConfig
 from counterpoint.model import load_decoder
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.spec import ModelError
-from counterpoint.spec.source import ModelSource, resolve
+from counterpoint.spec.source import ModelSource, resolve_model
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def edit(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 def test_a_missing_tensor(folder: Path):
     edit(folder, {"model.layers.1.mlp.up_proj.weight": None})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        load(resolve(str(folder)))
+        load(resolve_model(str(folder)))
 
 
 def test_a_tensor_left_over(folder: Path):
@@ -58,7 +58,7 @@ def test_a_tensor_left_over(folder: Path):
     with pytest.raises(
         ModelError, match=r"model\.layers\.2\.self_attn\.q_proj\.bias belongs to no part"
     ):
-        load(resolve(str(folder)))
+        load(resolve_model(str(folder)))
 
 
 def test_a_tensor_of_the_wrong_shape(folder: Path):
@@ -66,20 +66,20 @@ def test_a_tensor_of_the_wrong_shape(folder: Path):
     with pytest.raises(
         ModelError, match=r"model\.norm\.weight has shape \[63\], the config says \[64\]"
     ):
-        load(resolve(str(folder)))
+        load(resolve_model(str(folder)))
 
 
 def test_a_missing_shard(folder: Path):
     next(folder.glob("*-of-*.safetensors")).unlink()
     with pytest.raises(ModelError, match=r"shard .* is missing"):
-        load(resolve(str(folder)))
+        load(resolve_model(str(folder)))
 
 
 def test_a_folder_without_safetensors(folder: Path):
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     with pytest.raises(ModelError, match=r"no \*\.safetensors"):
-        load(resolve(str(folder)))
+        load(resolve_model(str(folder)))
 
 
 def test_a_tied_checkpoint_may_repeat_its_embeddings(tmp_path: Path):
@@ -170,7 +170,7 @@ def test_a_gguf_tensor_missing_or_left_over(tmp_path: Path):
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path, family: tuple[PreTrainedModel, ModelSource]):
     (tmp_path / "config.json").write_text((Path(family[1].path) / "config.json").read_text())
-    source = resolve(str(tmp_path / "config.json"))
+    source = resolve_model(str(tmp_path / "config.json"))
     (tokens,) = prompts(211, 12)
 
     def logits(seed: int) -> torch.Tensor:
@@ -183,10 +183,10 @@ def test_dummy_weights_follow_the_seed(tmp_path: Path, family: tuple[PreTrainedM
 
 
 def test_dummy_matrices_have_full_rank():
-    weight = Dummy(0).take("w", (4096, 1024))
+    weight = RandomCheckpoint(0).take("w", (4096, 1024))
     assert len(weight[:, 0].unique()) > 4000 and abs(weight.std().item() - 0.02) < 1e-3
 
 
 def test_a_shape_has_no_weights():
     with pytest.raises(ConfigError, match="load_format to dummy"):
-        load_decoder(resolve("qwen3-8b"), ModelConfig())
+        load_decoder(resolve_model("qwen3-8b"), ModelConfig())

@@ -14,10 +14,10 @@ from counterpoint.serve.text.output_processor import (
     OutputProcessor,
     StopStrings,
 )
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.types import FinishReason, OutputDelta, TokenLogprobs
 
-TEXT = byte_text()
+TEXT = make_byte_tokenizer()
 END = TEXT.tokenizer.token_to_id("<|im_end|>")
 
 
@@ -39,7 +39,9 @@ def play(
         end = (finish, stopped_by) if final else (None, None)
         pieces.append(
             answer.feed(
-                OutputDelta("x", tuple(part), logprobs=logprobs, finish=end[0], stopped_by=end[1])
+                OutputDelta(
+                    "x", tuple(part), logprobs=logprobs, finish_reason=end[0], stop_reason=end[1]
+                )
             )
         )
     return "".join(piece.text for piece in pieces), pieces
@@ -80,9 +82,9 @@ def test_a_stop_inside_a_word_and_across_tokens():
     options = OutputOptions(stops=("th",))
     text, pieces = play(list(b"with a moth"), options)
     assert text == "wi"
-    assert [p.finish for p in pieces if p.finish] == ["stop"]
-    stopped = next(p for p in pieces if p.finish)
-    assert stopped.stopped_by == "th" and stopped.cancel
+    assert [p.finish_reason for p in pieces if p.finish_reason] == ["stop"]
+    stopped = next(p for p in pieces if p.finish_reason)
+    assert stopped.stop_reason == "th" and stopped.needs_abort
     assert all(p == OutputPiece() for p in pieces[pieces.index(stopped) + 1 :]), (
         "nothing may follow the finish"
     )
@@ -91,7 +93,11 @@ def test_a_stop_inside_a_word_and_across_tokens():
 def test_a_held_suffix_comes_out_at_the_end():
     text, pieces = play(list(b"alpha beta"), OutputOptions(stops=("beta gamma",)))
     assert text == "alpha beta"
-    assert pieces[-1].text == "beta" and pieces[-1].finish == "length" and not pieces[-1].cancel
+    assert (
+        pieces[-1].text == "beta"
+        and pieces[-1].finish_reason == "length"
+        and not pieces[-1].needs_abort
+    )
 
 
 def test_the_stop_string_may_be_included():
@@ -159,8 +165,8 @@ def test_logprob_entries_go_with_their_text():
     entries = []
     for piece in pieces:
         shown += piece.text
-        entries += piece.entries
-        assert b"".join(TEXT.bytes_of(e.token) for e in entries).decode() == shown, (
+        entries += piece.logprob_entries
+        assert b"".join(TEXT.token_bytes(e.token) for e in entries).decode() == shown, (
             "entries and text are out of step"
         )
     assert [e.start for e in entries] == [0, 1, 1, 2, 3, 3, 3, 4]
@@ -169,4 +175,4 @@ def test_logprob_entries_go_with_their_text():
 def test_logprob_entries_of_the_last_unfinished_character_are_not_lost():
     tokens = list("a漢".encode())[:-1]
     _, pieces = play(tokens, OutputOptions(logprobs=True))
-    assert [e.token for piece in pieces for e in piece.entries] == tokens
+    assert [e.token for piece in pieces for e in piece.logprob_entries] == tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 
 FLAGS = ["--load-format", "dummy", "--policy", "chunked", "--cores", "1"]
 BODY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -40,7 +40,7 @@ class Batch:
 
     def run(self, *lines: dict[str, Any]) -> int:
         self.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return status_of(self.command)
+        return run_command(self.command)
 
     def answers(self) -> dict[str, Any]:
         lines = [json.loads(line) for line in self.out.read_text().splitlines()]
@@ -175,7 +175,7 @@ def test_a_wrong_file_is_refused_as_a_whole(
     batch: Batch, text: str, words: str, capsys: pytest.CaptureFixture[str]
 ):
     batch.source.write_text(text * (2 if words == "twice" else 1))
-    assert status_of(batch.command) == 2
+    assert run_command(batch.command) == 2
     assert words in capsys.readouterr().err and not batch.out.exists()
 
 
@@ -197,6 +197,8 @@ def test_the_input_and_other_files_are_no_output(batch: Batch, capsys: pytest.Ca
         path = batch.source.with_name(name)
         path.write_text(text)
         line[3] = str(path)
-        assert status_of(line) == 2 and name in capsys.readouterr().err and path.read_text() == text
+        assert (
+            run_command(line) == 2 and name in capsys.readouterr().err and path.read_text() == text
+        )
     line[3] = "/nowhere/out.jsonl"
-    assert status_of(line) == 2 and "--out" in capsys.readouterr().err
+    assert run_command(line) == 2 and "--out" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from serve_process import ROOT, Running
 
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 from counterpoint.config import SECTIONS, Config, ConfigError
-from counterpoint.flags import settings
+from counterpoint.flags import config_flags
 
 
 def cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -88,7 +88,7 @@ def test_every_setting_is_a_flag_with_its_help_and_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "400")
-    assert status_of(["serve", "--help"]) == 0
+    assert run_command(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     for section in SECTIONS.values():
         for field in dataclasses.fields(section):
@@ -108,7 +108,7 @@ def test_version():
 # ---------------------------------------------------------------- flags and file
 
 
-@settings("scheduler", "device")
+@config_flags("scheduler", "device")
 def command(name: str = "", *, config: Config) -> tuple[str, Config]:
     return name, config
 
@@ -216,7 +216,7 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path):
 def test_a_users_mistake_is_one_line_and_status_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert status_of(arguments) == 2
+    assert run_command(arguments) == 2
     out, err = capsys.readouterr()
     assert not out and words in err and len(err.strip().splitlines()) == 1
 
@@ -251,12 +251,12 @@ def test_generate(tiny: str, capsys: pytest.CaptureFixture[str]):
     ]
     said = []
     for _ in range(2):
-        assert status_of(["generate", tiny, "--prompt", "once", *flags]) == 0
+        assert run_command(["generate", tiny, "--prompt", "once", *flags]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(said[0]) > 1
-    assert status_of(["generate", tiny, "--prompt", "one", "--prompt", "two", *flags]) == 0
+    assert run_command(["generate", tiny, "--prompt", "one", "--prompt", "two", *flags]) == 0
     assert capsys.readouterr().out.count("---") == 1
-    assert status_of(["generate", tiny, "--prompt", "x" * 600, *flags]) == 2
+    assert run_command(["generate", tiny, "--prompt", "x" * 600, *flags]) == 2
     err = capsys.readouterr().err
     assert "512" in err and "600" in err
 
@@ -316,5 +316,5 @@ def test_chat_with_an_own_engine(
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand again\n"))
     flags = ["--load-format", "dummy", "--max-tokens", "4", "--policy", "chunked", "--seed", "1"]
-    assert status_of(["chat", tiny, *flags]) == 0
+    assert run_command(["chat", tiny, *flags]) == 0
     assert capsys.readouterr().out.count("> ") >= 3

@@ -14,7 +14,7 @@ import pytest
 from serve_process import Running, poll
 
 from counterpoint.bench.client import HttpTarget
-from counterpoint.bench.command import first_model
+from counterpoint.bench.command import fetch_first_model
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.offline.chat import remote_speaker
 
@@ -56,7 +56,7 @@ def test_an_api_key(own_server: Start):
     with pytest.raises(ConnectionError, match="401 Unauthorized: set OPENAI_API_KEY"):
         remote_speaker(server.url, None, {})
     with pytest.raises(ConnectionError, match="401 Unauthorized; give the right --api-key"):
-        first_model(HttpTarget(server.url, ""))
+        fetch_first_model(HttpTarget(server.url, ""))
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="swordfish-7", max_retries=0)
     assert (
         client.completions.create(model="echo", prompt="hi", max_tokens=2).choices[0].text == "hi"

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.serve.api.openai import ChatRequest, parse
+from counterpoint.serve.api.openai import ChatRequest, parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.preprocess import QUICK_CHARACTERS, Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import CHATML, byte_text
+from counterpoint.serve.text.tokenizer_loader import CHATML, make_byte_tokenizer
 from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import Role
@@ -36,7 +36,7 @@ class Seen(ModelTokenizer):
     """`threads`: those in which texts were tokenised."""
 
     def __init__(self) -> None:
-        super().__init__(byte_text().tokenizer, TEMPLATE)
+        super().__init__(make_byte_tokenizer().tokenizer, TEMPLATE)
         self.threads: list[int] = []
 
     def encode(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
@@ -51,12 +51,12 @@ def asked(body: dict[str, Any]) -> tuple[int, int]:
         source, text = ModelSource("spec", "", "m"), Seen()
         checker = GrammarChecker(source, HELLO.vocab, HELLO.eos_token_ids)
         try:
-            ask = await Preprocessor(text, HELLO, "m", checker).chat(
-                parse(ChatRequest, msgspec.json.encode(body))
+            ask = await Preprocessor(text, HELLO, "m", checker).prepare_chat(
+                parse_request(ChatRequest, msgspec.json.encode(body))
             )
         finally:
             checker.close()
-        return len(ask.arrives[0].prompt), text.threads[-1]
+        return len(ask.engine_requests[0].prompt), text.threads[-1]
 
     return asyncio.run(work())
 

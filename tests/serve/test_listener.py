@@ -9,19 +9,24 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from counterpoint.serve.output_parsing import chat_formats
-from counterpoint.serve.output_parsing.chat_formats import ChatFormat, dialect_of, load, spec_of
+from counterpoint.serve.output_parsing.chat_formats import (
+    ChatFormat,
+    find_chat_format,
+    load,
+    spec_of,
+)
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
     ContentDelta,
     OutputPart,
-    gather,
-    joined,
+    join_parts,
+    merge_parts,
 )
-from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 PARAMETERS = {
     "type": "object",
@@ -78,7 +83,7 @@ def parts(
     whole: bool = True,
     reasoning: bool = True,
 ) -> list[OutputPart]:
-    hearing = hearing_of(spoken, offer, reasoning, begun)
+    hearing = make_parser_config(spoken, offer, reasoning, begun)
     assert hearing is not None
     voice, said = hearing(), []
     ends = [*(cuts or ()), len(text)]
@@ -90,7 +95,7 @@ def parts(
 def heard(
     spoken: ChatFormat, text: str, cuts: list[int] | None = None, **options
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    speech = gather(parts(spoken, text, cuts, **options))
+    speech = merge_parts(parts(spoken, text, cuts, **options))
     return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
 
 
@@ -154,7 +159,7 @@ def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool
         elif isinstance(part, CallArguments):
             assert part.index == current
         assert isinstance(part, CallStart) or part.text
-    assert gather(joined(said)) == gather(said)
+    assert merge_parts(join_parts(said)) == merge_parts(said)
 
 
 @given(
@@ -166,7 +171,7 @@ def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool
 def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(
     name: str, text: str, whole: bool
 ):
-    speech = gather(parts(DIALECTS[name], text, whole=whole))
+    speech = merge_parts(parts(DIALECTS[name], text, whole=whole))
     if not speech.calls and "<think>" not in text:
         assert speech.content == text
     assert heard(dialect(None), text, offer=None, whole=whole)[2] == []
@@ -231,8 +236,8 @@ def test_a_template_that_comes_with_the_tokeniser():
             "content": {"close": ["<turn|>"]},
         },
     }
-    byte = byte_text()
-    spoken = dialect_of(ModelTokenizer(byte.tokenizer, SHOWS, {}, spec))
+    byte = make_byte_tokenizer()
+    spoken = find_chat_format(ModelTokenizer(byte.tokenizer, SHOWS, {}, spec))
     assert spoken.own and spoken.manners.native
     text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
     begun = chat_formats.begun_by(
@@ -265,8 +270,8 @@ def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
 
 
 def test_a_template_that_is_wrong_is_passed_over():
-    byte = byte_text()
-    spoken = dialect_of(
+    byte = make_byte_tokenizer()
+    spoken = find_chat_format(
         ModelTokenizer(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}})
     )
     assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
@@ -285,15 +290,17 @@ def test_a_template_that_is_wrong_is_passed_over():
     ],
 )
 def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
-    found = dialect_of(ModelTokenizer(byte_text().tokenizer, shown_with(marks)))
+    found = find_chat_format(ModelTokenizer(make_byte_tokenizer().tokenizer, shown_with(marks)))
     assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(
         chat_formats, calls
     )
     assert found.spec["fields"].get("reasoning_content") is (
         getattr(chat_formats, thoughts) if thoughts else None
     )
-    unknown = dialect_of(
-        ModelTokenizer(byte_text().tokenizer, "{{ messages[0].content }}{# " + marks + " #}")
+    unknown = find_chat_format(
+        ModelTokenizer(
+            make_byte_tokenizer().tokenizer, "{{ messages[0].content }}{# " + marks + " #}"
+        )
     )
     assert (
         not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is chat_formats.HERMES
@@ -304,12 +311,12 @@ def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: 
 
 
 def test_special_tokens_of_marks_are_seen():
-    text = byte_text()
+    text = make_byte_tokenizer()
     text.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[INST]"])
     special = ModelTokenizer(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
-    spoken = dialect_of(special)
+    spoken = find_chat_format(special)
     fields = spoken.template.fields
-    named = {special.piece(token) for token in spoken.marks([fields["tool_calls"]])}
+    named = {special.token_string(token) for token in spoken.marks([fields["tool_calls"]])}
     assert named == {"[TOOL_CALLS]", "[ARGS]"}
     assert not spoken.marks([fields["reasoning_content"]])
 
@@ -391,10 +398,10 @@ def test_a_good_call_before_a_bad_one():
 
 def test_arguments_go_out_as_they_come():
     said = '<tool_call>{"name": "weather", "arguments": {"city": "'
-    hearing = hearing_of(DIALECTS["HERMES"], OFFER, True, "")
+    hearing = make_parser_config(DIALECTS["HERMES"], OFFER, True, "")
     assert hearing is not None
     voice = hearing()
-    (start, begun) = joined(voice.feed(said))
+    (start, begun) = join_parts(voice.feed(said))
     assert (
         isinstance(start, CallStart)
         and start.name == "weather"
@@ -415,7 +422,7 @@ def test_one_call_where_no_more_are_wanted():
 def test_nothing_is_called_where_nothing_is_offered():
     text = f"<think>a</think>{SPELLED['HERMES']}"
     assert heard(DIALECTS["HERMES"], text, offer=None) == ("a", SPELLED["HERMES"], [])
-    assert hearing_of(dialect(chat_formats.HERMES, None), None, True, "") is None, (
+    assert make_parser_config(dialect(chat_formats.HERMES, None), None, True, "") is None, (
         "there is nothing to listen for"
     )
 

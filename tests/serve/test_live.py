@@ -160,7 +160,7 @@ def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.Monkey
 
 
 def test_a_slow_viewer_gets_the_newest_frames():
-    frames: lane_feed.Frames = asyncio.Queue(lane_feed.KEPT_FRAMES)
+    frames: lane_feed.Frames = asyncio.Queue(lane_feed.MAX_QUEUED_FRAMES)
     for n in range(10):
         lane_feed.put(frames, b"%d" % n)
     assert [frames.get_nowait() for _ in range(frames.qsize())] == [b"6", b"7", b"8", b"9"]
@@ -194,15 +194,15 @@ def test_percentiles_are_right_and_forget():
 
 def test_a_pulse_counts_tokens_as_they_come():
     beat = rolling_stats.RollingStats()
-    beat.entered([AddRequest(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
+    beat.on_requests([AddRequest(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
     begun_s = beat._last_s["a"][0]
     deltas = [
         (0.5, OutputDelta("a", (1,))),
         (0.6, OutputDelta("a", (2,))),
-        (0.7, OutputDelta("a", (3,), finish=FinishReason.LENGTH)),
+        (0.7, OutputDelta("a", (3,), finish_reason=FinishReason.LENGTH)),
     ]
     for after_s, delta in deltas:
-        beat.heard(EngineOutputs([delta, OutputDelta("unknown", (7,))], begun_s + after_s))
+        beat.on_outputs(EngineOutputs([delta, OutputDelta("unknown", (7,))], begun_s + after_s))
     assert beat.ttft.percentiles(begun_s + 1) == pytest.approx([0.5] * 3, rel=0.03)
     assert beat.itl.percentiles(begun_s + 1) == pytest.approx([0.1] * 3, rel=0.03)
     assert not beat._last_s, "nothing is kept of a request that has ended"
@@ -219,7 +219,7 @@ def test_rates_and_hits_are_of_the_last_seconds():
             prefix_queries_tokens=4 * n,
             prefix_hits_tokens=n * (n > 150),
         )
-        beat.heard(EngineOutputs([], begun_s + n, stats))
+        beat.on_outputs(EngineOutputs([], begun_s + n, stats))
     assert beat.rates(begun_s + 199) == pytest.approx((3, 10))
     assert beat.hit_rate(begun_s + 199) == pytest.approx(199 / (4 * 60))
     assert len(beat._counts) <= rolling_stats.WINDOW_S + 1
@@ -236,7 +236,7 @@ def test_what_the_lanes_did_in_the_last_minute():
             ("prefill", "busy", min(n, 10.0)),
             ("prefill", "memory", 0.0),
         )
-        beat.heard(EngineOutputs([], begun_s + n, Stats(lane_s=rows)))
+        beat.on_outputs(EngineOutputs([], begun_s + n, Stats(lane_s=rows)))
     assert beat.lanes(begun_s + 15)["decode"] == {"busy": 0.75, "nothing": 0.25}
     assert beat.lanes(begun_s + 99) == {"decode": {"busy": 0.75, "nothing": 0.25}, "prefill": {}}, (
         "prefill was busy long ago"
@@ -247,10 +247,12 @@ def test_each_step_is_taken_once():
     beat = rolling_stats.RollingStats()
     steps = [LaneStep(0, n, n, n + 1, 1, 0, 1) for n in range(300)]
     for end in (3, 3, 10, 100, 300):
-        beat.heard(
-            EngineOutputs([], 1.0, Stats(steps=end, recent=tuple(steps[max(0, end - 128) : end])))
+        beat.on_outputs(
+            EngineOutputs(
+                [], 1.0, Stats(steps=end, recent_steps=tuple(steps[max(0, end - 128) : end]))
+            )
         )
-    assert [step.batch for step in beat.steps] == [*range(100), *range(172, 300)], (
+    assert [step.pass_id for step in beat.steps] == [*range(100), *range(172, 300)], (
         "what the ring has lost is lost"
     )
 
@@ -276,7 +278,7 @@ def test_splits_active_units_and_fallbacks_of_the_last_minute():
             resplits=n // 2,
             policy=policy,
         )
-        beat.heard(EngineOutputs([], begun_s + n, stats))
+        beat.on_outputs(EngineOutputs([], begun_s + n, stats))
     now_s = begun_s + 99
     assert beat.splits(now_s) == [(4, 4, 0.75), (2, 6, 0.25)], "of the time in which both ran"
     assert beat.active_share(now_s) == pytest.approx(0.75)

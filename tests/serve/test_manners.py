@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.serve.api.openai import ChatMessage, ChatRequest
-from counterpoint.serve.output_parsing.chat_formats import dialect_of
-from counterpoint.serve.output_parsing.template_capabilities import TemplateCapabilities, manners_of
-from counterpoint.serve.output_parsing.tools import conversation, offer_of
+from counterpoint.serve.output_parsing.chat_formats import find_chat_format
+from counterpoint.serve.output_parsing.template_capabilities import (
+    TemplateCapabilities,
+    detect_capabilities,
+)
+from counterpoint.serve.output_parsing.tools import conversation, find_allowed_tools
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 TURN = "{% for m in messages %}{{ m.role }}:"
@@ -49,18 +52,18 @@ HISTORY = [
 
 @pytest.mark.parametrize("body", FAMILIES)
 def test_what_a_template_wants(body: str):
-    text = ModelTokenizer(byte_text().tokenizer, TOOLS + TURN + body)
-    assert manners_of(text) == FAMILIES[body]
+    text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
+    assert detect_capabilities(text) == FAMILIES[body]
 
 
 @pytest.mark.parametrize("body", [body for body in FAMILIES if "no.such" not in body])
 def test_what_it_wants_is_what_it_gets(body: str):
-    text = ModelTokenizer(byte_text().tokenizer, TOOLS + TURN + body)
+    text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
     tools = [
         {"type": "function", "function": {"name": "weather", "description": "Tells the weather."}}
     ]
-    turns, options = conversation(HISTORY, tools, dialect_of(text))
-    prompt = text.render(turns, **options)
+    turns, options = conversation(HISTORY, tools, find_chat_format(text))
+    prompt = text.apply_chat_template(turns, **options)
     told = ("Tells the weather.", "How warm?", '"city"', "Paris", "21 degrees", "It is 21.")
     places = [prompt.index(word) for word in told]
     assert places == sorted(places) and "None" not in prompt
@@ -70,7 +73,9 @@ def test_what_it_wants_is_what_it_gets(body: str):
 
 
 def test_a_template_of_single_calls_has_answers_with_one():
-    dialect = dialect_of(ModelTokenizer(byte_text().tokenizer, TOOLS + TURN + ONE_CALL + AS_JSON))
+    dialect = find_chat_format(
+        ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + ONE_CALL + AS_JSON)
+    )
     tool = {"type": "function", "function": {"name": "weather"}}
-    offer = offer_of(ChatRequest(messages=HISTORY[:1], tools=[tool]), [tool], dialect)  # type: ignore[list-item]
+    offer = find_allowed_tools(ChatRequest(messages=HISTORY[:1], tools=[tool]), [tool], dialect)  # type: ignore[list-item]
     assert offer is not None and not offer.parallel

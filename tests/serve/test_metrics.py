@@ -41,7 +41,7 @@ RECORD = RequestTiming(
     prompt_tokens=70,
     cached_tokens=16,
     token_s=(2.0, 2.002, 3.5),
-    finish=FinishReason.LENGTH,
+    finish_reason=FinishReason.LENGTH,
     preemptions=1,
 )
 STATS = Stats(
@@ -75,7 +75,7 @@ TIMES = HandoffTimes(0.1, 0.2, 0.3, 0.4, 0.5, page_layers=10, sending_s=0.1)
 
 def page() -> str:
     metrics = Metrics("some-model")
-    metrics.stats, metrics.hello = STATS, HELLO
+    metrics.stats, metrics.engine_info = STATS, HELLO
     metrics.observe(RECORD)
     return metrics.render().decode()
 
@@ -88,19 +88,23 @@ def pool_page() -> str:
         Router(Roofline(PRESETS["qwen3-0.6b"], device_spec("h200")), LinkBandwidth(1e9, 1000))
     )
     for role in (Role.PREFILL, Role.DECODE):
-        routing.seat(
+        routing.add_worker(
             role.value, role, WorkerShape(units=1, layers=1, page_tokens=16, pages_total=1000)
         )
-    routing.pick(
+    routing.choose_route(
         AddRequest(id="a", prompt=tuple(range(900)), sampling=Sampling(max_tokens=1)), "", ""
     )
-    routing.began("a", 0.5)
+    routing.on_first_token("a", 0.5)
     for _ in range(FEWEST):
-        routing.sent("prefill", "decode", TIMES)
+        routing.on_transfer("prefill", "decode", TIMES)
     metrics = PoolMetrics(lambda: workers, lambda: routing)
     metrics.observe(
         HandoffEnded(
-            HandoffId("a", 1), DisaggRole.PREFILL, HandoffOutcome.SENT, times=TIMES, to="decode"
+            HandoffId("a", 1),
+            DisaggRole.PREFILL,
+            HandoffOutcome.SENT,
+            times=TIMES,
+            decode_worker="decode",
         )
     )
     registry = prometheus_client.CollectorRegistry()

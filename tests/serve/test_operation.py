@@ -18,7 +18,7 @@ import pytest
 from serve_process import Running, poll
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.serve.observability.logs import JsonLines, anything_ran, load_between
+from counterpoint.serve.observability.logs import JsonLines, has_activity, load_between
 from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.types import LaneStep, Stats
@@ -229,7 +229,7 @@ def test_a_load_in_words():
         prefix_queries_tokens=100,
         prefix_hits_tokens=25,
         split_s=((0, 2, 6.0), (1, 1, 10.0)),
-        playing=(LaneStep(0, 1, 70.0, 0.0, 1, 512, 0),),
+        running_steps=(LaneStep(0, 1, 70.0, 0.0, 1, 512, 0),),
     )
     load = load_between(
         before, after, 10.0, RollingStats(), 100.0
@@ -249,9 +249,9 @@ def test_a_load_in_words():
 
 def test_nothing_is_told_of_an_idle_engine():
     idle = Stats(steps=5, generated_tokens=9, pages_total=10, pages_cached=3)
-    assert not anything_ran(idle, idle)
+    assert not has_activity(idle, idle)
     for busy in (Stats(steps=6), Stats(steps=5, running=1), Stats(steps=5, waiting=1)):
-        assert anything_ran(idle, busy)
+        assert has_activity(idle, busy)
 
 
 def test_a_line_is_one_line():

@@ -14,14 +14,14 @@ from counterpoint.disagg.handoff_events import engine_id
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.peer_connection import Address
 from counterpoint.serve.api.limits import AdmissionQueue
-from counterpoint.serve.api.openai import CompletionRequest, parse
+from counterpoint.serve.api.openai import CompletionRequest, parse_request
 from counterpoint.serve.api.streaming import Generation
 from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.output_processor import OutputPiece
 from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.serve.worker.pool import Pool
 from counterpoint.serve.worker.registry import RegisteredWorker
 from counterpoint.serve.worker.wire import EngineInfo
@@ -30,7 +30,11 @@ from counterpoint.spec.presets import PRESETS
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role, Stats
 
-SPEC, SOURCE, TEXT = PRESETS["smollm2-135m"], ModelSource("spec", "", "smollm2-135m"), byte_text()
+SPEC, SOURCE, TEXT = (
+    PRESETS["smollm2-135m"],
+    ModelSource("spec", "", "smollm2-135m"),
+    make_byte_tokenizer(),
+)
 HELLO = EngineInfo(
     pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256, page_tokens=4, kv_tokens=4096,
     eos_token_ids=(257,),
@@ -55,35 +59,35 @@ class Front:
         )
         digest = make_digest(SPEC, "dummy 0", "float16", 4)
         ready = WorkerReady(
-            hello=HELLO,
+            engine_info=HELLO,
             address=Address("127.0.0.1", 1),
             digest=digest,
-            kinds=("tcp",),
+            transports=("tcp",),
             units=2,
             kv_bytes_per_token=64,
         )
-        self.member = self.pool.roster.members["replica-0"] = RegisteredWorker(
+        self.member = self.pool.registry.workers["replica-0"] = RegisteredWorker(
             "replica-0", Role.BOTH, Line(), ready
         )  # type: ignore[arg-type]
-        self.pool.ready(self.member, ready)
+        self.pool.on_ready(self.member, ready)
 
     async def ask(self, **fields: object) -> PreparedRequest:
         checker = GrammarChecker(SOURCE, HELLO.vocab, HELLO.eos_token_ids)
         try:
-            request = parse(
+            request = parse_request(
                 CompletionRequest,
                 msgspec.json.encode({"prompt": "one, two", "max_tokens": 50} | fields),
             )
-            return await Preprocessor(TEXT, HELLO, "m", checker).completion(request)
+            return await Preprocessor(TEXT, HELLO, "m", checker).prepare_completion(request)
         finally:
             checker.close()
 
     def say(self, ask: PreparedRequest, text: str, finish: FinishReason | None = None) -> None:
         """The worker says more of the ask's one answer."""
-        name = engine_id(HandoffId(ask.arrives[0].id, 1), DisaggRole.WHOLE)
-        self.pool.said(
+        name = engine_id(HandoffId(ask.engine_requests[0].id, 1), DisaggRole.WHOLE)
+        self.pool.on_report(
             self.member,
-            WorkerReport([OutputDelta(name, tuple(TEXT.encode([text])[0]), finish=finish)]),
+            WorkerReport([OutputDelta(name, tuple(TEXT.encode([text])[0]), finish_reason=finish)]),
             Stats(),
         )
 
@@ -91,16 +95,16 @@ class Front:
         return not (
             self.metrics.cut_short
             or self.pulse._last_s
-            or self.pool._lives
-            or self.pool.front.requests
+            or self.pool._requests
+            or self.pool.frontend.requests
         )
 
 
 async def pieces_of(front: Front, ask: PreparedRequest) -> list[OutputPiece]:
     generation = Generation(
-        front.pool, ask, TEXT, AdmissionQueue().enter(ask.arrives), front.metrics.cut_short
+        front.pool, ask, TEXT, AdmissionQueue().enter(ask.engine_requests), front.metrics.cut_short
     )
-    return [piece async for _, piece, _ in generation.pieces()]
+    return [piece async for _, piece, _ in generation.stream_pieces()]
 
 
 def in_loop(work):
@@ -124,7 +128,7 @@ def test_an_answer_that_a_stop_string_ends_has_stopped_and_leaves_nothing(
         ends = FinishReason.STOP if finish is None else finish
         assert (
             "".join(piece.text for piece in pieces) == "".join(said).partition("stop")[0]
-            and pieces[-1].finish == ends
+            and pieces[-1].finish_reason == ends
         )
         assert {reason: count for reason, count in front.metrics.finished.items() if count} == {
             ends: 1

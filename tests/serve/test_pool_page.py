@@ -10,7 +10,12 @@ from pool_process import Pool
 from serve_process import poll
 from test_live import Frame, first, watching
 
-from counterpoint.serve.observability.pool_lanes import WorkerLanes, about, named_lanes, staged
+from counterpoint.serve.observability.pool_lanes import (
+    WorkerLanes,
+    describe_workers,
+    lanes_of_worker,
+    worker_lane_times,
+)
 from counterpoint.types import LaneStep, Stats
 
 BODY = {
@@ -93,7 +98,10 @@ def test_the_page_shows_the_workers(pool: Pool, browser: Browser):
 
 def test_steps_keep_apart_and_those_of_another_clock_end_now():
     steps = [LaneStep(1, 7, 10.0, 11.0, 2, 0, 3), LaneStep(0, 8, 10.5, 0.0, 2, 5, 0)]
-    near, far = staged(WorkerLanes(0, "a"), steps, 12.0), staged(WorkerLanes(3, "b"), steps, 5000.0)
+    near, far = (
+        lanes_of_worker(WorkerLanes(0, "a"), steps, 12.0),
+        lanes_of_worker(WorkerLanes(3, "b"), steps, 5000.0),
+    )
     assert [(step.lane, step.started_s, step.ended_s) for step in near] == [
         (1, 10.0, 11.0),
         (0, 10.5, 0.0),
@@ -102,8 +110,8 @@ def test_steps_keep_apart_and_those_of_another_clock_end_now():
         (7, 4999.0, 5000.0),
         (6, 4999.5, 0.0),
     ]
-    assert len({step.batch for step in (*near, *far)}) == 4, "passes of two workers are not one"
-    assert staged(WorkerLanes(0, "a"), [], 12.0) == ()
+    assert len({step.pass_id for step in (*near, *far)}) == 4, "passes of two workers are not one"
+    assert lanes_of_worker(WorkerLanes(0, "a"), [], 12.0) == ()
 
 
 def test_a_workers_lanes_share_its_band():
@@ -112,12 +120,14 @@ def test_a_workers_lanes_share_its_band():
         WorkerLanes(1, "d", 2, ("both",)),
         WorkerLanes(2, "missing"),
     ]
-    told = about(places)
+    told = describe_workers(places)
     assert told["roles"] == ["prefill", "decode", "both", "", "", ""]
     assert told["bands"] == [(0, 4), (0, 4), (4, 2), (4, 2), (6, 1), (6, 1)] and told["units"] == 7
     stats = Stats(lane_s=(("prefill", "busy", 1.0), ("decode", "nothing", 2.0)))
-    assert named_lanes(places[0], stats) == (
+    assert worker_lane_times(places[0], stats) == (
         ("p prefill", "busy", 1.0),
         ("p decode", "nothing", 2.0),
     )
-    assert named_lanes(places[1], Stats(lane_s=(("both", "busy", 1.0),))) == (("d", "busy", 1.0),)
+    assert worker_lane_times(places[1], Stats(lane_s=(("both", "busy", 1.0),))) == (
+        ("d", "busy", 1.0),
+    )

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from counterpoint.build import link_bytes_per_s, movers, sharers, take_gpu
+from counterpoint.build import claim_gpu, link_bytes_per_s, make_transports, workers_on_gpu
 from counterpoint.config import Config, ConfigError
 from counterpoint.disagg.peer_connection import Address
-from counterpoint.serve.observability.merge_stats import counters, total
-from counterpoint.serve.worker.pool import make_elastic
+from counterpoint.serve.observability.merge_stats import merge, without_gauges
+from counterpoint.serve.worker.pool import make_rebalancer
 from counterpoint.serve.worker.registry import shared_token
-from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divided
+from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divide_cores
 from counterpoint.types import Stats
 
 
@@ -62,15 +62,15 @@ def test_the_token_is_never_shown():
 
 def test_roles_need_targets_to_follow():
     with pytest.raises(ConfigError, match="ttft_s and tpot_s"):
-        make_elastic(Config().replace(replicas=2, elastic=True))
-    assert make_elastic(Config().replace(replicas=2)) is None
+        make_rebalancer(Config().replace(replicas=2, elastic=True))
+    assert make_rebalancer(Config().replace(replicas=2)) is None
 
 
 def test_cores_are_dealt_out_among_workers():
-    assert divided((0, 1, 2, 3), 2) == [(0, 1), (2, 3)]
-    assert divided((0, 1, 2), 2) == [(0,), (1, 2)]
-    assert divided((4, 6), 4) == [(4,), (6,), (4,), (6,)]
-    assert divided((0, 1), 0) == []
+    assert divide_cores((0, 1, 2, 3), 2) == [(0, 1), (2, 3)]
+    assert divide_cores((0, 1, 2), 2) == [(0,), (1, 2)]
+    assert divide_cores((4, 6), 4) == [(4,), (6,), (4,), (6,)]
+    assert divide_cores((0, 1), 0) == []
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
@@ -99,24 +99,24 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
 
 
 def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch):
-    assert [sharers(rank, 5, 2) for rank in range(5)] == [3, 2, 3, 2, 3]
-    assert [sharers(rank, 2, 4) for rank in range(2)] == [1, 1]
+    assert [workers_on_gpu(rank, 5, 2) for rank in range(5)] == [3, 2, 3, 2, 3]
+    assert [workers_on_gpu(rank, 2, 4) for rank in range(2)] == [1, 1]
     taken = []
     for rank in (0, 1, 2, None):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-        take_gpu(Config(), rank, 3)
+        claim_gpu(Config(), rank, 3)
         taken.append(os.environ["CUDA_VISIBLE_DEVICES"])
     assert taken == ["2", "5", "2", "2,5"], "one that was given its GPU chooses none"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert take_gpu(Config().replace(device="cpu"), 1, 3) == ("cpu", 1)
+    assert claim_gpu(Config().replace(device="cpu"), 1, 3) == ("cpu", 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
 
 
 def test_a_transport_fits_its_device():
     with pytest.raises(ConfigError, match="cuda-ipc, which does not carry KV of device cpu"):
-        movers(Config().replace(transport="cuda-ipc"), lambda: None)
+        make_transports(Config().replace(transport="cuda-ipc"), lambda: None)
     with pytest.raises(ConfigError, match="nixl, which does not carry KV of device cuda"):
-        movers(Config().replace(transport="nixl"), lambda: None, "cuda")
+        make_transports(Config().replace(transport="nixl"), lambda: None, "cuda")
 
 
 def test_a_link_is_priced_by_its_transport():
@@ -151,7 +151,7 @@ def test_counters_do_not_fall_when_a_worker_goes():
         finished={"stop": 1},
         split_s=((1, 0, 1.0),),
     )
-    both, left = total([a, b]), total([counters(a), b])
+    both, left = merge([a, b]), merge([without_gauges(a), b])
     assert (both.steps, both.generated_tokens, both.finished, both.split_s) == (
         6,
         10,

@@ -22,8 +22,8 @@ from serve_process import Running, poll
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
 from counterpoint.serve.api.openai import ApiError
-from counterpoint.serve.output_parsing.chat_formats import dialect_of
-from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.chat_formats import find_chat_format
+from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tools import thinking_first
 from counterpoint.serve.structured_output.grammar import (
     ANSWER,
@@ -31,10 +31,10 @@ from counterpoint.serve.structured_output.grammar import (
     from_choice,
     from_json_schema,
     from_regex,
-    vocabulary_of,
+    make_vocabulary,
 )
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.spec.model import ModelError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -522,7 +522,7 @@ THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think><
     ],
 )
 def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: bool):
-    plain = byte_text()
+    plain = make_byte_tokenizer()
     text = ModelTokenizer(plain.tokenizer, THINKS, plain.special)
     schema = {
         "type": "object",
@@ -530,10 +530,10 @@ def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: boo
         "required": ["a"],
         "additionalProperties": False,
     }
-    hearing = hearing_of(dialect_of(text), None, True, "<think>" if inside else "")
+    hearing = make_parser_config(find_chat_format(text), None, True, "<think>" if inside else "")
     assert hearing is not None
     before = thinking_first(ANSWER, hearing, text, prompt)
-    tokenizer = make_tokenizer(vocabulary_of(text), 258, (257,))
+    tokenizer = make_tokenizer(make_vocabulary(text), 258, (257,))
     for grammar in (from_json_schema(schema), from_choice(['{"a":1}']), from_regex(r'\{"a":1\}')):
         matcher = compile_grammar(following(before, grammar), tokenizer)
         read = matcher.try_consume_tokens(list(said.encode()))

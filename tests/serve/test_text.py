@@ -12,8 +12,12 @@ from tokenizers import decoders, models, normalizers
 from counterpoint.build import cache_folder
 from counterpoint.config import ConfigError
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
-from counterpoint.serve.text.tokenizer_loader import BYTE_OF_CHARACTER, byte_text, load_text
-from counterpoint.spec.source import ModelSource, find_named
+from counterpoint.serve.text.tokenizer_loader import (
+    BYTE_OF_CHARACTER,
+    load_tokenizer,
+    make_byte_tokenizer,
+)
+from counterpoint.spec.source import ModelSource, find_pulled
 
 SAMPLES = [
     "Hello world",
@@ -42,12 +46,12 @@ def random_text(chance: random.Random) -> str:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[ModelTokenizer, object]:
     """Our Text, and transformers' tokeniser, of one file."""
-    path = find_named("smollm2", cache_folder())
+    path = find_pulled("smollm2", cache_folder())
     if path is None:
         pytest.skip("smollm2 is not here: counterpoint pull smollm2")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    return load_text(ModelSource("gguf", str(path), "smollm2")), theirs
+    return load_tokenizer(ModelSource("gguf", str(path), "smollm2")), theirs
 
 
 def test_smollm2_is_tokenised_as_transformers_does(smollm2):
@@ -122,7 +126,7 @@ def test_a_byte_level_gguf_is_tokenised_as_transformers_does(pre: str, tmp_path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    ours = load_text(ModelSource("gguf", str(tmp_path / "m.gguf"), "m"))
+    ours = load_tokenizer(ModelSource("gguf", str(tmp_path / "m.gguf"), "m"))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="m.gguf")
     chance = random.Random(2)
     fixed = ["hell'll we're 123456 ab", "her\n\nher  12", "<|eot|>a<think>b"]
@@ -172,38 +176,42 @@ def sentencepiece_folder(folder: Path) -> Path:
 
 
 def test_a_folder_with_byte_fallback(tmp_path: Path):
-    text = load_text(ModelSource("hf", str(sentencepiece_folder(tmp_path)), "m"))
+    text = load_tokenizer(ModelSource("hf", str(sentencepiece_folder(tmp_path)), "m"))
     ids = text.encode(["a ab 漢"])[0]
     assert len(ids) == 7, "a truncation in the file must not be applied"
     assert text.decode(ids) == " a ab 漢", "in the middle of a text, the first space is one"
-    assert text.bytes_of(3 + 0xE6) == b"\xe6"
-    assert text.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert text.token_bytes(3 + 0xE6) == b"\xe6"
+    assert text.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
 
 
 def test_a_folder_without_a_tokeniser_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no tokeniser"):
-        load_text(ModelSource("hf", str(tmp_path), "m"))
+        load_tokenizer(ModelSource("hf", str(tmp_path), "m"))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        load_text(ModelSource("hf", str(tmp_path), "m"))
+        load_tokenizer(ModelSource("hf", str(tmp_path), "m"))
 
 
 def test_a_template_that_fails_says_so():
-    text = ModelTokenizer(byte_text().tokenizer, "{{ raise_exception('roles must alternate') }}")
+    text = ModelTokenizer(
+        make_byte_tokenizer().tokenizer, "{{ raise_exception('roles must alternate') }}"
+    )
     with pytest.raises(TokenizerError, match="roles must alternate"):
-        text.render([{"role": "user", "content": "hi"}])
+        text.apply_chat_template([{"role": "user", "content": "hi"}])
     with pytest.raises(TokenizerError, match="no chat template"):
-        ModelTokenizer(byte_text().tokenizer).render([{"role": "user", "content": "hi"}])
+        ModelTokenizer(make_byte_tokenizer().tokenizer).apply_chat_template(
+            [{"role": "user", "content": "hi"}]
+        )
 
 
 def test_a_template_cannot_reach_python():
-    text = ModelTokenizer(byte_text().tokenizer, "{{ ''.__class__.__mro__ }}")
+    text = ModelTokenizer(make_byte_tokenizer().tokenizer, "{{ ''.__class__.__mro__ }}")
     with pytest.raises(TokenizerError):
-        text.render([{"role": "user", "content": "hi"}])
+        text.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 def test_least_tokens_is_a_lower_bound():
-    text = byte_text()
+    text = make_byte_tokenizer()
     for sample in [*SAMPLES, "x" * 10_000]:
         assert text.least_tokens(sample) <= len(text.encode([sample])[0])
     assert text.least_tokens("x" * 10_000_000) > 4096

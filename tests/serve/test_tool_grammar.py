@@ -6,8 +6,8 @@ import pytest
 from test_listener import D, heard, shown_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.output_parsing.chat_formats import dialect_of
-from counterpoint.serve.output_parsing.streaming_parser import hearing_of
+from counterpoint.serve.output_parsing.chat_formats import find_chat_format
+from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
 from counterpoint.serve.output_parsing.tools import lark_of
 from counterpoint.serve.structured_output.grammar import (
@@ -16,10 +16,10 @@ from counterpoint.serve.structured_output.grammar import (
     from_choice,
     from_json_schema,
     from_lark,
-    vocabulary_of,
+    make_vocabulary,
 )
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import byte_text
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 CITY = {
     "type": "object",
@@ -49,7 +49,7 @@ ANSWERS = {  # two calls in each form; by the marks in a chat template
 
 def text_of(template: str) -> ModelTokenizer:
     """With a chat template that writes these marks."""
-    tokenizer = byte_text().tokenizer
+    tokenizer = make_byte_tokenizer().tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
     return ModelTokenizer(tokenizer, shown_with(template))
 
@@ -65,8 +65,8 @@ def takes(
 ) -> bool:
     """Whether `answer` is a whole one."""
     text = text_of(template)
-    vocabulary = vocabulary_of(text)
-    hearing = hearing_of(dialect_of(text).writable(), offer, True, begun)
+    vocabulary = make_vocabulary(text)
+    hearing = make_parser_config(find_chat_format(text).writable(), offer, True, begun)
     assert hearing is not None
     tokenizer = make_tokenizer(vocabulary, len(vocabulary.tokens), (257,))
     lark = lark_of(hearing, text, prompt, ANSWER if wanted else "")
@@ -91,7 +91,7 @@ def test_calls_in_the_form_that_the_model_knows(template: str):
         answer.replace("city", "town"),
     ):
         assert not takes(template, wrong)
-    dialect = dialect_of(text_of(template)).writable()
+    dialect = find_chat_format(text_of(template)).writable()
     assert [name for name, _ in heard(dialect, answer, offer=AllowedTools(TOOLS))[2]] == [
         "weather",
         "time",
@@ -165,6 +165,6 @@ def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str
 
 def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
     text = text_of("<tool_call> </think>")
-    hearing = hearing_of(dialect_of(text), None, True, "")
+    hearing = make_parser_config(find_chat_format(text), None, True, "")
     assert hearing is not None
     assert lark_of(hearing, text, "<think></think>", ANSWER) == f"start: {ANSWER}"

@@ -19,8 +19,8 @@ from test_api import CHAT, refused
 from counterpoint.build import cache_folder
 from counterpoint.serve.offline.chat import show
 from counterpoint.serve.output_parsing.output_parser import ContentDelta, ReasoningDelta
-from counterpoint.serve.text.tokenizer_loader import byte_text
-from counterpoint.spec.source import find_named
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
+from counterpoint.spec.source import find_pulled
 
 PARAMETERS = {
     "type": "object",
@@ -67,7 +67,7 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The echoing engine, with a tokeniser whose chat template knows tools and reasoning."""
     folder = tmp_path_factory.mktemp("thinker")
-    byte_text().tokenizer.save(str(folder / "tokenizer.json"))
+    make_byte_tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     running = Running(folder / "log", folder=str(folder))
     try:
@@ -482,7 +482,7 @@ def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    if not find_named("smollm2", cache_folder()).exists():
+    if not find_pulled("smollm2", cache_folder()).exists():
         pytest.skip("smollm2 is not here: counterpoint pull smollm2")
     command = [
         sys.executable,

@@ -9,12 +9,12 @@ from test_simulate import H200, check_whole, load
 
 from counterpoint.config import Config
 from counterpoint.core.policy.ablations import ABLATIONS
-from counterpoint.simulator.simulate import Simulated, simulate
+from counterpoint.simulator.simulate import SimResult, simulate
 
 CONFIG = Config().replace(policy="auto", ttft_s=0.5, tpot_s=0.02)
 
 
-def without(part: str | None, depth: int = 2) -> Simulated:
+def without(part: str | None, depth: int = 2) -> SimResult:
     queries = load(120, rate=30, prompt=1500, output=60)
     came = simulate(
         dataclasses.replace(H200, without=part, depth=depth), queries, CONFIG, watched=True
@@ -23,7 +23,7 @@ def without(part: str | None, depth: int = 2) -> Simulated:
     return came
 
 
-def splits(came: Simulated) -> set[tuple[int, int]]:
+def splits(came: SimResult) -> set[tuple[int, int]]:
     return {
         (prefill, decode)
         for prefill, decode, seconds in came.stats.split_s

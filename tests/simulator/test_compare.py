@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 from counterpoint.simulator.compare import cut, read_cells
 from counterpoint.simulator.machine import Machine
 from counterpoint.spec.device import H200
@@ -85,14 +85,14 @@ def test_results_are_kept_and_not_run_again(loads, tmp_path, capsys):
         "--json",
         str(results),
     ]
-    assert status_of([*line, "--only", "chat"]) == 0
+    assert run_command([*line, "--only", "chat"]) == 0
     first = json.loads(results.read_text())["rows"]
     assert [(row["load"], row["mode"], row["rate"], row["place"]) for row in first] == [
         ("chat", "chunked:512", 20, "simulator"), ("chat", "auto", 10, "simulator"), ("chat", "auto", 20, "simulator"),
     ]  # fmt: skip
     assert all(row["completed"] == 12 and row["slo_attainment"] == 1.0 for row in first)
     assert "chunked:512" in capsys.readouterr().out
-    assert status_of(line) == 0
+    assert run_command(line) == 0
     second = json.loads(results.read_text())["rows"]
     assert second[:3] == first
     assert [row["mode"] for row in second[3:]] == ["multiplex:32", "serial"]
@@ -112,7 +112,7 @@ def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
         "--drain",
         "0.001",
     ]
-    assert status_of(line) == 0
+    assert run_command(line) == 0
     rows = json.loads(results.read_text())["rows"]
     assert all(row["failed"] > 0 for row in rows)
     assert rows[0]["slo_attainment"] < 1
@@ -120,7 +120,7 @@ def test_what_is_unanswered_at_the_end_has_failed(loads, tmp_path):
 
 def test_a_timeline_of_each_run_is_written(loads, tmp_path):
     line = ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", "--only", "chat"]
-    assert status_of([*line, "--timelines", str(tmp_path / "new" / "traces")]) == 0
+    assert run_command([*line, "--timelines", str(tmp_path / "new" / "traces")]) == 0
     traces = {
         path.name: json.loads(path.read_text())["traceEvents"]
         for path in (tmp_path / "new" / "traces").iterdir()
@@ -145,10 +145,10 @@ def test_runs_under_other_settings_are_not_taken_for_these(loads, tmp_path, caps
         "--only",
         "chat",
     ]
-    assert status_of([*line, "--drain", "5"]) == 0
+    assert run_command([*line, "--drain", "5"]) == 0
     kept = results.read_text()
     capsys.readouterr()
-    assert status_of([*line, "--drain", "15", "--kv-pages", "3000"]) == 2
+    assert run_command([*line, "--drain", "15", "--kv-pages", "3000"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert (
         "drain 5.0 (now 15.0)" in said
@@ -171,14 +171,14 @@ def test_a_file_of_other_results_is_named_and_kept(loads, tmp_path, capsys, text
         "--json",
         str(tmp_path / "other.json"),
     ]
-    assert status_of(line) == 2
+    assert run_command(line) == 2
     assert "other.json" in capsys.readouterr().err and (tmp_path / "other.json").read_text() == text
 
 
 def test_wrong_flags_are_named(loads, capsys):
     for flags in (["--only", "nothing"], ["--drain", "nan"]):
         assert (
-            status_of(
+            run_command(
                 ["compare", str(loads), "--model", "llama-3.1-8b", "--on", "simulator", *flags]
             )
             == 2
@@ -187,18 +187,22 @@ def test_wrong_flags_are_named(loads, capsys):
 
 
 def test_places_are_checked(loads, capsys):
-    assert status_of(["compare", str(loads), "--model", "llama-3.1-8b", "--on", "gpu"]) == 2
+    assert run_command(["compare", str(loads), "--model", "llama-3.1-8b", "--on", "gpu"]) == 2
     assert "engine,simulator" in capsys.readouterr().err
 
 
 def test_cut():
     record = RequestTiming(
         id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0, token_s=(1.0, 2.0, 3.0),
-        finish=FinishReason.LENGTH, preemptions=0,
+        finish_reason=FinishReason.LENGTH, preemptions=0,
     )  # fmt: skip
     assert cut(record, 3.0) == record
     short = cut(record, 2.5)
-    assert (short.token_s, short.finish, short.finished_s) == ((1.0, 2.0), FinishReason.ABORT, 2.5)
+    assert (short.token_s, short.finish_reason, short.finished_s) == (
+        (1.0, 2.0),
+        FinishReason.ABORT,
+        2.5,
+    )
 
 
 def test_a_part_of_auto_may_be_left_out(tmp_path):
@@ -206,7 +210,7 @@ def test_a_part_of_auto_may_be_left_out(tmp_path):
     load = "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, slo: 'ttft=1,tpot=30ms'"
     path.write_text(f"chat: {load}, modes: {{auto: 20, auto without fusion: 20}}}}")
     assert (
-        status_of(
+        run_command(
             [
                 "compare",
                 str(path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sim_builders import ByTokens, Constant, opened, step
 
-from counterpoint.device.sim import FixedLatency, SimExecutor, VirtualEventQueue, fake_token
+from counterpoint.device.sim import FixedLatency, SimExecutor, VirtualEventQueue, simulated_token
 from counterpoint.types import Abort, BatchShape, FreeSlot, Segment, StepDone
 
 
@@ -30,10 +30,10 @@ def test_events_come_at_their_times_together_and_in_order():
 
 def test_an_alarm_that_gives_nothing_is_no_event():
     inbox = VirtualEventQueue()
-    inbox.call(1.0, lambda: None)
-    inbox.call(3.0, lambda: Abort("late"))
+    inbox.call_at(1.0, lambda: None)
+    inbox.call_at(3.0, lambda: Abort("late"))
     assert inbox.get() == (3.0, [Abort("late")])
-    inbox.call(4.0, lambda: None)
+    inbox.call_at(4.0, lambda: None)
     assert inbox.get() is None
 
 
@@ -41,12 +41,12 @@ def test_one_thing_happens_at_a_time_where_clocks_are_joined():
     """The host is busy until 3: what comes till then is told it together, but alarms keep their times."""
     inbox, at = VirtualEventQueue(), []
     inbox.post(1.0, Abort("a"))
-    inbox.call(2.0, lambda: at.append(inbox.now))
+    inbox.call_at(2.0, lambda: at.append(inbox.now))
     inbox.post(2.5, Abort("b"))
-    inbox.spend(3.0)
+    inbox.occupy_host(3.0)
     seen = []
-    while inbox.next_s < float("inf"):
-        seen.append((inbox.next_s, inbox.move()))
+    while inbox.next_event_s < float("inf"):
+        seen.append((inbox.next_event_s, inbox.advance()))
     assert seen == [(1.0, None), (2.0, None), (2.5, None), (3.0, (3.0, [Abort("a"), Abort("b")]))]
     assert at == [2.0]
 
@@ -94,7 +94,7 @@ def test_a_neighbour_slows_what_overlaps_and_nothing_else():
     which A does 2; A's last 2 are alone again."""
     inbox, executor = device(ByTokens())
     executor.submit(step(1, Segment(0, 0, 6, False), lane=0))
-    inbox.call(2.0, lambda: executor.submit(step(2, Segment(1, 0, 2, False), lane=1)))
+    inbox.call_at(2.0, lambda: executor.submit(step(2, Segment(1, 0, 2, False), lane=1)))
     assert spans(drain(inbox)) == {1: (0.0, pytest.approx(10.0)), 2: (2.0, pytest.approx(8.0))}
 
 
@@ -115,7 +115,7 @@ def test_the_host_is_hidden_behind_a_running_step_and_felt_on_a_dry_lane():
     inbox, executor = device(ByTokens(), host_s=0.5)
     executor.submit(step(1, Segment(0, 0, 3, False)))
     executor.submit(step(2, Segment(1, 0, 2, False)))
-    inbox.call(7.0, lambda: executor.submit(step(3, Segment(2, 0, 1, False))))
+    inbox.call_at(7.0, lambda: executor.submit(step(3, Segment(2, 0, 1, False))))
     assert spans(drain(inbox)) == {1: (0.5, 3.5), 2: (3.5, 5.5), 3: (7.5, 8.5)}
 
 
@@ -147,7 +147,7 @@ def test_what_happens_while_the_host_launches_waits_for_it():
 
 
 def test_a_turn_keeps_the_host_busy():
-    inbox = VirtualEventQueue(turn_s=0.2)
+    inbox = VirtualEventQueue(host_loop_s=0.2)
     inbox.post(1.0, Abort("a"))
     inbox.post(1.1, Abort("b"))
     inbox.post(1.5, Abort("c"))
@@ -168,11 +168,11 @@ def test_only_the_last_layers_sample_and_the_tokens_are_those_of_the_request():
     executor.submit(step(2, *segments, batch=1, layers=(2, 4)))
     first, second = (events[0] for _, events in drain(inbox))
     assert first.tokens == ()
-    assert second.tokens == (fake_token(0, 8), fake_token(2, 8))
+    assert second.tokens == (simulated_token(0, 8), simulated_token(2, 8))
 
 
 def test_fake_tokens_are_ordinary_and_differ():
-    tokens = [fake_token(seed, position) for seed in range(50) for position in range(200)]
+    tokens = [simulated_token(seed, position) for seed in range(50) for position in range(200)]
     assert min(tokens) >= 1000 and max(tokens) < 30_000
     assert len(set(tokens)) > 5_000
 

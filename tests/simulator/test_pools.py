@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from sim_builders import Constant
 
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic
+from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic_queries
 from counterpoint.config import Config
 from counterpoint.simulator.machine import Machine, kv_token_bytes
-from counterpoint.simulator.simulate import SimFiles, Simulated, simulate
+from counterpoint.simulator.simulate import SimFiles, SimResult, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import FinishReason
@@ -25,7 +25,7 @@ ONE_ONE = {"prefill": 1, "decode": 1, "local_tokens": 0}
 
 def load(count: int, rate: float, prompt: int = 400, output: int = 40) -> list[Query]:
     groups = PrefixGroups(5, 0.5)
-    return synthetic(
+    return synthetic_queries(
         count,
         Lengths(prompt, "lognormal", 0.8),
         Lengths(output, "lognormal", 0.8),
@@ -34,12 +34,12 @@ def load(count: int, rate: float, prompt: int = 400, output: int = 40) -> list[Q
     )
 
 
-def check_whole(queries: list[Query], came: Simulated) -> None:
+def check_whole(queries: list[Query], came: SimResult) -> None:
     assert not came.errors
     for query, record in zip(queries, came.records, strict=True):
         assert (
             record.id == query.id
-            and record.finish is FinishReason.LENGTH
+            and record.finish_reason is FinishReason.LENGTH
             and len(record.token_s) == query.output_tokens
         )
         assert (
@@ -55,7 +55,7 @@ def check_whole(queries: list[Query], came: Simulated) -> None:
         assert stats.pages_free + stats.pages_cached == stats.pages_total, f"{name} has lost a page"
 
 
-def tokens_by_kind(came: Simulated) -> dict[str, set[str]]:
+def tokens_by_kind(came: SimResult) -> dict[str, set[str]]:
     return {
         name: {kind for kind, _, _, seconds in stats.step_s if seconds}
         for name, stats in came.workers

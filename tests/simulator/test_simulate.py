@@ -15,7 +15,7 @@ import pytest
 from sim_builders import Constant
 
 from counterpoint.bench.trace import read_trace
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic
+from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic_queries
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.loop import read_log, replay
 from counterpoint.device.sim import SimExecutor
@@ -35,7 +35,7 @@ TRACES = Path(__file__).parents[3] / "shared" / "traces"
 def load(
     count: int, rate: float, prompt: int = 400, output: int = 40, groups: bool = True, seed: int = 0
 ) -> list[Query]:
-    return synthetic(
+    return synthetic_queries(
         count,
         Lengths(prompt, "lognormal", 0.8),
         Lengths(output, "lognormal", 0.8),
@@ -48,7 +48,7 @@ def load(
 def check_whole(queries: list[Query], came) -> None:
     assert not came.errors
     for query, record in zip(queries, came.records, strict=True):
-        assert record.id == query.id and record.finish is FinishReason.LENGTH
+        assert record.id == query.id and record.finish_reason is FinishReason.LENGTH
         assert (
             record.prompt_tokens == query.prompt_tokens
             and len(record.token_s) == query.output_tokens
@@ -128,7 +128,7 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 def test_waiting_is_that_of_a_queue_with_constant_service():
     """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p)) (Pollaczek, Khinchine)."""
     service_s, share = 0.1, 0.7
-    queries = synthetic(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5)
+    queries = synthetic_queries(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5)
     config = Config().replace(policy="serial", max_pass_tokens=16, prefix_cache=False)
     machine = Machine(LLAMA, H200.device, host_s=0.0, depth=1, physics=Constant(service_s))
     came = simulate(machine, queries, config)
@@ -234,7 +234,10 @@ def test_a_model_that_does_not_fit_is_refused():
 def test_a_request_beyond_the_context_fails_alone():
     queries = [Query(0, 0.0, 50, 5), Query(1, 0.0, 9000, 5)]
     came = simulate(CPU, queries, Config().replace(policy="chunked"))
-    assert [record.finish for record in came.records] == [FinishReason.LENGTH, FinishReason.ERROR]
+    assert [record.finish_reason for record in came.records] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+    ]
     assert "context of 8192 tokens" in came.errors["q1"]
 
 

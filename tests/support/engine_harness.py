@@ -75,30 +75,30 @@ class Device:
             }
             del self.rows[command.slot]
         elif isinstance(command, DiscardPass):
-            assert command.batch not in {
-                step.batch for steps in self.queue.values() for step in steps
+            assert command.pass_id not in {
+                step.pass_id for steps in self.queue.values() for step in steps
             }
-            del self.cursor[command.batch]
+            del self.cursor[command.pass_id]
         else:
             self._launch(command)
 
     def _launch(self, step: Step) -> None:
         assert step.segments and 0 <= step.first_layer < step.last_layer <= self.layers
-        assert self.cursor.get(step.batch, 0) == step.first_layer
+        assert self.cursor.get(step.pass_id, 0) == step.first_layer
         in_use = sum(
             max(s.units for s in steps)
             for lane, steps in self.queue.items()
             if steps and lane != step.lane
         )
         assert 0 < step.units <= self.units - in_use, "lanes overlap on units"
-        self.cursor[step.batch] = step.last_layer
+        self.cursor[step.pass_id] = step.last_layer
         if step.first_layer == 0:
             for segment in step.segments:
                 row = self.rows[segment.slot]
                 row.pages += segment.pages
                 assert len(row.pages) * self.page_tokens >= segment.start + segment.tokens
         if step.last_layer == self.layers:
-            del self.cursor[step.batch]
+            del self.cursor[step.pass_id]
         self.queue.setdefault(step.lane, []).append(step)
 
     def busy(self) -> list[int]:
@@ -172,7 +172,9 @@ class Harness:
 
     def arrive(self, id: str, prompt, max_tokens: int = 4, **kwargs) -> None:
         arrive_only = {
-            k: kwargs.pop(k) for k in ("priority", "salt", "slo", "part", "resumed") if k in kwargs
+            k: kwargs.pop(k)
+            for k in ("priority", "salt", "slo", "disagg_role", "generated_prefix")
+            if k in kwargs
         }
         arrive = AddRequest(
             id=id,
@@ -185,7 +187,7 @@ class Harness:
 
     def event(self, event, after_s: float = 1.0) -> None:
         self.now += after_s
-        self.engine.handle(self.now, event)
+        self.engine.on_event(self.now, event)
         commands = self.engine.schedule(self.now)
         self.commands.append(commands)
         for command in commands:
@@ -202,7 +204,7 @@ class Harness:
             return
         assert output.id not in self.ends, "tokens after the end"
         self.got.setdefault(output.id, []).extend(output.tokens)
-        if output.finish is not None:
+        if output.finish_reason is not None:
             self.ends[output.id] = output
 
     def step(self, choice: int = 0, error: str = "") -> bool:
@@ -219,10 +221,10 @@ class Harness:
             if not self.step():
                 break
         assert self.engine.idle, (
-            f"stuck: {[(r.id, r.phase, r.computed, r.target) for r in self.engine.living.values()]}"
+            f"stuck: {[(r.id, r.phase, r.computed_tokens, r.prefill_target) for r in self.engine.requests.values()]}"
         )
         assert not self.engine.state.running and not self.device.rows
-        assert self.engine.pages.available == self.limits.pages, "a page leaked"
+        assert self.engine.page_pool.available == self.limits.pages, "a page leaked"
 
     def check(self) -> None:
         engine = self.engine
@@ -230,18 +232,20 @@ class Harness:
         for request in engine.state.running.values():
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
-        engine.pages.check(held)
-        assert {r.slot for r in engine.state.running.values() if r.opened} == set(self.device.rows)
-        for request in engine.living.values():
-            assert 0 <= request.computed <= request.scheduled
-            if request.arrive.sampling.lockstep:
-                assert request.scheduled <= len(request.tokens), (
+        engine.page_pool.check(held)
+        assert {r.slot for r in engine.state.running.values() if r.slot_initialised} == set(
+            self.device.rows
+        )
+        for request in engine.requests.values():
+            assert 0 <= request.computed_tokens <= request.scheduled_tokens
+            if request.input.sampling.is_synchronous:
+                assert request.scheduled_tokens <= len(request.tokens), (
                     "a token is to be computed that nobody knows yet"
                 )
             if request.phase is Phase.WAITING:
                 assert not request.pages and request.slot < 0 and request in engine.waiting
         if not self.device.busy():
-            assert engine.idle or any(r.kept for r in engine.living.values()), (
+            assert engine.idle or any(r.pinned for r in engine.requests.values()), (
                 "work waits and nothing runs"
             )
 
@@ -250,7 +254,7 @@ class Harness:
             end = self.ends[id]
             stops = arrive.sampling.stop_token_ids
             want = answer(arrive.prompt, arrive.sampling.max_tokens, stops)
-            if end.finish in ("stop", "length"):
+            if end.finish_reason in ("stop", "length"):
                 assert self.got[id] == want, id
             else:
                 assert self.got[id] == want[: len(self.got[id])], id

@@ -59,7 +59,7 @@ class Pair:
         self.tell(self.d, handoff_events.LinkUp(there, here, "prefill worker", DisaggRole.DECODE))
 
     def tell(self, side: Side, event) -> None:
-        side.handoffs.handle(self.now, event)
+        side.handoffs.on_event(self.now, event)
         self._collect(side)
 
     def _collect(self, side: Side) -> None:
@@ -112,7 +112,7 @@ class Pair:
     def prefill(self, tokens: int = 10, token: int = 77, finish=None) -> None:
         """The whole prompt and the first token."""
         self.tell(self.p, Computed(P_NAME, tokens, tokens, 0))
-        self.tell(self.p, OutputDelta(P_NAME, (token,), finish=finish))
+        self.tell(self.p, OutputDelta(P_NAME, (token,), finish_reason=finish))
 
     def write(self, error: str = "") -> None:
         """All writes posted so far end."""
@@ -121,4 +121,6 @@ class Pair:
 
     def empty(self) -> bool:
         """Nothing is left on either side."""
-        return all(side.handoffs.idle and side.handoffs.ledger.empty for side in (self.p, self.d))
+        return all(
+            side.handoffs.idle and side.handoffs.ledger.is_empty for side in (self.p, self.d)
+        )

@@ -20,7 +20,7 @@ from counterpoint.build import System, cpu_policy, make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.policy import make_policy
-from counterpoint.cost_model.calibration import CalibrationKey, shape_of
+from counterpoint.cost_model.calibration import CalibrationKey, shape_key
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.spec.device import cpu_device
@@ -76,7 +76,7 @@ def two_lane_system(config: Config, inbox: WallClockEventQueue, progress: object
     key = CalibrationKey(
         device="echo",
         units=2,
-        model=shape_of(spec),
+        model=shape_key(spec),
         dtype="float16",
         kv_dtype="float16",
         kernels="none",

@@ -19,8 +19,8 @@ from counterpoint.kv_transfer.transport import TransportError
 class FakeGpu:
     """`running`: copies end only while it is set. `copies`: how many were begun; `begun`: some were."""
 
-    def __init__(self, most_rows: int = 3) -> None:
-        self.most_rows = most_rows
+    def __init__(self, max_rows: int = 3) -> None:
+        self.max_rows = max_rows
         self.running = threading.Event()
         self.running.set()
         self.begun = threading.Event()
@@ -31,15 +31,15 @@ class FakeGpu:
     def allocate(self, pages: int, page_bytes: int, regions: int) -> GpuKvMemory:
         self._fd = os.memfd_create("a fake GPU's memory", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, pages * page_bytes * regions)
-        return GpuKvMemory.of(mapped(self._fd).view(torch.uint8).view(regions, -1), pages)
+        return GpuKvMemory.from_tensor(mapped(self._fd).view(torch.uint8).view(regions, -1), pages)
 
     def prepare(self, memory: GpuKvMemory) -> None:
         pass
 
-    def export(self, memory: GpuKvMemory) -> bytes:
+    def export_pool(self, memory: GpuKvMemory) -> bytes:
         return msgspec.msgpack.encode((os.getpid(), self._fd))
 
-    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+    def map_pool(self, exported: bytes, rows: int, words: int) -> Tensor:
         pid, number = msgspec.msgpack.decode(exported)
         try:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
@@ -47,13 +47,13 @@ class FakeGpu:
             raise TransportError(f"no such memory: {error}") from None
         return mapped(fd).view(rows, words)
 
-    def shut(self, rows_RW: Tensor) -> None:
+    def unmap_pool(self, rows_RW: Tensor) -> None:
         self.shut_pools += 1
 
-    def copy(
+    def start_copy(
         self, source_RW: Tensor, sources: np.ndarray, target_RW: Tensor, targets: np.ndarray
     ) -> Any:
-        assert 0 < len(sources) == len(targets) <= self.most_rows
+        assert 0 < len(sources) == len(targets) <= self.max_rows
         self.copies += 1
         self.begun.set()
 
@@ -66,12 +66,12 @@ class FakeGpu:
         assert self.running.wait(30)
         ticket()
 
-    def read(self, source_RW: Tensor, sources: np.ndarray) -> np.ndarray:
-        assert 0 < len(sources) <= self.most_rows
+    def read_rows(self, source_RW: Tensor, sources: np.ndarray) -> np.ndarray:
+        assert 0 < len(sources) <= self.max_rows
         return source_RW[torch.from_numpy(sources)].numpy()
 
-    def write(self, content_NW: np.ndarray, target_RW: Tensor, targets: np.ndarray) -> None:
-        assert 0 < len(targets) <= self.most_rows
+    def write_rows(self, content_NW: np.ndarray, target_RW: Tensor, targets: np.ndarray) -> None:
+        assert 0 < len(targets) <= self.max_rows
         target_RW[torch.from_numpy(targets)] = torch.from_numpy(content_NW)
 
 

@@ -76,9 +76,9 @@ class World:
         )
         self.pages = rng.choice([8, 14, 40])
         self.network = SimNetwork(
-            checked=rng.random() < 0.5,
+            checks_grants=rng.random() < 0.5,
             slow_fence=rng.random() < 0.3,
-            sums=rng.random() < 0.3,
+            checksums=rng.random() < 0.3,
             on_land=self.landed,
         )
         self.movers: dict[str, SimTransport] = {}
@@ -141,7 +141,7 @@ class World:
     # ------------------------------------------------------------ one worker's turn
 
     def tell(self, worker: Worker, event) -> None:
-        worker.handoffs.handle(worker.clock_s + self.now, event)
+        worker.handoffs.on_event(worker.clock_s + self.now, event)
         self.obey(worker)
 
     def obey(self, worker: Worker) -> None:
@@ -153,7 +153,7 @@ class World:
             elif kind is handoff_events.ToEngine:
                 worker.inbox.append(command.event)
             elif kind is handoff_events.WriteKv:
-                sender = worker.handoffs.senders[worker.handoffs.desk.writes[command.op]]
+                sender = worker.handoffs.senders[worker.handoffs.context.writes[command.op]]
                 assert (command.link, sender.id) not in worker.stopped, (
                     "a write was posted after ABORTING"
                 )
@@ -202,7 +202,7 @@ class World:
             else:
                 assert isinstance(notice, LinkLost)
                 event = handoff_events.LinkDown(notice.link)
-            worker.handoffs.handle(worker.clock_s + self.now, event)
+            worker.handoffs.on_event(worker.clock_s + self.now, event)
         self.obey(worker)
 
     def send(self, worker: Worker, command: handoff_events.SendMessage) -> None:
@@ -239,18 +239,18 @@ class World:
         """The front takes one report of a worker."""
         report = self.queues[name].popleft()
         if report == "lost":
-            self.front.lost(name)
+            self.front.on_worker_lost(name)
         else:
-            self.front.report(name, report)
+            self.front.on_report(name, report)
         self.serve()
 
     def serve(self) -> None:
-        for item in self.front.take():
+        for item in self.front.take_items():
             if isinstance(item, ToWorker):
                 self.orders[item.worker].append(item)
                 self.seen[type(item.order).__name__] += 1
-            elif isinstance(item.news, DeliverTokens):
-                got, news = self.got[item.id], item.news
+            elif isinstance(item.update, DeliverTokens):
+                got, news = self.got[item.id], item.update
                 assert news.start == len(got), "a token is missing or came twice"
                 got += [token.token for token in news.tokens]
                 arrive = self.arrives[item.id]
@@ -258,7 +258,7 @@ class World:
                     token_at(arrive, position) for position in range(news.start, len(got))
                 ]
             else:
-                self.finish(item.id, item.news)
+                self.finish(item.id, item.update)
 
     def finish(self, id: str, end: RequestFinished) -> None:
         self.ended[end.finish.value] += 1
@@ -309,7 +309,7 @@ class World:
         arrive = AddRequest(id=f"r{self.serial}", prompt=prompt, sampling=sampling)
         self.arrives[arrive.id] = arrive
         self.got[arrive.id] = []
-        self.front.submit(arrive)
+        self.front.add_request(arrive)
         self.serve()
 
     def deliver(self, index: int) -> None:
@@ -330,7 +330,7 @@ class World:
 
     def move(self, action: float) -> None:
         """A write in flight comes further."""
-        flight = self.rng.choice(self.network.flights)
+        flight = self.rng.choice(self.network.writes)
         if action < 0.4:
             self.network.land(flight, self.rng.randint(1, 3))
         else:
@@ -349,7 +349,7 @@ class World:
         worker = rng.choice(tuple(self.workers.values()))
         if roll < 0.4 and self.mail:
             self.deliver(rng.randrange(len(self.mail)))
-        elif roll < 0.5 and self.network.flights:
+        elif roll < 0.5 and self.network.writes:
             self.move(rng.random())
         elif 0.5 <= roll < 0.53 and self.weather != "quiet":
             kinds = WEATHER[self.weather]
@@ -393,8 +393,8 @@ class World:
             worker.frozen = not worker.frozen
         elif kind == "stall" and worker.peers:
             self.network.stalled ^= {self.rng.choice(tuple(worker.peers))}
-        elif kind == "break write" and self.network.flights:
-            flight = self.rng.choice(self.network.flights)
+        elif kind == "break write" and self.network.writes:
+            flight = self.rng.choice(self.network.writes)
             self.network.complete(flight, "the link broke")
             self.poll(flight.source)
         elif kind == "cut" and worker.handoffs.links and not worker.frozen:
@@ -410,7 +410,7 @@ class World:
 
     def withdraw(self, id: str) -> None:
         """The client is gone."""
-        self.front.withdraw(id)
+        self.front.abort(id)
         self.serve()
         self.ended["withdrawn"] += 1
         del self.got[id], self.arrives[id]
@@ -436,7 +436,7 @@ class World:
         """A write reads pages that a handoff keeps, and changes pages that are reserved for it."""
         movers = {worker.mover: worker for worker in self.workers.values()}
         assert flight.target in movers, "a write reached a dead process"
-        desk = movers[flight.target].handoffs.desk
+        desk = movers[flight.target].handoffs.context
         handoff = desk.grants.get(flight.generation)
         assert handoff is not None, "a write landed after its reservation was gone"
         name = engine_id(handoff, DisaggRole.DECODE)
@@ -464,7 +464,7 @@ class World:
         for _ in range(4000):
             self.steps += 1
             self.sever()
-            for flight in tuple(self.network.flights):
+            for flight in tuple(self.network.writes):
                 self.network.complete(flight)
                 self.poll(flight.source)
             for worker in tuple(self.workers.values()):
@@ -486,12 +486,12 @@ class World:
         else:
             raise AssertionError(f"still going on: {self.describe()}")
         for worker in self.workers.values():
-            assert worker.handoffs.ledger.empty
+            assert worker.handoffs.ledger.is_empty
             assert worker.engine.pool.available == self.pages, "a page leaked"
-            desk = worker.handoffs.desk
+            desk = worker.handoffs.context
             assert not desk.writes and not desk.grants
         self.check()
-        assert not self.network.flights
+        assert not self.network.writes
 
     def at_rest(self, worker: Worker) -> bool:
         return (

@@ -36,19 +36,19 @@ class HeldEngine(Engine):
         if point:
             with (Path(os.environ[FOLDER]) / point).open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-        super().handle(now, event)
+        super().on_event(now, event)
 
     def point(self, event: Event) -> str:
         if isinstance(event, AddRequest):
-            return "reserving" if event.part is DisaggRole.DECODE else ""
+            return "reserving" if event.disagg_role is DisaggRole.DECODE else ""
         if not isinstance(event, StepDone):
             return ""
         parts = [
             request
-            for request in self.living.values()
-            if request.arrive.part is not DisaggRole.WHOLE
+            for request in self.requests.values()
+            if request.input.disagg_role is not DisaggRole.WHOLE
         ]
-        if any(request.phase is Phase.PREFILL and request.computed for request in parts):
+        if any(request.phase is Phase.PREFILL and request.computed_tokens for request in parts):
             return "prefilling"
         return "decoding" if any(request.phase is Phase.DECODE for request in parts) else ""
 
@@ -60,7 +60,7 @@ def far_system(*args: Any) -> build.System:
 
 
 def system(*args: Any) -> build.System:
-    built = build.system(*args)
+    built = build.build_system(*args)
     return dataclasses.replace(built, engine=HeldEngine(built.limits, built.engine.policy))
 
 

@@ -119,7 +119,9 @@ class FakeEngine:
             assert event.id not in self.pieces
             piece = Piece(event, kv_names((*event.prompt, *event.generated_prefix)))
             if len(piece.names) > self.pool.total:
-                self.out.append(OutputDelta(event.id, finish=FinishReason.ERROR, error="too long"))
+                self.out.append(
+                    OutputDelta(event.id, finish_reason=FinishReason.ERROR, error="too long")
+                )
                 return
             self.pieces[event.id] = piece
             self.waiting.append(piece)
@@ -144,17 +146,17 @@ class FakeEngine:
     def admit(self) -> None:
         while self.waiting:
             piece = self.waiting[0]
-            if piece.arrive.part in self.closed:
+            if piece.arrive.disagg_role in self.closed:
                 return
             full = piece.names[: piece.total // PAGE_TOKENS]
-            if piece.arrive.part is not DisaggRole.DECODE:
+            if piece.arrive.disagg_role is not DisaggRole.DECODE:
                 full = full[: (piece.total - 1) // PAGE_TOKENS]
-            hits = self.pool.find([str(name).encode() for name in full])
+            hits = self.pool.match([str(name).encode() for name in full])
             fresh = len(piece.names) - len(hits)
-            if fresh > self.pool.available - self.pool.evictable(hits):
+            if fresh > self.pool.available - self.pool.count_evictable(hits):
                 return
-            self.pool.hold(hits)
-            taken = self.pool.take(fresh)
+            self.pool.ref(hits)
+            taken = self.pool.allocate(fresh)
             assert taken is not None
             for page in taken:  # what was there before is gone
                 for words in self.kv:
@@ -163,9 +165,9 @@ class FakeEngine:
             piece.tokens = piece.ahead = len(hits) * PAGE_TOKENS
             piece.admitted = True
             self.waiting.pop(0)
-            if piece.arrive.part is not DisaggRole.DECODE:
+            if piece.arrive.disagg_role is not DisaggRole.DECODE:
                 self.active.append(piece)
-            if piece.arrive.part is not DisaggRole.WHOLE:
+            if piece.arrive.disagg_role is not DisaggRole.WHOLE:
                 self.out.append(Admitted(piece.arrive.id, tuple(piece.pages), len(hits)))
 
     def work(self) -> bool:
@@ -190,7 +192,7 @@ class FakeEngine:
                 self.kv[region][piece.pages[index]] = (
                     ((piece.names[index] + region) & MASK) if whole else 1
                 )
-        part = piece.arrive.part is DisaggRole.PREFILL
+        part = piece.arrive.disagg_role is DisaggRole.PREFILL
         if piece.layers < LAYERS:
             self.out += [Computed(piece.arrive.id, piece.tokens, piece.ahead, piece.layers)] * part
             return
@@ -208,7 +210,7 @@ class FakeEngine:
         piece.output += 1
         finish = FinishReason.LENGTH if position + 1 >= piece.arrive.sampling.max_tokens else None
         self.out.append(
-            OutputDelta(piece.arrive.id, (token_at(piece.arrive, position),), finish=finish)
+            OutputDelta(piece.arrive.id, (token_at(piece.arrive, position),), finish_reason=finish)
         )
         if finish is not None:
             self.stop(piece, None)
@@ -222,10 +224,10 @@ class FakeEngine:
         if piece in self.waiting:
             self.waiting.remove(piece)
         if finish is not None:
-            self.out.append(OutputDelta(piece.arrive.id, finish=finish))
+            self.out.append(OutputDelta(piece.arrive.id, finish_reason=finish))
         if piece.adopted:
             self.check_kv(piece)
-        if piece.adopted or piece.arrive.part is DisaggRole.WHOLE:
+        if piece.adopted or piece.arrive.disagg_role is DisaggRole.WHOLE:
             self.drop(piece)
 
     def drop(self, piece: Piece) -> None:
@@ -239,7 +241,7 @@ class FakeEngine:
 
     def publish(self, piece: Piece) -> None:
         for index in range(piece.tokens // PAGE_TOKENS):
-            self.pool.publish(piece.pages[index], str(piece.names[index]).encode())
+            self.pool.register(piece.pages[index], str(piece.names[index]).encode())
 
     def check_kv(self, piece: Piece) -> None:
         for region, words in enumerate(self.kv):

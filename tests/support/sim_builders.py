@@ -15,18 +15,18 @@ class Constant:
     slower: float = 2.0
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
-        return self.alone_s * (self.slower if beside else 1.0)
+        return self.alone_s * (self.slower if co_running else 1.0)
 
 
 class ByTokens:
     """Physics in which a step takes a second per token, three times as long beside another."""
 
     def seconds(
-        self, work: BatchShape, units: int, beside: tuple[BatchShape, int] | None = None
+        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
-        return float(work.prefill_tokens + work.decode_batch) * (3.0 if beside else 1.0)
+        return float(work.prefill_tokens + work.decode_batch) * (3.0 if co_running else 1.0)
 
 
 LANES = (Lane(0, Role.DECODE, 2), Lane(1, Role.PREFILL, 2))

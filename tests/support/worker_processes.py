@@ -24,7 +24,7 @@ from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
 from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import Reach
+from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.disagg.peer_connection import Address
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.kv_transfer.head_mapping import HeadLayout
@@ -87,11 +87,11 @@ def make_mover(
             ]
         ), shards
     if kind == "shm":
-        shm = ShmTransport(wake, sums=True)
+        shm = ShmTransport(wake, checksums=True)
         return shm, shm.allocate(PAGES, PAGE_BYTES, 2 * LAYERS)
-    return NixlTransport(wake) if kind == "nixl" else TcpTransport(wake, sums=True), plain_memory(
-        PAGES, PAGE_BYTES
-    )
+    return NixlTransport(wake) if kind == "nixl" else TcpTransport(
+        wake, checksums=True
+    ), plain_memory(PAGES, PAGE_BYTES)
 
 
 class Worker:
@@ -105,7 +105,7 @@ class Worker:
         mover, memory = make_mover(kind, name, self.wake)
         self.kv = FakeEngine(memory, random.Random(name))
         self.handoffs = Handoffs(RULES, KvGeometry(LAYERS, PAGE_TOKENS))
-        reach = Reach(str(os.getpid()), "this host", "cpu", (mover.kind,))
+        reach = TransportEndpoint(str(os.getpid()), "this host", "cpu", (mover.kind,))
         identity = WorkerIdentity(
             name,
             digest,
@@ -122,14 +122,14 @@ class Worker:
 
     def wake(self) -> None:
         if self.courier is not None:
-            self.courier.wake()
+            self.courier.on_notices()
 
     def send(self, words) -> None:
         self.pipe.send(words)
 
     # what the courier calls (courier.Outside)
 
-    def engine(self, event) -> None:
+    def to_engine(self, event) -> None:
         self.inbox.put(event)
 
     def report(self, command) -> None:
@@ -158,7 +158,7 @@ class Worker:
             for output in out:
                 if isinstance(output, OutputDelta):
                     self.send(("report", output))
-                self.courier.tell(output)
+                self.courier.on_engine_outputs(output)
         self.courier.close()
         self.mover.close()
 
@@ -182,7 +182,7 @@ class Worker:
             if words == "census":
                 self.courier.inspect(lambda _: self.inbox.put(("census", self.census())))
             elif isinstance(words, tuple):
-                self.courier.order(*words)
+                self.courier.on_order(*words)
             else:
                 self.inbox.put(words)
             if words == "quit":
@@ -192,7 +192,7 @@ class Worker:
         """What is left; all zero when nothing is."""
         return {
             "handoffs": not self.handoffs.idle,
-            "held": not self.handoffs.ledger.empty,
+            "held": not self.handoffs.ledger.is_empty,
             "requests": len(self.kv.pieces),
             "pages": PAGES - self.kv.pool.available,
             "starting": len(self.courier._starting),
@@ -271,7 +271,7 @@ class Cluster:
         )
         self.arrives[id] = arrive
         self.got[id] = []
-        self.front.submit(arrive)
+        self.front.add_request(arrive)
         self.serve()
 
     def hold(self, name: str, **kwargs) -> None:
@@ -301,22 +301,24 @@ class Cluster:
             member.left = words
         else:
             self.reports.append((name, words))
-            self.front.report(name, words)
+            self.front.on_report(name, words)
             self.serve()
 
     def serve(self) -> None:
-        for item in self.front.take():
+        for item in self.front.take_items():
             if isinstance(item, ToWorker):
                 member = self.members.get(item.worker)
                 if member is not None and member.there:
-                    address = self.members[item.decode].address if item.decode else None
+                    address = (
+                        self.members[item.decode_worker].address if item.decode_worker else None
+                    )
                     member.pipe.send((item.order, address))
-            elif isinstance(item.news, DeliverTokens):
+            elif isinstance(item.update, DeliverTokens):
                 got = self.got[item.id]
-                assert item.news.start == len(got)
-                got += [token.token for token in item.news.tokens]
+                assert item.update.start == len(got)
+                got += [token.token for token in item.update.tokens]
             else:
-                self.ends[item.id] = item.news
+                self.ends[item.id] = item.update
 
     def ended(self, id: str) -> bool:
         return id in self.ends

@@ -25,9 +25,9 @@ def make_policy(
     depth: int = 1,
     *,
     levels: tuple[int, ...] = (),
-    belief: Estimator | None = None,
-    chunk: int = 512,
-    auto: type[Auto] = Auto,
+    estimator: Estimator | None = None,
+    chunk_tokens: int = 512,
+    auto_class: type[Auto] = Auto,
 ) -> Policy:
     """The policy that `scheduler` names, for a device of `units` units and a model of `layers` layers. `depth`: steps that a lane
     may have in flight. `levels`: decode units of the splits there are (auto). `belief`: prices steps; auto without one, or
@@ -40,12 +40,12 @@ def make_policy(
         return Multiplex(
             scheduler.max_pass_tokens, units, split, layers, scheduler.layer_group, depth
         )
-    if name == "auto" and belief is not None and levels:
-        return auto(scheduler, units, layers, levels, belief, depth)
-    if name == "auto" and auto is not Auto:
+    if name == "auto" and estimator is not None and levels:
+        return auto_class(scheduler, units, layers, levels, estimator, depth)
+    if name == "auto" and auto_class is not Auto:
         why = "nothing is known of what steps take" if levels else "can't be split"
         raise ConfigError(f"{why}, so auto is chunked: no part of it can be left out")
-    return Chunked(scheduler.chunk_tokens or chunk, units, depth)
+    return Chunked(scheduler.chunk_tokens or chunk_tokens, units, depth)
 
 
 def nearest(levels: Sequence[int], wanted: float) -> int:

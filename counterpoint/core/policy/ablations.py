@@ -25,8 +25,10 @@ from counterpoint.types import BatchShape, Lane
 class SplitPricer(CandidatePricer):
     """No chunk shares a pass with decodes."""
 
-    def options(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
-        return [option for option in super().options(backlog, batch, context) if not option.chunk]
+    def candidates(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
+        return [
+            option for option in super().candidates(backlog, batch, context) if not option.chunk
+        ]
 
 
 class NoFusion(Auto):
@@ -43,7 +45,7 @@ class NoFusion(Auto):
     ) -> None:
         super().__init__(scheduler, units, layers, levels, estimator, depth)
         self.levels = levels
-        self.prices = SplitPricer(self.belief, units, layers, levels, scheduler.max_pass_tokens)
+        self.prices = SplitPricer(self.cost_model, units, layers, levels, scheduler.max_pass_tokens)
 
 
 class NoPartition(NoFusion):
@@ -53,14 +55,14 @@ class NoPartition(NoFusion):
         self, decodes: Sequence[Request], state: EngineState, now: float, prefilling: bool
     ) -> Candidate:
         chosen = super()._choose(decodes, state, now, prefilling)
-        self.wanted = msgspec.structs.replace(chosen, units=self.units)
-        return self.wanted
+        self.preferred = msgspec.structs.replace(chosen, units=self.units)
+        return self.preferred
 
     def _prefill_units(self, lane: Lane, state: EngineState) -> int:
         return state.free_units(lane)
 
 
-class Half(NoFusion):
+class FixedSplit(NoFusion):
     """One split, in the middle."""
 
     def __init__(
@@ -78,13 +80,15 @@ class Half(NoFusion):
 class NoEstimator(NoFusion):
     """The split follows the number of decodes; prompts go first come, first served, in quarters."""
 
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+    def admission_order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         return waiting
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
+    def should_preempt(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
         return False
 
-    def _admitted(self, prefills: list[Request], state: EngineState, now: float) -> list[Request]:
+    def _select_admissible(
+        self, prefills: list[Request], state: EngineState, now: float
+    ) -> list[Request]:
         return prefills
 
     def _choose(
@@ -93,38 +97,38 @@ class NoEstimator(NoFusion):
         level = self.levels[
             min(len(self.levels) - 1, len(decodes) * len(self.levels) // self.scheduler.max_running)
         ]
-        self.wanted = Candidate(0, level, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-        return self.wanted
+        self.preferred = Candidate(0, level, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        return self.preferred
 
-    def _group(self, work: BatchShape, units: int, state: EngineState) -> int:
+    def _layer_group(self, work: BatchShape, units: int, state: EngineState) -> int:
         return max(1, self.layers // 4)
 
-    def _pauses(self, decodes: Sequence[Request], state: EngineState, now: float) -> bool:
+    def _should_pause(self, decodes: Sequence[Request], state: EngineState, now: float) -> bool:
         return False
 
 
 class NoLending(NoFusion):
     """The split stays in force while one side is empty."""
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        before = self.choice
-        fill = super().fill(lane, state, now)
-        if lane.id == 0 and self.choice is None:
-            self.choice = self.wanted = before  # an empty prefill side changes nothing
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        before = self.current
+        fill = super().next_batch(lane, state, now)
+        if lane.id == 0 and self.current is None:
+            self.current = self.preferred = before  # an empty prefill side changes nothing
             if fill is not None:
                 return fill._replace(
-                    units=min(fill.units, before.units if before else self.shares[0])
+                    units=min(fill.units, before.units if before else self.lane_units[0])
                 )
         return fill
 
     def _prefill_units(self, lane: Lane, state: EngineState) -> int:
         return min(
-            self.units - (self.choice.units if self.choice else self.shares[0]),
+            self.units - (self.current.units if self.current else self.lane_units[0]),
             state.free_units(lane),
         )
 
 
-class NoQueries(NoFusion):
+class LockstepLanes(NoFusion):
     """Completion is waited for, not asked: a lane starts when the other has come back, or together with it."""
 
     def __init__(
@@ -139,46 +143,46 @@ class NoQueries(NoFusion):
         super().__init__(scheduler, units, layers, levels, estimator, 1)
         self._started_s = [-1.0, -1.0]
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        fill = super().fill(lane, state, now) if self._together(lane, state, now) else None
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        fill = super().next_batch(lane, state, now) if self._may_start(lane, state, now) else None
         if fill is not None:
             self._started_s[lane.id] = now
         return fill
 
-    def advance(
+    def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         turn = (
-            super().advance(lane, open_pass, state, now)
-            if self._together(lane, state, now)
+            super().next_layers(lane, open_pass, state, now)
+            if self._may_start(lane, state, now)
             else None
         )
         if turn is not None:
             self._started_s[lane.id] = now
         return turn
 
-    def _together(self, lane: Lane, state: EngineState, now: float) -> bool:
+    def _may_start(self, lane: Lane, state: EngineState, now: float) -> bool:
         return not state.lanes[1 - lane.id].in_flight or self._started_s[1 - lane.id] == now
 
 
 class NoPreemption(NoFusion):
     """A short prompt waits for the long one before it."""
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
+    def should_preempt(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
         return False
 
 
 ABLATIONS: dict[str, type[Auto]] = {
     "fusion": NoFusion,
     "partition": NoPartition,
-    "choice": Half,
+    "choice": FixedSplit,
     "estimator": NoEstimator,
     "lending": NoLending,
-    "queries": NoQueries,
+    "queries": LockstepLanes,
     "preemption": NoPreemption,
 }
 
 
-def variant_of(without: str | None) -> type[Auto]:
+def ablated_auto(without: str | None) -> type[Auto]:
     """Auto, or what is left of it without that part."""
     return Auto if without is None else ABLATIONS[without]

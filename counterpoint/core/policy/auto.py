@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from counterpoint.config import SchedulerConfig
-from counterpoint.core.policy.batching import chunks, whole_prompts
+from counterpoint.core.policy.batching import pack_chunks, pack_prompts
 from counterpoint.core.policy.candidates import Candidate, CandidatePricer, PrefillBacklog
 from counterpoint.core.policy.online_cost import OnlineCostModel
 from counterpoint.core.policy.slo import DecodeBudget, DelayWeights, SloTracker
@@ -35,14 +35,14 @@ from counterpoint.core.state import EngineState, Pass
 from counterpoint.interfaces import BatchPlan, Estimator
 from counterpoint.types import BatchShape, Lane, PolicyReport, Role, Slo, Step, StepDone
 
-STICK = 1.04  # another option must be better by so much
-MARGIN = 0.95  # share of the target that is aimed at
-EASE = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
-QUEUED = (
+HYSTERESIS = 1.04  # another option must be better by so much
+TARGET_SHARE = 0.95  # share of the target that is aimed at
+MIN_ALLOWED_SLOWDOWN = 1.25  # a step with prefill may take so many times one without: what no option can meet is held against none
+MAX_QUEUED_SHARE = (
     0.125  # of a target for the first token: no chunk is queued behind a step that takes longer
 )
-SHORT = 0.25  # a prompt may overtake one that has four times its work left
-SPARE = 0.3  # of its time for the first token, which that one must not lose, unless the other would be late behind it
+SHORT_RATIO = 0.25  # a prompt may overtake one that has four times its work left
+SPARED_SHARE = 0.3  # of its time for the first token, which that one must not lose, unless the other would be late behind it
 
 
 class Auto:
@@ -61,122 +61,145 @@ class Auto:
         self.scheduler = scheduler
         self.units = units
         self.layers = layers
-        self.shares = (levels[len(levels) // 2], units - levels[len(levels) // 2])
-        self.belief = OnlineCostModel(estimator)
-        self.prices = CandidatePricer(self.belief, units, layers, levels, scheduler.max_pass_tokens)
-        self.promises = SloTracker(scheduler, self.belief, units, layers)
-        self.choice: Candidate | None = None  # in force; None: one phase is empty
-        self.wanted: Candidate | None = (
+        self.lane_units = (levels[len(levels) // 2], units - levels[len(levels) // 2])
+        self.cost_model = OnlineCostModel(estimator)
+        self.pricer = CandidatePricer(
+            self.cost_model, units, layers, levels, scheduler.max_pass_tokens
+        )
+        self.slo_tracker = SloTracker(scheduler, self.cost_model, units, layers)
+        self.current: Candidate | None = None  # in force; None: one phase is empty
+        self.preferred: Candidate | None = (
             None  # the best; another than in force while a pass in layer groups has to end first
         )
         self.decisions: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self._moved_in = 0  # the layer group (step) during which the split changed last
-        self._paused = False  # decode sits the next layer group out
+        self._split_changed_in = 0  # the layer group (step) during which the split changed last
+        self._decode_paused = False  # decode sits the next layer group out
         self._waiting: tuple[Request, ...] = ()
 
     # ------------------------------------------------------------ the seam
 
-    def order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
+    def admission_order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         self._waiting = tuple(waiting)
-        return self.promises.by_urgency(self._waiting, now)
+        return self.slo_tracker.sort_by_urgency(self._waiting, now)
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         return (
-            self._fill_decode(lane, state, now)
+            self._next_decode_batch(lane, state, now)
             if lane.id == 0
-            else self._fill_prefill(lane, state, now)
+            else self._next_prefill_batch(lane, state, now)
         )
 
-    def advance(
+    def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
-        return (units, self._group(open_pass.work, units, state)) if units else None
+        return (units, self._layer_group(open_pass.work, units, state)) if units else None
 
-    def preempts(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
+    def should_preempt(self, lane: Lane, open_pass: Pass, state: EngineState, now: float) -> bool:
         """Much shorter prompts go first if all of the pass would still be in time behind them, or are late without them."""
-        waiting = [r for r in state.prefills(lane) if r not in open_pass.requests]
+        waiting = [r for r in state.schedulable_prefills(lane) if r not in open_pass.requests]
         return bool(
-            self._overtaking(sorted(waiting, key=lambda r: r.remaining_prefill)[:1], open_pass, now)
+            self._select_overtaking(
+                sorted(waiting, key=lambda r: r.unscheduled_tokens)[:1], open_pass, now
+            )
         )
 
-    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
-        self.belief.observe(step, done, beside)
+    def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
+        self.cost_model.observe(step, done, co_running)
         work = step.work
-        self.promises.prefilled(
+        self.slo_tracker.add_prefilled(
             work.prefill_tokens * (step.last_layer - step.first_layer) / work.layers, done.ended_s
         )
 
     def report(self) -> PolicyReport:
         return PolicyReport(
-            self.belief.errors(), self.belief.cells(), dict(self.decisions), dict(self.fallbacks)
+            self.cost_model.errors(),
+            self.cost_model.cells(),
+            dict(self.decisions),
+            dict(self.fallbacks),
         )
 
     # ------------------------------------------------------------ lanes
 
-    def _fill_decode(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        decodes = state.decodes(lane)
+    def _next_decode_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        decodes = state.schedulable_decodes(lane)
         if not decodes:
             return None
         prefill_lane = state.lanes[1]
         prefilling = bool(state.prefilling) and (
-            prefill_lane.open is not None or bool(prefill_lane.in_flight)
+            prefill_lane.open_pass is not None or bool(prefill_lane.in_flight)
         )
-        prefills = [] if prefilling else self._admitted(state.prefills(lane), state, now)
+        prefills = (
+            []
+            if prefilling
+            else self._select_admissible(state.schedulable_prefills(lane), state, now)
+        )
         picks = [(r, 1) for r in decodes]
         if not prefilling and not prefills:
-            self.choice, self.wanted, self._paused = None, None, False
-            self.promises.pace(1.0, 0.0)
+            self.current, self.preferred, self._decode_paused = None, None, False
+            self.slo_tracker.set_pace(1.0, 0.0)
             units = state.free_units(lane)
             return BatchPlan(picks, units) if units else None
-        self.choice = self._choose(decodes, state, now, prefilling)
-        if self.choice.chunk:
-            if state.free_units(lane) < self.units or self._takes_long(state.lanes[0].in_flight):
+        self.current = self._choose(decodes, state, now, prefilling)
+        if self.current.chunk:
+            if state.free_units(lane) < self.units or self._has_long_step(state.lanes[0].in_flight):
                 return None
-            return BatchPlan(picks + chunks(prefills, self.choice.chunk - len(picks)), self.units)
-        if prefilling and state.lanes[0].in_flight and prefill_lane.open is None:
+            return BatchPlan(
+                picks + pack_chunks(prefills, self.current.chunk - len(picks)), self.units
+            )
+        if prefilling and state.lanes[0].in_flight and prefill_lane.open_pass is None:
             return None  # a pass ends, perhaps during the step in flight: the next one may have more requests, or all units
-        self._paused = prefilling and self._pauses(decodes, state, now)
-        if self._paused:
+        self._decode_paused = prefilling and self._should_pause(decodes, state, now)
+        if self._decode_paused:
             self.decisions["pause"] += 1
             return None
-        units = min(self.choice.units, state.free_units(lane))
+        units = min(self.current.units, state.free_units(lane))
         return BatchPlan(picks, units) if units else None
 
-    def _takes_long(self, in_flight: Iterable[tuple[Step, Pass]]) -> bool:
+    def _has_long_step(self, in_flight: Iterable[tuple[Step, Pass]]) -> bool:
         """Whether a step is in flight behind which none should stand yet: a prompt that comes meanwhile would wait for both."""
-        most_s = QUEUED * (self.scheduler.ttft_s or 1.0)
-        return any(self.belief.seconds(step.work, step.units) > most_s for step, _ in in_flight)
+        most_s = MAX_QUEUED_SHARE * (self.scheduler.ttft_s or 1.0)
+        return any(self.cost_model.seconds(step.work, step.units) > most_s for step, _ in in_flight)
 
-    def _fill_prefill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+    def _next_prefill_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         units = self._prefill_units(lane, state)
-        if not units or (state.has_decode and (self.wanted is None or self.wanted.chunk)):
+        if not units or (state.has_decode and (self.preferred is None or self.preferred.chunk)):
             return None
         if any(step.work.prefill_tokens for step, _ in state.lanes[0].in_flight):
             return (
                 None  # a pass with chunks was meant to have all units, and would take twice as long
             )
-        admitted, aside = self._admitted(state.prefills(lane), state, now), state.lanes[1].aside
+        admitted, aside = (
+            self._select_admissible(state.schedulable_prefills(lane), state, now),
+            state.lanes[1].suspended,
+        )
         if aside is not None:
-            admitted = self._overtaking(admitted, aside, now)
-        picks = self._in_time(whole_prompts(admitted, self.scheduler.max_pass_tokens), now)
+            admitted = self._select_overtaking(admitted, aside, now)
+        picks = self._cut_batch_in_time(pack_prompts(admitted, self.scheduler.max_pass_tokens), now)
         if not picks:
             return None
         return BatchPlan(
-            picks, units, self._group(backlog_of(picks).work(self.layers), units, state)
+            picks,
+            units,
+            self._layer_group(make_backlog(picks).batch_shape(self.layers), units, state),
         )
 
-    def _in_time(self, picks: list[tuple[Request, int]], now: float) -> list[tuple[Request, int]]:
+    def _cut_batch_in_time(
+        self, picks: list[tuple[Request, int]], now: float
+    ) -> list[tuple[Request, int]]:
         """Of `picks`, which a pass ends for all at once: the first, up to one that would make others late which are in time without
         it; but for short ones that it would make late, and that can overtake it."""
         ends_s, first_due, together = now, math.inf, list[tuple[Request, int]]()
         for pick in picks:
-            takes_s, due = self.promises.takes_s(pick[0]), self.promises.due(pick[0])
+            takes_s, due = (
+                self.slo_tracker.expected_prefill_s(pick[0]),
+                self.slo_tracker.due_s(pick[0]),
+            )
             before_s, with_it_s = ends_s, ends_s + takes_s
             if before_s <= first_due < with_it_s:
                 break
-            if due < with_it_s <= first_due and takes_s <= SHORT * (before_s - now):
+            if due < with_it_s <= first_due and takes_s <= SHORT_RATIO * (before_s - now):
                 continue
             together.append(pick)
             ends_s, first_due = with_it_s, min(first_due, due)
@@ -186,97 +209,107 @@ class Auto:
         kept = 0
         if state.has_decode:
             kept = (
-                self.choice.units
-                if self.choice is not None and not self.choice.chunk
-                else self.shares[0]
+                self.current.units
+                if self.current is not None and not self.current.chunk
+                else self.lane_units[0]
             )
-            if self._paused and not state.lanes[0].in_flight:
+            if self._decode_paused and not state.lanes[0].in_flight:
                 kept = 0
         return min(self.units - kept, state.free_units(lane))
 
-    def _group(self, work: BatchShape, units: int, state: EngineState) -> int:
+    def _layer_group(self, work: BatchShape, units: int, state: EngineState) -> int:
         """Layers that take about as long as one decode step, N = ceil(T_decode * L / T_prefill) (MuxWise); while nothing decodes,
         as long as a short prompt may have to wait."""
-        whole_s = self.belief.seconds(all_layers(work), units)
-        if state.has_decode and self.choice is not None:
-            turn_s = self.choice.period_s
+        whole_s = self.cost_model.seconds(with_all_layers(work), units)
+        if state.has_decode and self.current is not None:
+            turn_s = self.current.guarded_step_s
         else:
-            turn_s = max(self.promises.targets(Slo()).tpot_s, whole_s / 4)
+            turn_s = max(self.slo_tracker.targets(Slo()).tpot_s, whole_s / 4)
         return max(1, min(self.layers, math.ceil(turn_s * self.layers / whole_s)))
 
     # ------------------------------------------------------------ admission and order
 
-    def _admitted(self, prefills: list[Request], state: EngineState, now: float) -> list[Request]:
+    def _select_admissible(
+        self, prefills: list[Request], state: EngineState, now: float
+    ) -> list[Request]:
         """Those of `prefills` that may start, by urgency. Once prefilled, each makes every later decode step longer: one is held
         back while what it adds to the running ones' excess over their target, weighed, is more than its own lateness, weighed."""
-        prefills = self.promises.by_urgency(prefills, now)
+        prefills = self.slo_tracker.sort_by_urgency(prefills, now)
         joining = [r for r in state.running.values() if r.phase is DECODE] if prefills else []
         if not joining:
             return prefills
-        scheduler, target_s = self.scheduler, self.promises.tightest_tpot_s(joining)
-        batch, context = len(joining), sum([r.scheduled for r in joining])
+        scheduler, target_s = self.scheduler, self.slo_tracker.min_tpot_s(joining)
+        batch, context = len(joining), sum([r.scheduled_tokens for r in joining])
         for index, request in enumerate(prefills):
-            period_s = self.prices.decode_s(batch + 1, context + request.target, self.units)
+            period_s = self.pricer.decode_s(batch + 1, context + request.prefill_target, self.units)
             if period_s > target_s:
-                before_s = max(target_s, self.prices.decode_s(batch, context, self.units))
+                before_s = max(target_s, self.pricer.decode_s(batch, context, self.units))
                 harm = batch * (period_s - before_s) / target_s
                 if (
                     harm * scheduler.tbt_weight
-                    > self._lateness(request, now) * scheduler.ttft_weight
+                    > self._ttft_excess(request, now) * scheduler.ttft_weight
                 ):
                     self.decisions["hold"] += 1
                     return prefills[:index]
-            batch, context = batch + 1, context + request.target
+            batch, context = batch + 1, context + request.prefill_target
         return prefills
 
-    def _lateness(self, request: Request, now: float) -> float:
+    def _ttft_excess(self, request: Request, now: float) -> float:
         """By how many targets its first token will be late, if it starts now."""
-        promises = self.promises
+        promises = self.slo_tracker
         return max(
             0.0,
-            (now + promises.prompt_s(request) - promises.due(request)) / promises.ttft_s(request),
+            (now + promises.solo_prefill_s(request) - promises.due_s(request))
+            / promises.ttft_s(request),
         )
 
-    def _overtaking(self, prompts: list[Request], victims: Pass, now: float) -> list[Request]:
+    def _select_overtaking(
+        self, prompts: list[Request], victims: Pass, now: float
+    ) -> list[Request]:
         """Those of `prompts` that may go before the rest of a pass, together: anyone while all of it keep SPARE of their time,
         else who would be late behind it, if nothing is lost by that."""
         rest_s, spent_s, pace, found = (
-            self._rest_s(victims),
+            self._remaining_s(victims),
             0.0,
-            self.promises.stretch,
+            self.slo_tracker.prefill_slowdown,
             list[Request](),
         )
         for request in prompts:
-            delay_s = spent_s + self.promises.prompt_s(request)
-            if delay_s > SHORT * rest_s:
+            delay_s = spent_s + self.slo_tracker.solo_prefill_s(request)
+            if delay_s > SHORT_RATIO * rest_s:
                 continue
             both_s = now + pace * (
                 rest_s + delay_s
             )  # when the last of them is done, whoever goes first
             spared = all(
-                both_s <= self.promises.due(victim) - SPARE * self.promises.ttft_s(victim)
+                both_s
+                <= self.slo_tracker.due_s(victim) - SPARED_SHARE * self.slo_tracker.ttft_s(victim)
                 for victim in victims.requests
             )
-            urgent = both_s > self.promises.due(request)
-            if spared or (urgent and self._bear(victims, pace * rest_s, pace * delay_s, now)):
+            urgent = both_s > self.slo_tracker.due_s(request)
+            if spared or (
+                urgent and self._tolerates_delay(victims, pace * rest_s, pace * delay_s, now)
+            ):
                 spent_s = delay_s
                 found.append(request)
         return found
 
-    def _bear(self, victims: Pass, rest_s: float, delay_s: float, now: float) -> bool:
+    def _tolerates_delay(self, victims: Pass, rest_s: float, delay_s: float, now: float) -> bool:
         """Whether the rest of a pass loses nothing by a delay: all are in time all the same, or late already and not yet out of
         patience."""
         ends_s = now + rest_s
         for victim in victims.requests:
-            due = self.promises.due(victim)
-            if ends_s + delay_s > due and (ends_s <= due or self.promises.impatient(victim, now)):
+            due = self.slo_tracker.due_s(victim)
+            if ends_s + delay_s > due and (
+                ends_s <= due or self.slo_tracker.is_starved(victim, now)
+            ):
                 return False
         return True
 
-    def _rest_s(self, whole: Pass) -> float:
+    def _remaining_s(self, whole: Pass) -> float:
         """What is left of an open pass, on the whole device."""
-        return (1 - whole.cursor / self.layers) * self.belief.seconds(
-            all_layers(whole.work), self.units
+        return (1 - whole.next_layer / self.layers) * self.cost_model.seconds(
+            with_all_layers(whole.work), self.units
         )
 
     # ------------------------------------------------------------ the choice
@@ -286,51 +319,53 @@ class Auto:
     ) -> Candidate:
         """The option to be in force from this edge on. A pass that has begun in layer groups leaves only the splits: if a chunk
         would be better, none begins after it."""
-        before, in_flight = self.choice, state.lanes[1].in_flight
+        before, in_flight = self.current, state.lanes[1].in_flight
         group = in_flight[0][0].id if in_flight else 0
-        if group and group == self._moved_in and before is not None and not before.chunk:
+        if group and group == self._split_changed_in and before is not None and not before.chunk:
             return before
-        batch, context = len(decodes), sum([r.scheduled for r in decodes]) + len(decodes)
+        batch, context = len(decodes), sum([r.scheduled_tokens for r in decodes]) + len(decodes)
         backlog = self._backlog(state)
-        found = self.prices.options(backlog, batch, context)
-        quiet_s = self.prices.decode_s(batch, context, self.units)
-        limits = self.promises.limits(decodes, state.answers, now, quiet_s)
-        fastest = min([option.stretch for option in found])
-        waiting, blocked = self._parted(state)
-        need = self.promises.bearable(state.prefilling.values(), waiting, now, fastest)
-        stakes = self.promises.stakes(
-            state.prefilling.values(), waiting, blocked, limits.stake, backlog
+        found = self.pricer.candidates(backlog, batch, context)
+        quiet_s = self.pricer.decode_s(batch, context, self.units)
+        limits = self.slo_tracker.decode_budget(decodes, state.output_lengths, now, quiet_s)
+        fastest = min([option.prefill_slowdown for option in found])
+        waiting, blocked = self._split_waiting(state)
+        need = self.slo_tracker.max_prefill_slowdown(
+            state.prefilling.values(), waiting, now, fastest
         )
-        late = self._late(found, limits, quiet_s, stakes.load, stakes.queue)
-        best = self.wanted = self._best(found, late, need, stakes)
+        stakes = self.slo_tracker.delay_weights(
+            state.prefilling.values(), waiting, blocked, limits.delay_weight, backlog
+        )
+        late = self._decode_excess(found, limits, quiet_s, stakes.load, stakes.backlog_multiple)
+        best = self.preferred = self._pick_best(found, late, need, stakes)
         if prefilling and best.chunk:
             only = [
                 math.inf if option.chunk else by for option, by in zip(found, late, strict=True)
             ]
-            best = self._best(found, only, need, stakes)
+            best = self._pick_best(found, only, need, stakes)
         if before is None or (best.chunk, best.units) != (before.chunk, before.units):
-            self._moved_in = group
-        self._note(best, found, late, need)
-        self.promises.pace(best.stretch, best.period_s)
+            self._split_changed_in = group
+        self._count_decision(best, found, late, need)
+        self.slo_tracker.set_pace(best.prefill_slowdown, best.guarded_step_s)
         return best
 
-    def _parted(self, state: EngineState) -> tuple[list[Request], list[Request]]:
+    def _split_waiting(self, state: EngineState) -> tuple[list[Request], list[Request]]:
         """Of the requests that wait: those that prefill alone holds up, and those for which no slot or page is left: they wait for
         a decode to end."""
         room = self.scheduler.max_running - len(state.running)
         waiting, blocked = list[Request](), list[Request]()
         for request in self._waiting:
             if request.phase is WAITING:
-                (waiting if len(waiting) < room and request.blocked_s is None else blocked).append(
-                    request
-                )
+                (
+                    waiting if len(waiting) < room and request.blocked_since_s is None else blocked
+                ).append(request)
         return waiting, blocked
 
-    def _late(
+    def _decode_excess(
         self,
         found: list[Candidate],
         limits: DecodeBudget,
-        quiet_s: float,
+        decode_only_s: float,
         load: float,
         queue: float,
     ) -> list[float]:
@@ -338,57 +373,60 @@ class Auto:
         (`queue` times the backlog). Then those with prefill alternate with quiet ones (`load`: backlogs per second), the more the
         faster prompts are done: so a longer step is not always a longer mean."""
         limit_s, gap_s, to_come = (
-            max(MARGIN * limits.mean_s, EASE * quiet_s),
-            MARGIN * limits.gap_s,
-            limits.to_come,
+            max(TARGET_SHARE * limits.mean_s, MIN_ALLOWED_SLOWDOWN * decode_only_s),
+            TARGET_SHARE * limits.gap_s,
+            limits.remaining_tokens,
         )
         late: list[float] = []
         for option in found:
-            whole_s, step_s = option.whole_s, option.step_s
+            whole_s, step_s = option.backlog_s, option.step_s
             busy, crowded = min(1.0, load * whole_s), min(1.0, queue * whole_s / step_s / to_come)
-            mean_s = 1 / (busy / step_s + (1 - busy) / quiet_s)
+            mean_s = 1 / (busy / step_s + (1 - busy) / decode_only_s)
             felt_s = crowded * step_s + (1 - crowded) * mean_s
-            late.append(max(0.0, felt_s / limit_s - 1, option.period_s / gap_s - 1))
+            late.append(max(0.0, felt_s / limit_s - 1, option.guarded_step_s / gap_s - 1))
         return late
 
-    def _best(
+    def _pick_best(
         self, found: list[Candidate], late: list[float], need: float, stakes: DelayWeights
     ) -> Candidate:
         """The least harm to targets, to one per cent; then the least delay of all requests together; rather the one before than
         one hardly better."""
-        before = self.wanted or self.choice
+        before = self.preferred or self.current
         tbt_weight, ttft_weight = self.scheduler.tbt_weight, self.scheduler.ttft_weight
         best, least_harm, least_delay = found[0], math.inf, math.inf
         for option, by in zip(found, late, strict=True):
             takes_all = (
-                stakes.last and option.chunk and option.whole_s <= option.step_s
+                stakes.is_queue_empty and option.chunk and option.backlog_s <= option.step_s
             )  # and could take more
-            to_come = 0.0 if takes_all else stakes.demand * option.whole_s
+            to_come = 0.0 if takes_all else stakes.demand * option.backlog_s
             behind = max(
-                option.stretch / need if need else math.inf, to_come
+                option.prefill_slowdown / need if need else math.inf, to_come
             )  # of those here, and to come
-            slow = lateness(behind - 1)
+            slow = saturate(behind - 1)
             harm = round(by * tbt_weight + slow * ttft_weight, 2) if by < math.inf else by
             if harm > least_harm:
                 continue
-            delay = self._delay(option, stakes)
+            delay = self._total_delay(option, stakes)
             if before is not None and option.chunk == before.chunk and option.units == before.units:
-                delay /= STICK
+                delay /= HYSTERESIS
             if harm < least_harm or delay < least_delay:
                 best, least_harm, least_delay = option, harm, delay
         return best
 
-    def _delay(self, option: Candidate, stakes: DelayWeights) -> float:
+    def _total_delay(self, option: Candidate, stakes: DelayWeights) -> float:
         """Of all requests, till the prompts that wait are done, in shares of what each is allowed. Prompts that come meanwhile wait
         for half of that time. With a split, decode has its share of units for half a step longer: what is in flight keeps them."""
-        whole_s = option.whole_s
-        decodes_s = whole_s if option.chunk else whole_s + option.period_s / 2
+        whole_s = option.backlog_s
+        decodes_s = whole_s if option.chunk else whole_s + option.guarded_step_s / 2
         prompts = (
-            stakes.next * option.first_s + (stakes.behind + stakes.future * whole_s / 2) * whole_s
+            stakes.next_prompts * option.mean_ttft_s
+            + (stakes.queued_prompts + stakes.future_prompts * whole_s / 2) * whole_s
         )
-        return prompts + (stakes.decodes + stakes.blocked) * option.lag * decodes_s
+        return (
+            prompts + (stakes.decodes + stakes.blocked_prompts) * option.decode_slowdown * decodes_s
+        )
 
-    def _note(
+    def _count_decision(
         self, best: Candidate, found: list[Candidate], late: list[float], need: float
     ) -> None:
         """Count what was decided, and why the device is not split."""
@@ -398,34 +436,34 @@ class Auto:
         if not best.chunk:
             return
         in_time = [
-            option.stretch
+            option.prefill_slowdown
             for option, by in zip(found, late, strict=True)
             if not option.chunk and not by
         ]
         if not in_time:
             self.fallbacks["no split meets tpot"] += 1
-        elif best.stretch <= need < min(in_time):
+        elif best.prefill_slowdown <= need < min(in_time):
             self.fallbacks["no split meets ttft"] += 1
         else:
             self.fallbacks["fused gains more"] += 1
 
-    def _pauses(self, decodes: Sequence[Request], state: EngineState, now: float) -> bool:
+    def _should_pause(self, decodes: Sequence[Request], state: EngineState, now: float) -> bool:
         """Whether decode lets the next layer group run alone: a first token is about to be late, and no next token would be."""
-        whole = state.lanes[1].open
-        if whole is None or self.choice is None:
+        whole = state.lanes[1].open_pass
+        if whole is None or self.current is None:
             return False
-        due = min(self.promises.due(r) for r in whole.requests)
-        left_s = self._rest_s(whole)
+        due = min(self.slo_tracker.due_s(r) for r in whole.requests)
+        left_s = self._remaining_s(whole)
         beside_s = (
-            (1 - whole.cursor / self.layers)
-            * self.belief.seconds(all_layers(whole.work), self.units)
-            * self.choice.stretch
+            (1 - whole.next_layer / self.layers)
+            * self.cost_model.seconds(with_all_layers(whole.work), self.units)
+            * self.current.prefill_slowdown
         )
         if not (now + left_s < due < now + beside_s):
             return False
         return (
-            self.promises.limits(decodes, state.answers, now, 0.0).next_s
-            > left_s + 2 * self.choice.period_s
+            self.slo_tracker.decode_budget(decodes, state.output_lengths, now, 0.0).next_s
+            > left_s + 2 * self.current.guarded_step_s
         )
 
     def _backlog(self, state: EngineState) -> PrefillBacklog:
@@ -433,28 +471,28 @@ class Auto:
         picks: list[tuple[Request, int]] = []
         room = self.scheduler.max_pass_tokens
         for request in state.prefilling.values():
-            left = request.target - request.computed
+            left = request.prefill_target - request.computed_tokens
             if picks and left > room:
                 break
             picks.append((request, left))
             room -= left
-        return backlog_of(picks)
+        return make_backlog(picks)
 
 
-def lateness(excess: float) -> float:
+def saturate(excess: float) -> float:
     """How much it harms that prompts take longer than they may, by so many times that: in proportion up to 1, then less and less,
     never 2. So where all will be late it still matters by how much, and can't outweigh every promise to decodes."""
     return max(0.0, excess) if excess <= 1 else 2 - 1 / excess
 
 
-def all_layers(work: BatchShape) -> BatchShape:
+def with_all_layers(work: BatchShape) -> BatchShape:
     if work.first_layer == 0 and work.last_layer == work.layers:
         return work
     return msgspec.structs.replace(work, first_layer=0, last_layer=work.layers)
 
 
-def backlog_of(picks: Sequence[tuple[Request, int]]) -> PrefillBacklog:
+def make_backlog(picks: Sequence[tuple[Request, int]]) -> PrefillBacklog:
     tokens = sum([n for _, n in picks])
     squares = sum([n * n for _, n in picks])
-    products = sum([n * (r.target - n) for r, n in picks])
+    products = sum([n * (r.prefill_target - n) for r, n in picks])
     return PrefillBacklog(tokens, squares, products, len(picks))

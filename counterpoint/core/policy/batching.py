@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from counterpoint.core.request import Request
 
 
-def whole_prompts(prefills: Iterable[Request], budget_tokens: int) -> list[tuple[Request, int]]:
+def pack_prompts(prefills: Iterable[Request], budget_tokens: int) -> list[tuple[Request, int]]:
     """Whole remaining prompts, in order, up to the budget; of a first one that is longer, as much as that holds."""
     picks: list[tuple[Request, int]] = []
     for request in prefills:
-        tokens = request.remaining_prefill
+        tokens = request.unscheduled_tokens
         if picks and tokens > budget_tokens:
             break
         picks.append((request, min(tokens, budget_tokens)))
@@ -19,13 +19,13 @@ def whole_prompts(prefills: Iterable[Request], budget_tokens: int) -> list[tuple
     return picks
 
 
-def chunks(prefills: Iterable[Request], budget_tokens: int) -> list[tuple[Request, int]]:
+def pack_chunks(prefills: Iterable[Request], budget_tokens: int) -> list[tuple[Request, int]]:
     """As much of each remaining prompt as the budget holds, in order."""
     picks: list[tuple[Request, int]] = []
     for request in prefills:
         if budget_tokens <= 0:
             break
-        tokens = min(request.remaining_prefill, budget_tokens)
+        tokens = min(request.unscheduled_tokens, budget_tokens)
         picks.append((request, tokens))
         budget_tokens -= tokens
     return picks

@@ -19,7 +19,7 @@ from counterpoint.core.policy.online_cost import OnlineCostModel
 from counterpoint.types import BatchShape
 
 CHUNKS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-REMEMBERED = 4096
+MAX_CACHED = 4096
 GRID = 10.5  # steps of the grid per factor of e: sizes are priced to about 10 %
 
 
@@ -32,11 +32,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     chunk: int
     units: int
     step_s: float
-    period_s: float
-    lag: float
-    whole_s: float
-    first_s: float
-    stretch: float
+    guarded_step_s: float
+    decode_slowdown: float
+    backlog_s: float
+    mean_ttft_s: float
+    prefill_slowdown: float
 
 
 class PrefillBacklog(NamedTuple):
@@ -44,21 +44,21 @@ class PrefillBacklog(NamedTuple):
 
     tokens: int
     squares: int
-    products: int
+    reused_products: int
     prompts: int
 
-    def work(self, layers: int) -> BatchShape:
+    def batch_shape(self, layers: int) -> BatchShape:
         return BatchShape(
             self.tokens,
             self.squares,
-            self.products,
+            self.reused_products,
             self.prompts,
             samples=self.prompts,
             last_layer=layers,
             layers=layers,
         )
 
-    def piece(self, chunk: int, batch: int, context: int, layers: int) -> BatchShape:
+    def chunk_shape(self, chunk: int, batch: int, context: int, layers: int) -> BatchShape:
         """A chunk out of the middle of the backlog, with the decodes in the same pass. Positions before it in the same prompts
         count as reused: on average half of each prompt."""
         tokens = self.tokens
@@ -66,7 +66,7 @@ class PrefillBacklog(NamedTuple):
         inside = max(
             0.0, (self.squares / tokens - chunk) / 2
         )  # tokens of its own prompt before the chunk
-        before = self.products / tokens + inside
+        before = self.reused_products / tokens + inside
         return BatchShape(
             chunk,
             chunk * chunk,
@@ -85,34 +85,39 @@ class CandidatePricer:
     """Of every option on a device of `units` units. `levels`: decode units of the splits there are. `most`: tokens in one pass."""
 
     def __init__(
-        self, belief: OnlineCostModel, units: int, layers: int, levels: tuple[int, ...], most: int
+        self,
+        cost_model: OnlineCostModel,
+        units: int,
+        layers: int,
+        levels: tuple[int, ...],
+        max_pass_tokens: int,
     ) -> None:
-        self.belief = belief
+        self.cost_model = cost_model
         self.units = units
         self.layers = layers
         self.levels = levels
-        self.most = most
-        self._known: dict[tuple[int, ...], list[Candidate]] = {}
+        self.max_pass_tokens = max_pass_tokens
+        self._cache: dict[tuple[int, ...], list[Candidate]] = {}
         self._version = 0
 
-    def options(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
+    def candidates(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
         """Every option for `backlog` beside `batch` decodes whose contexts sum to `context`."""
-        if self._version != self.belief.version or len(self._known) > REMEMBERED:
-            self._known.clear()
-            self._version = self.belief.version
-        key = (*map(step_of, backlog), step_of(batch), step_of(context))
-        found = self._known.get(key)
+        if self._version != self.cost_model.version or len(self._cache) > MAX_CACHED:
+            self._cache.clear()
+            self._version = self.cost_model.version
+        key = (*map(grid_index, backlog), grid_index(batch), grid_index(context))
+        found = self._cache.get(key)
         if found is None:
             # On the grid too is what is priced, so that the estimator meets the same steps again.
-            tokens, squares, products, prompts, batch, context = map(on_step, key)
-            found = self._known[key] = self._price(
+            tokens, squares, products, prompts, batch, context = map(grid_value, key)
+            found = self._cache[key] = self._price(
                 PrefillBacklog(tokens, squares, products, prompts), batch, context
             )
         return found
 
     def decode_s(self, batch: int, context: int, units: int) -> float:
         """Guarded time of a decode step alone."""
-        return self.belief.both(self._decode(batch, context), units)[1]
+        return self.cost_model.expected_and_guarded_s(self._decode(batch, context), units)[1]
 
     def _decode(self, batch: int, context: int) -> BatchShape:
         return BatchShape(
@@ -124,16 +129,16 @@ class CandidatePricer:
         )
 
     def _price(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
-        belief, units = self.belief, self.units
-        decode, prefill = self._decode(batch, context), backlog.work(self.layers)
+        belief, units = self.cost_model, self.units
+        decode, prefill = self._decode(batch, context), backlog.batch_shape(self.layers)
         decode_s, prefill_s = belief.seconds(decode, units), belief.seconds(prefill, units)
         found = []
         for chunk in CHUNKS:
-            taken = min(chunk - batch, backlog.tokens, self.most)
+            taken = min(chunk - batch, backlog.tokens, self.max_pass_tokens)
             if taken <= 0:
                 continue
-            step_s, guarded_s = belief.both(
-                backlog.piece(taken, batch, context, self.layers), units
+            step_s, guarded_s = belief.expected_and_guarded_s(
+                backlog.chunk_shape(taken, batch, context, self.layers), units
             )
             whole_s = backlog.tokens / taken * step_s
             first_s = (
@@ -157,7 +162,7 @@ class CandidatePricer:
                 break
         for level in self.levels:
             rest = units - level
-            step_s, guarded_s = belief.both(decode, level, (prefill, rest))
+            step_s, guarded_s = belief.expected_and_guarded_s(decode, level, (prefill, rest))
             whole_s = belief.seconds(prefill, rest, (decode, level))
             found.append(
                 Candidate(
@@ -174,10 +179,10 @@ class CandidatePricer:
         return found
 
 
-def step_of(value: int) -> int:
+def grid_index(value: int) -> int:
     """The nearest step of the grid, on which neighbours are 10 % apart; -1 for 0."""
     return round(GRID * math.log(value)) if value > 0 else -1
 
 
-def on_step(step: int) -> int:
+def grid_value(step: int) -> int:
     return max(1, round(math.exp(step / GRID))) if step >= 0 else 0

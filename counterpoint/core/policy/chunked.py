@@ -8,7 +8,7 @@ Owns: nothing. Promises: one lane, all units. Must not: cut a pass by layers.
 
 from __future__ import annotations
 
-from counterpoint.core.policy.batching import chunks
+from counterpoint.core.policy.batching import pack_chunks
 from counterpoint.core.state import EngineState
 from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role
@@ -19,9 +19,9 @@ class Chunked(Policy):
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.chunk_tokens = chunk_tokens
         self.units = units
-        self.shares = (units,)
+        self.lane_units = (units,)
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        picks = [(r, 1) for r in state.decodes(lane)]
-        picks += chunks(state.prefills(lane), self.chunk_tokens - len(picks))
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        picks = [(r, 1) for r in state.schedulable_decodes(lane)]
+        picks += pack_chunks(state.schedulable_prefills(lane), self.chunk_tokens - len(picks))
         return BatchPlan(picks, self.units) if picks else None

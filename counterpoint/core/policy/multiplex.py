@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 
-from counterpoint.core.policy.batching import whole_prompts
+from counterpoint.core.policy.batching import pack_prompts
 from counterpoint.core.state import EngineState, Pass
 from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role, Step, StepDone
 
-FORGET = 0.2  # weight of the newest step in a moving average
+EMA_WEIGHT = 0.2  # weight of the newest step in a moving average
 
 
 class Multiplex(Policy):
@@ -38,7 +38,7 @@ class Multiplex(Policy):
         self.max_pass_tokens = max_pass_tokens
         self.units = units
         self.split = split
-        self.shares = (split, units - split)
+        self.lane_units = (split, units - split)
         self.layers = layers
         self.layer_group = layer_group
         self._decode_s = 0.0  # a decode step, moving average
@@ -46,32 +46,32 @@ class Multiplex(Policy):
             0.0  # prefill: seconds x units per token and layer, moving average
         )
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         if lane.role is Role.DECODE:
-            picks = [(r, 1) for r in state.decodes(lane)]
+            picks = [(r, 1) for r in state.schedulable_decodes(lane)]
             units = min(self.split if state.has_prefill else self.units, state.free_units(lane))
             return BatchPlan(picks, units) if picks and units else None
-        picks = whole_prompts(state.prefills(lane), self.max_pass_tokens)
+        picks = pack_prompts(state.schedulable_prefills(lane), self.max_pass_tokens)
         units = self._prefill_units(lane, state)
         if not picks or not units:
             return None
-        return BatchPlan(picks, units, self._group(sum(tokens for _, tokens in picks), units))
+        return BatchPlan(picks, units, self._layer_group(sum(tokens for _, tokens in picks), units))
 
-    def advance(
+    def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
-        return (units, self._group(open_pass.work.prefill_tokens, units)) if units else None
+        return (units, self._layer_group(open_pass.work.prefill_tokens, units)) if units else None
 
-    def observe(self, step: Step, done: StepDone, beside: Step | None) -> None:
+    def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
         took = done.ended_s - done.started_s
         if took <= 0:
             return
         if step.work.decode_batch:
-            self._decode_s = _blend(self._decode_s, took)
+            self._decode_s = moving_average(self._decode_s, took)
         else:
             token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
-            self._token_layer_unit_s = _blend(
+            self._token_layer_unit_s = moving_average(
                 self._token_layer_unit_s, took * step.units / token_layers
             )
 
@@ -80,7 +80,7 @@ class Multiplex(Policy):
         kept = self.split if state.has_decode else 0
         return min(self.units - kept, state.free_units(lane))
 
-    def _group(self, tokens: int, units: int) -> int:
+    def _layer_group(self, tokens: int, units: int) -> int:
         """Layers that take about as long as one decode step: N = ceil(T_decode * L / T_prefill) (MuxWise)."""
         if self.layer_group:
             return self.layer_group
@@ -90,5 +90,5 @@ class Multiplex(Policy):
         return max(1, min(self.layers, math.ceil(self._decode_s / layer_s)))
 
 
-def _blend(mean: float, new: float) -> float:
-    return new if not mean else mean + FORGET * (new - mean)
+def moving_average(mean: float, new: float) -> float:
+    return new if not mean else mean + EMA_WEIGHT * (new - mean)

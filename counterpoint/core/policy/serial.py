@@ -6,7 +6,7 @@ Owns: nothing. Promises: one lane, all units; while any prompt waits, no token i
 
 from __future__ import annotations
 
-from counterpoint.core.policy.batching import whole_prompts
+from counterpoint.core.policy.batching import pack_prompts
 from counterpoint.core.state import EngineState, Pass
 from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role
@@ -19,17 +19,17 @@ class Serial(Policy):
         self.lanes = (Lane(0, Role.BOTH, depth),)
         self.max_pass_tokens = max_pass_tokens
         self.units = units
-        self.shares = (units,)
+        self.lane_units = (units,)
         self.layer_group = layer_group
 
-    def fill(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        prompts = whole_prompts(state.prefills(lane), self.max_pass_tokens)
+    def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
+        prompts = pack_prompts(state.schedulable_prefills(lane), self.max_pass_tokens)
         if prompts:
             return BatchPlan(prompts, self.units, self.layer_group)
-        picks = [(r, 1) for r in state.decodes(lane)]
+        picks = [(r, 1) for r in state.schedulable_decodes(lane)]
         return BatchPlan(picks, self.units) if picks else None
 
-    def advance(
+    def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         assert self.layer_group is not None, "no other pass is cut"

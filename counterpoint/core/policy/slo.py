@@ -24,8 +24,8 @@ from counterpoint.types import BatchShape, Slo
 
 LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
 PATIENCE = 8.0  # in targets: a prompt that has waited so long goes first, and nobody overtakes it
-LATELY_S = 4.0  # time after which load has faded to a third
-REMEMBERED = 4096  # prices of prompts
+LOAD_DECAY_S = 4.0  # time after which load has faded to a third
+MAX_CACHED = 4096  # prices of prompts
 LOOK_AHEAD = 64  # waiting requests that are thought of
 
 
@@ -43,8 +43,8 @@ class DecodeBudget(NamedTuple):
     mean_s: float
     gap_s: float
     next_s: float
-    to_come: int
-    stake: float
+    remaining_tokens: int
+    delay_weight: float
 
 
 class DelayWeights(NamedTuple):
@@ -54,15 +54,15 @@ class DelayWeights(NamedTuple):
     is there. `blocked`: of the prompts that wait for a decode to end, since no slot or page is left. `last`: nothing comes behind
     the prompts that are next."""
 
-    next: float
-    behind: float
+    next_prompts: float
+    queued_prompts: float
     decodes: float
-    future: float
+    future_prompts: float
     load: float
     demand: float
-    queue: float
-    blocked: float = 0.0
-    last: bool = False
+    backlog_multiple: float
+    blocked_prompts: float = 0.0
+    is_queue_empty: bool = False
 
 
 class PrefillPlan(NamedTuple):
@@ -70,22 +70,22 @@ class PrefillPlan(NamedTuple):
 
     request: Request
     in_time: bool
-    due: float
-    alone_s: float
+    due_s: float
+    solo_s: float
 
 
 class SloTracker:
     def __init__(
-        self, scheduler: SchedulerConfig, belief: OnlineCostModel, units: int, layers: int
+        self, scheduler: SchedulerConfig, cost_model: OnlineCostModel, units: int, layers: int
     ) -> None:
         self.scheduler = scheduler
-        self.belief = belief
+        self.cost_model = cost_model
         self.units = units
         self.layers = layers
         self._by_slo: dict[Slo, DecodeTargets] = {}
         self._prompt_s: dict[tuple[int, int], float] = {}
         self._version = 0
-        self.stretch = 1.0  # prompts take so many times as long as alone, and an edge comes every `step_s`: the option in force
+        self.prefill_slowdown = 1.0  # prompts take so many times as long as alone, and an edge comes every `step_s`: the option in force
         self.step_s = 0.0
         self._load_tokens = (
             0.0  # prompt tokens computed lately, and over how many seconds, both fading
@@ -93,21 +93,21 @@ class SloTracker:
         self._load_span_s = 0.0
         self._load_at_s = 0.0
 
-    def prefilled(self, tokens: float, now: float) -> None:
+    def add_prefilled(self, tokens: float, now: float) -> None:
         """So many prompt tokens have been computed until `now`."""
-        faded = math.exp((self._load_at_s - now) / LATELY_S)
+        faded = math.exp((self._load_at_s - now) / LOAD_DECAY_S)
         self._load_tokens = self._load_tokens * faded + tokens
         self._load_span_s = self._load_span_s * faded + (now - self._load_at_s)
         self._load_at_s = now
 
     @property
-    def load(self) -> float:
+    def load_tokens_per_s(self) -> float:
         """Prompt tokens per second, in the last seconds."""
-        return self._load_tokens / max(self._load_span_s, LATELY_S / 4)
+        return self._load_tokens / max(self._load_span_s, LOAD_DECAY_S / 4)
 
-    def pace(self, stretch: float, step_s: float) -> None:
+    def set_pace(self, prefill_slowdown: float, step_s: float) -> None:
         """From here on prompts take `stretch` times as long as alone on the whole device, and an edge comes every `step_s`."""
-        self.stretch, self.step_s = stretch, step_s
+        self.prefill_slowdown, self.step_s = prefill_slowdown, step_s
 
     # ------------------------------------------------------------ of one request
 
@@ -115,7 +115,7 @@ class SloTracker:
         known = self._by_slo.get(slo)
         if known is None:
             scheduler = self.scheduler
-            usual_s = scheduler.tpot_s or max(0.025, 3 * self._tempo_s())
+            usual_s = scheduler.tpot_s or max(0.025, 3 * self._single_decode_s())
             tpot_s = slo.tpot_s or usual_s
             usual_gap_s = max(scheduler.itl_s, tpot_s) if scheduler.itl_s else LONGEST_GAP * tpot_s
             known = DecodeTargets(tpot_s, slo.itl_s or usual_gap_s)
@@ -125,52 +125,56 @@ class SloTracker:
 
     def ttft_s(self, request: Request) -> float:
         scheduler = self.scheduler
-        target_s = request.arrive.slo.ttft_s or scheduler.ttft_s
+        target_s = request.input.slo.ttft_s or scheduler.ttft_s
         if target_s is None:
-            target_s = max(1.0, 10 * self._alone_s(len(request.arrive.prompt), 0))
-        return max(target_s, (scheduler.ttft_per_token_s or 0.0) * len(request.arrive.prompt))
+            target_s = max(1.0, 10 * self._solo_s(len(request.input.prompt), 0))
+        return max(target_s, (scheduler.ttft_per_token_s or 0.0) * len(request.input.prompt))
 
-    def due(self, request: Request) -> float:
+    def due_s(self, request: Request) -> float:
         """When its first token is due."""
         return request.arrival_s + self.ttft_s(request)
 
-    def impatient(self, request: Request, now: float) -> bool:
+    def is_starved(self, request: Request, now: float) -> bool:
         """It has waited so long that nobody may go before it any more."""
         return now > request.arrival_s + PATIENCE * self.ttft_s(request)
 
-    def prompt_s(self, request: Request) -> float:
+    def solo_prefill_s(self, request: Request) -> float:
         """The rest of its prompt alone on the whole device, expected."""
-        return self._alone_s(request.left, request.covered)
+        return self._solo_s(request.remaining_tokens, request.reusable_tokens)
 
-    def takes_s(self, request: Request) -> float:
+    def expected_prefill_s(self, request: Request) -> float:
         """The rest of its prompt at the pace in force."""
-        return self.stretch * self.prompt_s(request)
+        return self.prefill_slowdown * self.solo_prefill_s(request)
 
     # ------------------------------------------------------------ of many
 
-    def by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
+    def sort_by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
         """Order of prefills: by priority; in each, first those that have waited too long; then those that can all be in time at the
         pace in force, by due time; then the others, the shortest first."""
         known = list(requests)
         return (
             known
             if len(known) < 2
-            else [plan.request for plan in self._planned(known, now, self.stretch)]
+            else [plan.request for plan in self._plan_order(known, now, self.prefill_slowdown)]
         )
 
-    def bearable(
-        self, running: Iterable[Request], waiting: Sequence[Request], now: float, stretch: float
+    def max_prefill_slowdown(
+        self,
+        running: Iterable[Request],
+        waiting: Sequence[Request],
+        now: float,
+        prefill_slowdown: float,
     ) -> float:
         """How many times as long as alone on the whole device prompts may take, for all to be in time that can be at `stretch`."""
         spent_s, least = 0.0, math.inf
-        for plan in self._planned([*running, *waiting[:LOOK_AHEAD]], now, stretch):
+        for plan in self._plan_order([*running, *waiting[:LOOK_AHEAD]], now, prefill_slowdown):
             if plan.in_time:
-                spent_s += plan.alone_s
-                least = min(least, (plan.due - now - self.step_s) / spent_s)
+                spent_s += plan.solo_s
+                least = min(least, (plan.due_s - now - self.step_s) / spent_s)
         return max(0.0, least)
 
-    def _planned(
-        self, requests: Iterable[Request], now: float, stretch: float
+    def _plan_order(
+        self, requests: Iterable[Request], now: float, prefill_slowdown: float
     ) -> list[PrefillPlan]:
         """Requests in order of service, and which of them will be in time. One after another by due time; whenever one would be
         late, the longest until then is put behind: so the fewest are late (Moore, Management Science 15, 1968)."""
@@ -180,11 +184,11 @@ class SloTracker:
             patient, due = now <= arrival_s + PATIENCE * ttft_s, arrival_s + ttft_s
             ranked.append(
                 (
-                    -request.arrive.priority,
+                    -request.input.priority,
                     patient,
                     due,
-                    request.serial,
-                    self.prompt_s(request),
+                    request.arrival_index,
+                    self.solo_prefill_s(request),
                     request,
                 )
             )
@@ -196,31 +200,35 @@ class SloTracker:
                 PrefillPlan(request, patient, due, alone_s)
                 for _, _, due, _, alone_s, request in group
             ]
-            takes_s = [stretch * plan.alone_s for plan in plans]
-            lost = too_late(plans, takes_s, ends_s) if patient else []
+            takes_s = [prefill_slowdown * plan.solo_s for plan in plans]
+            lost = find_late(plans, takes_s, ends_s) if patient else []
             gone = set(lost)
             planned += [plan for index, plan in enumerate(plans) if index not in gone]
             planned += [plans[index]._replace(in_time=False) for index in lost]
             ends_s += sum(takes_s)
         return planned
 
-    def limits(
-        self, decodes: Sequence[Request], answers: OutputLengths, now: float, quiet_s: float
+    def decode_budget(
+        self,
+        decodes: Sequence[Request],
+        output_lengths: OutputLengths,
+        now: float,
+        decode_only_s: float,
     ) -> DecodeBudget:
         """What the next decode steps may take, where one without prefill takes `quiet_s`."""
         mean_s = gap_s = next_s = math.inf
-        to_come, stake, mean_tokens = 1, 0.0, answers.mean
-        slo, tpot_s, still_to_come = None, 0.0, answers.still_to_come
+        to_come, stake, mean_tokens = 1, 0.0, output_lengths.mean_tokens
+        slo, tpot_s, still_to_come = None, 0.0, output_lengths.likely_remaining
         for request in decodes:
-            if request.arrive.slo is not slo:  # most share one
-                slo = request.arrive.slo
+            if request.input.slo is not slo:  # most share one
+                slo = request.input.slo
                 tpot_s, itl_s = self.targets(slo)
                 gap_s = min(gap_s, itl_s)
             tokens = len(request.output)
             left = still_to_come(tokens)
             ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
             own_s = tpot_s + ahead_s / left
-            if own_s < quiet_s:
+            if own_s < decode_only_s:
                 own_s = tpot_s  # it can't catch up: no reason to hold up others, nor to let it fall farther behind
             if own_s < mean_s:
                 mean_s, to_come = own_s, left
@@ -230,7 +238,7 @@ class SloTracker:
             stake += 1 / (tpot_s * (left if left > usual else usual))
         return DecodeBudget(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
 
-    def stakes(
+    def delay_weights(
         self,
         running: Collection[Request],
         waiting: Sequence[Request],
@@ -241,33 +249,41 @@ class SloTracker:
         """Of the prompts that run, of which `backlog` is next, of those that wait for them, and of those that wait for a decode to
         end. `decodes`: stake of the running decodes."""
         tokens, last = backlog.tokens, not waiting and backlog.prompts == len(running)
-        behind_tokens = sum([r.left for r in waiting])
+        behind_tokens = sum([r.remaining_tokens for r in waiting])
         next_, behind = (
             sum([1 / self.ttft_s(r) for r in running]),
             sum([1 / self.ttft_s(r) for r in waiting]),
         )
         queue = 1 + behind_tokens / tokens
-        demand = self.load + behind_tokens / max(
-            LATELY_S, len(waiting) / behind if waiting else 0.0
+        demand = self.load_tokens_per_s + behind_tokens / max(
+            LOAD_DECAY_S, len(waiting) / behind if waiting else 0.0
         )
         future = demand * (next_ + behind) / (tokens + behind_tokens)
         held = sum([1 / self.ttft_s(r) for r in blocked])
         return DelayWeights(
-            next_, behind, decodes, future, self.load / tokens, demand / tokens, queue, held, last
+            next_,
+            behind,
+            decodes,
+            future,
+            self.load_tokens_per_s / tokens,
+            demand / tokens,
+            queue,
+            held,
+            last,
         )
 
-    def tightest_tpot_s(self, decodes: Sequence[Request]) -> float:
+    def min_tpot_s(self, decodes: Sequence[Request]) -> float:
         tightest_s, slo = math.inf, None
         for request in decodes:
-            if request.arrive.slo is not slo:  # most share one
-                slo = request.arrive.slo
+            if request.input.slo is not slo:  # most share one
+                slo = request.input.slo
                 tightest_s = min(tightest_s, self.targets(slo).tpot_s)
         return tightest_s
 
-    def _alone_s(self, tokens: int, after: int) -> float:
+    def _solo_s(self, tokens: int, after: int) -> float:
         """So many tokens of a prompt, after so many of it, alone on the whole device, expected."""
-        if self._version != self.belief.version or len(self._prompt_s) > REMEMBERED:
-            self._version = self.belief.version
+        if self._version != self.cost_model.version or len(self._prompt_s) > MAX_CACHED:
+            self._version = self.cost_model.version
             self._prompt_s.clear()
             self._by_slo.clear()
         key = (tokens, after)
@@ -282,24 +298,24 @@ class SloTracker:
                 last_layer=self.layers,
                 layers=self.layers,
             )
-            known = self._prompt_s[key] = self.belief.seconds(work, self.units)
+            known = self._prompt_s[key] = self.cost_model.seconds(work, self.units)
         return known
 
-    def _tempo_s(self) -> float:
+    def _single_decode_s(self) -> float:
         """A decode step of one request with a short context, on the whole device: the device's own tempo."""
-        return self.belief.seconds(
+        return self.cost_model.seconds(
             BatchShape(0, 0, 0, 0, 1, 512, 1, 0, self.layers, self.layers), self.units
         )
 
 
-def too_late(plans: Sequence[PrefillPlan], takes_s: Sequence[float], begins_s: float) -> list[int]:
+def find_late(plans: Sequence[PrefillPlan], takes_s: Sequence[float], begins_s: float) -> list[int]:
     """Which of `plans`, one after another by due time, are to give way for the fewest to be late: the shortest first."""
     lost: list[int] = []
     longest: list[tuple[float, int]] = []
     for index, own_s in enumerate(takes_s):
         begins_s += own_s
         heapq.heappush(longest, (-own_s, index))
-        if begins_s > plans[index].due:
+        if begins_s > plans[index].due_s:
             lost.append(heapq.heappop(longest)[1])
             begins_s -= takes_s[lost[-1]]
     return sorted(lost, key=lambda index: (takes_s[index], index))

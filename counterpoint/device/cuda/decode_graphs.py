@@ -92,7 +92,7 @@ class DecodeGraphs:
         return graph, feed
 
     def _tail(self, slots: list[int]) -> SamplingMode:
-        rows = self.tables.settings.rows
+        rows = self.tables.sampling.rows
         tail = tail_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
         return (
             SamplingMode.ANY
@@ -125,7 +125,7 @@ class DecodeGraphs:
             if tail is SamplingMode.ANY
             else None
         )
-        known = self.tables.settings.vocab
+        known = self.tables.sampling.vocab
         chosen = None
         if tail & SamplingMode.LOGPROBS:
             top = min(MOST_TOP, known)

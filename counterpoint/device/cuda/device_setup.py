@@ -47,18 +47,18 @@ from counterpoint.device.cuda.kernels.floor import FilterFloor
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.device.cuda.logits_processors import ELEMENT_BYTES as ADJUSTMENT_BYTES
 from counterpoint.device.cuda.ops import cuda_dtype, cuda_ops, decode_ops, layer_kernels
-from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, filled, sizes_for
+from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, pad_rows, sizes_for
 from counterpoint.device.cuda.sampling import SamplingMode
 from counterpoint.device.cuda.stream_partitions import (
     StreamPartition,
     StreamPartitions,
-    make_places,
+    make_stream_partitions,
 )
-from counterpoint.device.cuda.warmup import long_contexts, prompts, rehearse
-from counterpoint.device.slot_tables import pass_rows
+from counterpoint.device.cuda.warmup import long_contexts, prompts, warm_up
+from counterpoint.device.slot_tables import make_pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.fp8 import FP8
-from counterpoint.model.invariance import refuse_varying_products
+from counterpoint.model.invariance import require_invariant_gemms
 from counterpoint.model.kv import KVPool, page_bytes
 from counterpoint.model.ops import Ops
 from counterpoint.model.weights import build_decoder, load_decoder
@@ -80,9 +80,9 @@ class CudaDevice:
     decoder: Decoder
     kv: KVPool
     tables: DeviceTables
-    graphs: DecodeGraphs
-    passes: PiecewiseGraphs
-    places: StreamPartitions
+    decode_graphs: DecodeGraphs
+    piecewise_graphs: PiecewiseGraphs
+    stream_partitions: StreamPartitions
     driver: CudaDriver
     partitions: Partitions
     pages: int
@@ -101,18 +101,20 @@ class CudaDevice:
         """The GPU's, as the driver has it."""
         return torch.cuda.get_device_name(self.driver.device)
 
-    def capture(self, config: Config) -> None:
+    def capture_graphs(self, config: Config) -> None:
         """Have the graphs that `config` wants from the first request on."""
-        self.graphs.capture(captured_places(config, self.places), (SamplingMode.GREEDY,))
+        self.decode_graphs.capture(
+            captured_places(config, self.stream_partitions), (SamplingMode.GREEDY,)
+        )
 
     def executor(self, lanes: Sequence[Lane], inbox: CompletionQueue) -> CudaExecutor:
         return CudaExecutor(
             self.decoder,
             self.kv,
             self.tables,
-            self.graphs,
-            self.passes,
-            self.places,
+            self.decode_graphs,
+            self.piecewise_graphs,
+            self.stream_partitions,
             lanes,
             self.driver,
             inbox,
@@ -158,7 +160,7 @@ def open_cuda(
     )
 
     if invariant:
-        refuse_varying_products(decoder, device)
+        require_invariant_gemms(decoder, device)
         places = fixed_places(decoder, partitions, planner)
     else:
         planners = (planner, best_planner(spec, dtype, device))
@@ -192,7 +194,7 @@ def open_cuda(
         decoder, kv, tables, graphs, passes, places, driver, partitions, pages, partitions.total_sms,
         partitions.levels, partitions.isolated and bool(partitions.levels), context, notes,
     )  # fmt: skip
-    played = rehearse(
+    played = warm_up(
         opened.executor, prompt_places(config, places), min(largest_pass(config), pages * size)
     )
     torch.cuda.synchronize(device)
@@ -224,7 +226,7 @@ def equip(
         return kernel, decode_ops(decoder.ops, layer, all_products[units])
 
     full = (partitions.full.stream, partitions.full_urgent.stream)
-    places = make_places(full, partitions.total_sms, partitions, kernels, planners)
+    places = make_stream_partitions(full, partitions.total_sms, partitions, kernels, planners)
     weights = weights_by_shape(decoder)
     used = captured_places(config, places)
     began_s = time.perf_counter()
@@ -262,7 +264,7 @@ def fixed_places(
 
     full = (partitions.full.stream, partitions.full_urgent.stream)
     kernels = (batch_invariant.decode, decoder.ops)
-    return make_places(
+    return make_stream_partitions(
         full, partitions.total_sms, partitions, lambda units: kernels, (planner, planner)
     )
 
@@ -448,10 +450,10 @@ def activation_bytes(
         with driver.on(place.stream), torch.inference_mode():
             batch = tables.batch(
                 tables.inputs(
-                    pass_rows(segments),
+                    make_pass_rows(segments),
                     place.planner,
                     place.decode,
-                    lambda rows: filled(rows, sizes),
+                    lambda rows: pad_rows(rows, sizes),
                 )
             )
             x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, 1)

@@ -42,7 +42,7 @@ from counterpoint.types import InitSlot, Segment
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INTEGERS = ("top_k", "seed", "prompt_tokens", "min_tokens")
-ADJUSTED = SamplingStage.PENALTIES | SamplingStage.BIAS | SamplingStage.KEEP_ON
+ADJUSTED = SamplingStage.PENALTIES | SamplingStage.BIAS | SamplingStage.MIN_TOKENS
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -101,7 +101,7 @@ class DeviceTables:
         self.floats = torch.zeros(slots + 1, len(FLOATS), dtype=torch.float32, device=device)
         self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats[:, FLOATS.index("repetition")] = 1.0
-        self.settings = SamplingTables(slots + 1, vocab, eos_token_ids)
+        self.sampling = SamplingTables(slots + 1, vocab, eos_token_ids)
         self.adjustments = LogitsProcessors(slots + 1, vocab, device)
         self._adjusted: set[int] = set()  # slots whose row there says something
         self.filter_floor = filter_floor
@@ -122,14 +122,14 @@ class DeviceTables:
                 f"slot {slot}: {len(command.tokens)} tokens do not fit a context of {self.tokens.shape[1] - 1}"
             )
         self._pages_used[slot] = 0
-        self.settings.put(
+        self.sampling.set_row(
             slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :]
         )
         self._unsent[slot] = command
 
     def close(self, slot: int) -> None:
         self._unsent.pop(slot, None)
-        self.settings.grammars.close(slot)
+        self.sampling.grammars.free_slot(slot)
 
     def send(self, segments: Sequence[Segment]) -> None:
         """Bring what the segments' slots were opened with, and the segments' new pages, to the device: once per pass, before its
@@ -153,7 +153,7 @@ class DeviceTables:
             self.pages[slot_N, place_N] = page_N.to(torch.int32)
         if opened:
             slots = np.array([command.slot for command in opened], np.int64)
-            rows = self.settings.rows[slots]
+            rows = self.sampling.rows[slots]
             at = self.driver.upload(slots)
             self.floats[at] = self.driver.upload(np.stack([rows[name] for name in FLOATS], 1))
             self.integers[at] = self.driver.upload(np.stack([rows[name] for name in INTEGERS], 1))
@@ -228,11 +228,11 @@ class DeviceTables:
 
     def _adjust(self, command: InitSlot, tokens_L: Tensor) -> None:
         """Fill in the slot's row of the adjustments, if it asks for any or its last request did."""
-        slot, settings = command.slot, self.settings
+        slot, settings = command.slot, self.sampling
         asks = bool(settings.rows["stages"][slot] & ADJUSTED)
         if not asks and slot not in self._adjusted:
             return
-        bias, ends = settings.bias.pairs[slot], settings.ends.pairs[slot]
+        bias, ends = settings.logit_bias.pairs[slot], settings.end_bias.pairs[slot]
         bias_N = (self.driver.upload(bias["id"].copy()), self.driver.upload(bias["value"].copy()))
         ends_N = self.driver.upload(ends["id"][ends["value"] < 0])
         self.adjustments.open(slot, tokens_L, command.prompt_tokens, bias_N, ends_N)

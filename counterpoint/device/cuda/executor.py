@@ -33,14 +33,14 @@ from counterpoint.device.cuda.sampling import (
     asks_for_prompts,
     download_chosen,
     download_prompts,
+    read_chosen,
+    read_prompts,
     sample_any,
     spread_chosen,
-    told_chosen,
-    told_prompts,
 )
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.grammar import Grammars
-from counterpoint.device.slot_tables import PassRows, pass_rows
+from counterpoint.device.slot_tables import PassRows, make_pass_rows
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.types import Command, DiscardPass, Event, FreeSlot, InitSlot, Lane, Step, StepDone
@@ -104,7 +104,7 @@ class CudaExecutor:
         self.driver = driver
         self._open: dict[int, CudaPass] = {}
         clock = DeviceClock(driver, inbox.clock)
-        grammars = tables.settings.grammars
+        grammars = tables.sampling.grammars
         self._lanes = {
             lane.id: LaneInFlight(lane, driver, clock, inbox, grammars) for lane in lanes
         }
@@ -119,7 +119,7 @@ class CudaExecutor:
             case FreeSlot():
                 self.tables.close(command.slot)
             case DiscardPass():
-                dropped = self._open.pop(command.batch, None)
+                dropped = self._open.pop(command.pass_id, None)
                 if dropped is not None:
                     dropped.way.inputs.plan.close()
 
@@ -141,7 +141,7 @@ class CudaExecutor:
             self._fill(flight, place)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
-            self._open.pop(step.batch, None)
+            self._open.pop(step.pass_id, None)
             flight.error = f"{type(error).__name__}: {error}"
         flight.borrowed = self.driver.borrowed()
         flight.ended = self.driver.mark(place.stream)
@@ -164,10 +164,10 @@ class CudaExecutor:
             flight.ids, flight.rows = feed.ids_B, len(segments)
             if feed.chosen is not None:
                 flight.logprobs = spread_chosen(
-                    feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.settings
+                    feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.sampling
                 )
             return
-        rows = pass_rows(segments)
+        rows = make_pass_rows(segments)
         sampled = SampledRows(*self.driver.upload(torch.stack([rows.slot_B, rows.end_B]).numpy()))
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
@@ -176,16 +176,16 @@ class CudaExecutor:
         """Some layers of any pass."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
-            rows = pass_rows(step.segments)
+            rows = make_pass_rows(step.segments)
             self.tables.send(step.segments)
             way = self.passes.start(
                 self.tables.inputs(rows, place.planner, place.decode, self.passes.size)
             )
         else:
-            held = self._open.pop(step.batch, None)
+            held = self._open.pop(step.pass_id, None)
             if held is None:
                 raise RuntimeError(
-                    f"pass {step.batch} has no hidden states before layer {step.first_layer}"
+                    f"pass {step.pass_id} has no hidden states before layer {step.first_layer}"
                 )
             rows, way = held.rows, held.way
         inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
@@ -194,7 +194,7 @@ class CudaExecutor:
             place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
         )
         if x_TD is None:
-            self._open[step.batch] = CudaPass(rows, way)
+            self._open[step.pass_id] = CudaPass(rows, way)
             flight.over = None  # it goes on
             return
         if every:
@@ -210,7 +210,7 @@ class CudaExecutor:
         ids_B = sample_any(logits_BV, rows, self.tables)
         self.tables.put_sampled(sampled, ids_B)
         flight.ids, flight.rows = self.driver.download(ids_B), len(rows.slot_B)
-        flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.settings, self.driver)
+        flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.sampling, self.driver)
 
 
 class LaneInFlight:
@@ -263,12 +263,12 @@ class LaneInFlight:
             if flight.ids is not None and not flight.error:
                 ids_B = flight.ids[: flight.rows].numpy()
                 tokens = tuple(ids_B.tolist())
-                chosen = told_chosen(flight.logprobs, ids_B)
-                self._grammars.follow(
+                chosen = read_chosen(flight.logprobs, ids_B)
+                self._grammars.accept_tokens(
                     [segment.slot for segment in step.segments if segment.sample], tokens
                 )
             if not flight.error:
-                prompts = told_prompts(flight.prompt_logprobs, len(step.segments))
+                prompts = read_prompts(flight.prompt_logprobs, len(step.segments))
         except Exception as error:  # the device's own errors come up here
             log.exception("step %d of lane %d failed on the device", step.id, step.lane)
             flight.error = flight.error or f"{type(error).__name__}: {error}"

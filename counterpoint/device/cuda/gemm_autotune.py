@@ -50,7 +50,7 @@ def by_cublas(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_RK, weight_NK)
 
 
-def by_cublas_told(units: int) -> Product:
+def by_cublas_limited(units: int) -> Product:
     def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
         blas.count_on(units)
         out_RN = F.linear(x_RK, weight_NK)
@@ -124,7 +124,7 @@ class GemmAutotuner:
         outputs, inputs = weight.shape
         if rows > MOST_ROWS:
             return found | {
-                f"cuBLAS for {units} SMs": by_cublas_told(units)
+                f"cuBLAS for {units} SMs": by_cublas_limited(units)
                 for units in self._told
                 if units <= self.units
             }

@@ -61,38 +61,38 @@ class CudaCopier:
             ) from None
         self._driver: Any = driver
         self.device = torch.device("cuda", device)
-        self.most_rows = 0
+        self.max_rows = 0
         self._staged = staged
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._context: Any = None
         self._opened: dict[int, int] = {}  # address of rows -> address of the allocation
 
     def prepare(self, memory: GpuKvMemory) -> None:
-        if self.most_rows:
+        if self.max_rows:
             return
         words = memory.rows_RW.shape[1]
-        self.most_rows = max(1, PIECE_BYTES // memory.page_bytes)
-        self._piece_NW = torch.empty(self.most_rows, words, dtype=ROW, device=self.device)
-        self._rows_2N = torch.empty(2, self.most_rows, dtype=torch.int64, device=self.device)
-        self._host_2N = torch.empty(2, self.most_rows, dtype=torch.int64, pin_memory=True)
+        self.max_rows = max(1, PIECE_BYTES // memory.page_bytes)
+        self._piece_NW = torch.empty(self.max_rows, words, dtype=ROW, device=self.device)
+        self._rows_2N = torch.empty(2, self.max_rows, dtype=torch.int64, device=self.device)
+        self._host_2N = torch.empty(2, self.max_rows, dtype=torch.int64, pin_memory=True)
         self._host_NW = torch.empty(
-            self.most_rows if self._staged else 0, words, dtype=ROW, pin_memory=True
+            self.max_rows if self._staged else 0, words, dtype=ROW, pin_memory=True
         )
         one = np.zeros(1, np.int64)
         self.wait(
-            self.copy(memory.rows_RW, one, memory.rows_RW, one)
+            self.start_copy(memory.rows_RW, one, memory.rows_RW, one)
         )  # the kernels are loaded now, not in someone's capture
 
     # ------------------------------------------------------------ pools of other processes
 
-    def export(self, memory: GpuKvMemory) -> bytes:
+    def export_pool(self, memory: GpuKvMemory) -> bytes:
         address = memory.rows_RW.data_ptr()
         self._context = self._call(self._driver.cuCtxGetCurrent)
         base = int(self._call(self._driver.cuMemGetAddressRange, address)[0])
         handle = self._call(self._driver.cuIpcGetMemHandle, address)
         return msgspec.msgpack.encode(ExportedMemory(bytes(handle.reserved), address - base))
 
-    def open(self, exported: bytes, rows: int, words: int) -> Tensor:
+    def map_pool(self, exported: bytes, rows: int, words: int) -> Tensor:
         theirs = msgspec.msgpack.decode(exported, type=ExportedMemory)
         if len(theirs.handle) != HANDLE_BYTES:
             raise TransportError(
@@ -110,7 +110,7 @@ class CudaCopier:
         self._opened[address] = base
         return rows_RW
 
-    def shut(self, rows_RW: Tensor) -> None:
+    def unmap_pool(self, rows_RW: Tensor) -> None:
         base = self._opened[rows_RW.data_ptr()]
         self._call(self._driver.cuCtxSetCurrent, self._context)
         self._call(self._driver.cuIpcCloseMemHandle, base)
@@ -127,7 +127,7 @@ class CudaCopier:
     # ------------------------------------------------------------ copies
 
     @torch.inference_mode()
-    def copy(
+    def start_copy(
         self,
         source_RW: Tensor,
         sources: NDArray[np.int64],
@@ -148,7 +148,7 @@ class CudaCopier:
     def wait(self, ticket: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
         ticket[1].synchronize()
 
-    def read(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
+    def read_rows(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
         host_NW = self._host_NW[: len(sources)]
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._host_2N[0, : len(sources)] = torch.from_numpy(np.ascontiguousarray(sources))
@@ -160,7 +160,7 @@ class CudaCopier:
             self._mark().synchronize()
         return host_NW.numpy()
 
-    def write(
+    def write_rows(
         self, content_NW: NDArray[np.int64], target_RW: Tensor, targets: NDArray[np.int64]
     ) -> None:
         count = len(targets)

@@ -39,7 +39,7 @@ from counterpoint.device.cuda.gemm_autotune import (
 )
 from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
-from counterpoint.model.fp8 import MULTIPLE, ScaledWeight, quantise_rows
+from counterpoint.model.fp8 import SIZE_MULTIPLE, ScaledWeight, quantise_rows
 from counterpoint.model.ops import Ops, pack_linear, reference_ops
 from counterpoint.spec import ModelSpec
 
@@ -163,9 +163,9 @@ def refuse_quantisation(spec: ModelSpec, dtype: torch.dtype) -> None:
         ("ffn", spec.ffn),
         ("qkv_features", spec.qkv_features),
     ):
-        if size % MULTIPLE or size > MOST_QUANTISED:
+        if size % SIZE_MULTIPLE or size > MOST_QUANTISED:
             raise ConfigError(
-                f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {MULTIPLE} up to "
+                f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {SIZE_MULTIPLE} up to "
                 f"{MOST_QUANTISED}; leave it out"
             )
 

@@ -64,18 +64,18 @@ def sizes_for(max_pass_tokens: int, spec: ModelSpec) -> tuple[int, ...]:
     return SIZES[: min(rows, bisect.bisect_left(SIZES, max_pass_tokens) + 1)]
 
 
-def larger(rows: int) -> int:
+def next_larger(rows: int) -> int:
     """To how many rows a pass that is no graph is filled up: a multiple of FILL, beyond 8,192 rows of twice as much, and so on: at
     most 3 % more, from 4,096 on."""
     step = max(FILL, 1 << max(0, (rows - 1).bit_length() - 6))
     return -(-rows // step) * step
 
 
-def filled(rows: int, sizes: Sequence[int]) -> int:
+def pad_rows(rows: int, sizes: Sequence[int]) -> int:
     """To how many rows so many are filled up, where passes of `sizes` are graphs (none: not at all)."""
     if not sizes:
         return rows
-    return larger(rows) if rows > sizes[-1] else sizes[bisect.bisect_left(sizes, rows)]
+    return next_larger(rows) if rows > sizes[-1] else sizes[bisect.bisect_left(sizes, rows)]
 
 
 class PrefillPass(Protocol):
@@ -148,7 +148,7 @@ class CapturedPass:
         attend(kv.k[last_layer - 1], kv.v[last_layer - 1])
         if only_B is not None:
             x_TD, attended_TE = x_TD[only_B], attended_TE[only_B]
-        x_TD, ffn_TD = decoder.behind_attention(x_TD, attended_TE, last_layer - 1)
+        x_TD, ffn_TD = decoder.after_attention(x_TD, attended_TE, last_layer - 1)
         return decoder.ops.add(x_TD, ffn_TD)
 
 
@@ -217,7 +217,7 @@ class PiecewiseGraphs:
         return sum(len(pieces) for pieces in self._pieces.values())
 
     def size(self, rows: int) -> int:
-        return filled(rows, self.sizes)
+        return pad_rows(rows, self.sizes)
 
     def start(self, inputs: PassInputs) -> PrefillPass:
         """`inputs`: filled up."""
@@ -285,7 +285,7 @@ class PiecewiseGraphs:
             return ops.rms_norm(x_RD, norm_D, eps)
 
         def go_on() -> Tensor:
-            ended_RD, ffn_RD = decoder.behind_attention(x_RD, seat.attended_RE[:size], index - 1)
+            ended_RD, ffn_RD = decoder.after_attention(x_RD, seat.attended_RE[:size], index - 1)
             ended_RD, normed_RD = ops.add_rms_norm(ended_RD, ffn_RD, norm_D, eps)
             if ended_RD.data_ptr() != x_RD.data_ptr():
                 x_RD.copy_(ended_RD)

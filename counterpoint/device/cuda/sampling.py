@@ -21,10 +21,17 @@ from torch import Tensor
 
 from counterpoint.device.cuda.device_tables import ADJUSTED, DeviceTables
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, column
+from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, tensor_column
 from counterpoint.device.slot_tables import PassRows
 from counterpoint.model.decoder import Decoder
-from counterpoint.model.sample import DrawParams, Filters, SamplerInputs, drawn, logprobs, sample
+from counterpoint.model.sample import (
+    DrawParams,
+    Filters,
+    SamplerInputs,
+    draw_tokens,
+    logprobs,
+    sample,
+)
 from counterpoint.types import TokenLogprobs
 
 BLOCK = 512  # rows of a prompt's logits at a time
@@ -75,7 +82,7 @@ def sample_in_graph(
     logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: SamplingMode
 ) -> Tensor:
     """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
-    logits_BV = logits_BV[:, : tables.settings.vocab]
+    logits_BV = logits_BV[:, : tables.sampling.vocab]
     if not tail & (SamplingMode.DRAWN | SamplingMode.ADJUSTED):
         return sample(logits_BV, SamplerInputs())
     temperature_B, top_p_B, min_p_B, *penalties = tables.floats[slot_B].unbind(1)
@@ -96,7 +103,7 @@ def sample_in_graph(
         draw = DrawParams(
             None, seed_B, made_B, torch.where(draws_B, temperature_B, 1.0), min_p_B, filters
         )
-        ids_B = torch.where(draws_B, drawn(logits_BV, draw), ids_B)
+        ids_B = torch.where(draws_B, draw_tokens(logits_BV, draw), ids_B)
     ids_B = torch.where(finite_B, ids_B, -1)
     if tail & SamplingMode.ADJUSTED:
         tables.adjustments.count(slot_B, ids_B)
@@ -105,7 +112,7 @@ def sample_in_graph(
 
 def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
     """Ids by all that the host knows of each slot."""
-    settings = tables.settings
+    settings = tables.sampling
     if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(
         SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS
     ):
@@ -114,7 +121,7 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
     placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(
         settings.rows.shape[0], int(rows.end_B.max())
     )
-    choice = settings.choice(rows.slot_B, rows.end_B, placeholder)
+    choice = settings.sampler_inputs(rows.slot_B, rows.end_B, placeholder)
     penalties, draw = choice.penalties, choice.draw
     if penalties is not None:
         slot_R = rows.slot_B if penalties.rows_R is None else rows.slot_B[penalties.rows_R]
@@ -128,7 +135,7 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
             draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor)
         )
     added, masks, draw = (
-        on_device(part, tables.driver) for part in (choice.added, choice.masks, draw)
+        on_device(part, tables.driver) for part in (choice.logit_bias, choice.masks, draw)
     )
     return sample(logits_BV, SamplerInputs(penalties, added, masks, draw), settings.vocab)
 
@@ -179,7 +186,7 @@ def download_chosen(
     """Log-probabilities of the sampled ids of the rows that ask."""
     if not settings.stages(rows.slot_B) & SamplingStage.LOGPROBS:
         return None
-    rows_R = settings.having(rows.slot_B, SamplingStage.LOGPROBS)
+    rows_R = settings.rows_with(rows.slot_B, SamplingStage.LOGPROBS)
     top_R = settings.rows["logprobs"][rows.slot_B[rows_R].numpy()].tolist()
     at_R = driver.upload(rows_R.numpy())
     own_R, ids_RN, values_RN = map(
@@ -201,7 +208,7 @@ def spread_chosen(
 
 def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
     """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
-    return bool(tables.settings.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
+    return bool(tables.sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
 
 
 def download_prompts(
@@ -209,13 +216,14 @@ def download_prompts(
 ) -> list[SamplingDownload]:
     """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
     goes. `x_TD` are the hidden states behind the last layer."""
-    settings, driver = tables.settings, tables.driver
+    settings, driver = tables.sampling, tables.driver
     downloads = []
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
-    asking_R = settings.having(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
+    asking_R = settings.rows_with(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
     settings_R = settings.rows[rows.slot_S[asking_R].numpy()]
     last_R = torch.minimum(
-        rows.start_S[asking_R] + rows.tokens_S[asking_R], column(settings_R, "prompt_tokens") - 1
+        rows.start_S[asking_R] + rows.tokens_S[asking_R],
+        tensor_column(settings_R, "prompt_tokens") - 1,
     )
     for segment, last, top in zip(
         asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True
@@ -238,7 +246,7 @@ def download_prompts(
     return downloads
 
 
-def told_chosen(
+def read_chosen(
     download: SamplingDownload | None, ids_B: np.ndarray
 ) -> tuple[TokenLogprobs | None, ...]:
     """One entry per sampled row, as StepDone has them."""
@@ -250,7 +258,7 @@ def told_chosen(
     return tuple(result)
 
 
-def told_prompts(
+def read_prompts(
     downloads: list[SamplingDownload], segments: int
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
     """One entry per segment, as StepDone has them."""

@@ -55,7 +55,7 @@ class StreamPartitions:
         return [places[units] for units in reversed(places)]
 
 
-def make_places(
+def make_stream_partitions(
     full: tuple[Any, Any],
     total_units: int,
     partitions: Any,

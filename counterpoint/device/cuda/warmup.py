@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from counterpoint.device.cuda.attention import MOST_GATHERED
 from counterpoint.device.cuda.executor import CudaExecutor
-from counterpoint.device.cuda.piecewise_graphs import larger
+from counterpoint.device.cuda.piecewise_graphs import next_larger
 from counterpoint.device.cuda.stream_partitions import StreamPartition
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.types import (
@@ -46,7 +46,7 @@ EVERYTHING = Sampling(
 )  # fmt: skip
 
 
-def rehearse(
+def warm_up(
     make: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
     places: Sequence[tuple[Role, StreamPartition]],
     tokens: int,
@@ -91,8 +91,8 @@ def sizes_between(captured: int, tokens: int) -> list[int]:
     """Numbers of rows of passes that are no graphs, the largest first."""
     sizes, rows = list[int](), captured + 1
     while rows <= tokens:
-        sizes.append(min(larger(rows), tokens))
-        rows = larger(rows) + 1
+        sizes.append(min(next_larger(rows), tokens))
+        rows = next_larger(rows) + 1
     return sizes[::-1]
 
 

@@ -42,19 +42,25 @@ from counterpoint.serve.api.openai import (
     ModelRequest,
     SampledRequest,
     TokenizeRequest,
-    in_words_of,
-    parse,
+    errors_in_terms_of,
+    parse_request,
 )
 from counterpoint.serve.api.response_format import ChatFormatter, CompletionFormatter, Json
 from counterpoint.serve.api.responses import ResponsesRequest
 from counterpoint.serve.api.responses_format import ResponsesFormatter
-from counterpoint.serve.api.streaming import BEGAN_NS, ClientGone, Generation, read_body, respond
+from counterpoint.serve.api.streaming import (
+    BEGAN_NS,
+    ClientDisconnected,
+    Generation,
+    read_body,
+    respond,
+)
 from counterpoint.serve.dashboard import page
 from counterpoint.serve.observability.lane_feed import LaneFeed
 from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
-from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor, apart
+from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor, run_in_thread_if_large
 from counterpoint.serve.worker.engine_client import EngineClient, EngineLost
 from counterpoint.serve.worker.pool import Pool
 
@@ -95,32 +101,32 @@ class Service:
         self.queue = metrics.queue = AdmissionQueue(
             config.max_queued_requests, config.max_queued_tokens
         )
-        self.live = LaneFeed(engine, pulse, self.queue, name)
-        self.intake: Preprocessor | None = None
+        self.lane_feed = LaneFeed(engine, pulse, self.queue, name)
+        self.preprocessor: Preprocessor | None = None
         self.started_s = 0
 
     def ready(self) -> Preprocessor:
         """Raises EngineLost if requests can't be taken now."""
         self.engine.check()
-        if self.intake is None:
+        if self.preprocessor is None:
             raise EngineLost("the model is still being loaded")
-        return self.intake
+        return self.preprocessor
 
     async def parsed(self, kind: type[Asked], request: Request) -> Asked:
         """The body as a request of `kind`. Raises ApiError."""
         body = await read_body(request, self.config.max_body_bytes)
         if issubclass(kind, SampledRequest):
             self.queue.check()
-        return await apart(parse, len(body), kind, body)
+        return await run_in_thread_if_large(parse_request, len(body), kind, body)
 
     def generation(self, ask: PreparedRequest, intake: Preprocessor) -> Generation:
         """Raises EngineLost, or Overloaded: from here on it must be closed."""
         self.engine.check()
-        place = self.queue.enter(ask.arrives)
+        place = self.queue.enter(ask.engine_requests)
         return Generation(
             self.engine,
             ask,
-            intake.text,
+            intake.tokenizer,
             place,
             self.metrics.cut_short,
             self.config.request_timeout_s,
@@ -143,18 +149,20 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         intake = service.ready()
         asked = await service.parsed(ChatRequest, request)
-        ask = await intake.chat(asked)
+        ask = await intake.prepare_chat(asked)
         return await respond(
-            request, service.generation(ask, intake), ChatFormatter(ask, intake.text)
+            request, service.generation(ask, intake), ChatFormatter(ask, intake.tokenizer)
         )
 
     @app.post("/v1/completions", **documented(CompletionRequest, "A completion"))
     async def completions(request: Request) -> Response:
         intake = service.ready()
         asked = await service.parsed(CompletionRequest, request)
-        ask = await intake.completion(asked)
+        ask = await intake.prepare_completion(asked)
         return await respond(
-            request, service.generation(ask, intake), CompletionFormatter(ask, intake.text, asked)
+            request,
+            service.generation(ask, intake),
+            CompletionFormatter(ask, intake.tokenizer, asked),
         )
 
     @app.post(
@@ -185,10 +193,12 @@ def add_other_apis(app: FastAPI, service: Service) -> None:
     async def responses(request: Request) -> Response:
         intake = service.ready()
         asked = await service.parsed(ResponsesRequest, request)
-        with in_words_of(ResponsesRequest):
-            ask = await intake.chat(asked.chat(), "resp_")
+        with errors_in_terms_of(ResponsesRequest):
+            ask = await intake.prepare_chat(asked.to_chat_request(), "resp_")
         return await respond(
-            request, service.generation(ask, intake), ResponsesFormatter(ask, intake.text, asked)
+            request,
+            service.generation(ask, intake),
+            ResponsesFormatter(ask, intake.tokenizer, asked),
         )
 
     @app.post(
@@ -198,8 +208,8 @@ def add_other_apis(app: FastAPI, service: Service) -> None:
     async def create_message(request: Request) -> Response:
         intake = service.ready()
         asked = await service.parsed(MessagesRequest, request)
-        with in_words_of(MessagesRequest):
-            ask = await intake.chat(chat_of(asked), "msg_", at_most=asked.max_tokens)
+        with errors_in_terms_of(MessagesRequest):
+            ask = await intake.prepare_chat(chat_of(asked), "msg_", at_most=asked.max_tokens)
         return await respond(request, service.generation(ask, intake), MessageFormatter(ask, asked))
 
     @app.post(
@@ -209,7 +219,7 @@ def add_other_apis(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: Request) -> Response:
         intake = service.ready()
         asked = await service.parsed(CountTokensRequest, request)
-        with in_words_of(CountTokensRequest):
+        with errors_in_terms_of(CountTokensRequest):
             tokens = await intake.tokens_of(
                 TokenizeRequest(model=asked.model, **conversation_of(asked))
             )
@@ -224,7 +234,7 @@ def add_facts(app: FastAPI, service: Service) -> None:
     """The routes that only tell."""
 
     def model() -> Json:
-        hello = service.engine.hello
+        hello = service.engine.engine_info
         return {
             "id": service.name,
             "object": "model",
@@ -260,7 +270,10 @@ def add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=fastapi.responses.PlainTextResponse)
     async def metrics() -> Response:
-        service.metrics.stats, service.metrics.hello = service.engine.stats, service.engine.hello
+        service.metrics.stats, service.metrics.engine_info = (
+            service.engine.stats,
+            service.engine.engine_info,
+        )
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/version")
@@ -278,7 +291,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:
-        return service.live.watch()
+        return service.lane_feed.watch()
 
 
 def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:
@@ -350,8 +363,8 @@ def add_error_handlers(app: FastAPI) -> None:
         lost = ApiError(503, str(error), code="engine_unavailable")
         return told(request, lost, {"retry-after": str(LOADING_RETRY_S)})
 
-    @app.exception_handler(ClientGone)
-    async def client_gone(_: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnected)
+    async def client_gone(_: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=499)  # nobody reads this
 
     @app.exception_handler(HTTPException)

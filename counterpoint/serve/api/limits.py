@@ -42,31 +42,31 @@ class AdmissionQueue:
     def __init__(self, max_requests: int | None = None, max_tokens: int | None = None) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.refused = dict.fromkeys(REASONS, 0)
-        self.requests = 0
-        self.tokens = 0
+        self.rejected = dict.fromkeys(REASONS, 0)
+        self.queued_requests = 0
+        self.queued_tokens = 0
 
     def check(self, requests: int = 1, tokens: int = 1) -> None:
         """Raises Overloaded if so much more can't wait now."""
-        if not self.requests:
+        if not self.queued_requests:
             return
-        if self.max_requests is not None and self.requests + requests > self.max_requests:
-            self.refused["queued_requests"] += 1
+        if self.max_requests is not None and self.queued_requests + requests > self.max_requests:
+            self.rejected["queued_requests"] += 1
             raise Overloaded(
-                f"{self.requests} requests wait already, of at most {self.max_requests}: try again later"
+                f"{self.queued_requests} requests wait already, of at most {self.max_requests}: try again later"
             )
-        if self.max_tokens is not None and self.tokens + tokens > self.max_tokens:
-            self.refused["queued_tokens"] += 1
+        if self.max_tokens is not None and self.queued_tokens + tokens > self.max_tokens:
+            self.rejected["queued_tokens"] += 1
             raise Overloaded(
-                f"{self.tokens} prompt tokens wait already, of at most {self.max_tokens}: try again later"
+                f"{self.queued_tokens} prompt tokens wait already, of at most {self.max_tokens}: try again later"
             )
 
     def enter(self, arrives: Sequence[AddRequest]) -> QueueTicket:
         """Raises Overloaded."""
         sizes = {arrive.id: len(arrive.prompt) for arrive in arrives}
         self.check(len(sizes), sum(sizes.values()))
-        self.requests += len(sizes)
-        self.tokens += sum(sizes.values())
+        self.queued_requests += len(sizes)
+        self.queued_tokens += sum(sizes.values())
         return QueueTicket(self, sizes)
 
 
@@ -81,8 +81,8 @@ class QueueTicket:
         """Request `id` has its first token, or has ended."""
         size = self._sizes.pop(id, None)
         if size is not None:
-            self._queue.requests -= 1
-            self._queue.tokens -= size
+            self._queue.queued_requests -= 1
+            self._queue.queued_tokens -= size
 
     def leave(self) -> None:
         for id in tuple(self._sizes):

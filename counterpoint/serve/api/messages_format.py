@@ -15,7 +15,7 @@ import pydantic_core
 
 from counterpoint.serve.api.messages import MessagesRequest, anthropic_error
 from counterpoint.serve.api.openai import ApiError, split_fields
-from counterpoint.serve.api.response_format import Json, event, usage_of
+from counterpoint.serve.api.response_format import Json, make_usage, sse_event
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
@@ -82,7 +82,7 @@ def object_of(arguments: str) -> Json | msgspec.Raw:
 
 class MessageFormatter:
     def __init__(self, ask: PreparedRequest, request: MessagesRequest) -> None:
-        self.ask = ask
+        self.prepared = ask
         self.request = request
         self._started = False
         self._done: list[Json] = []
@@ -91,7 +91,7 @@ class MessageFormatter:
 
     # ------------------------------------------------------------ as a Reply
 
-    def whole_body(
+    def full_response(
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
@@ -105,7 +105,9 @@ class MessageFormatter:
     def step(
         self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
-        if not self._started and (piece.tokens or piece.finish):  # all is known of the prompt
+        if not self._started and (
+            piece.num_tokens or piece.finish_reason
+        ):  # all is known of the prompt
             self._started = True
             message = self._message([], answers) | {"stop_reason": None, "stop_sequence": None}
             yield named({"type": "message_start", "message": message})
@@ -127,7 +129,7 @@ class MessageFormatter:
     # ------------------------------------------------------------ blocks
 
     def _take(self, piece: OutputPiece) -> Iterator[Json]:
-        for part in piece.said:
+        for part in piece.parts:
             match part:
                 case ContentDelta(text):
                     yield from self._grow("text", text)
@@ -137,7 +139,7 @@ class MessageFormatter:
                     yield from self._open("tool_use", id=id, name=name)
                 case CallArguments(_, text):
                     yield from self._grow("tool_use", text)
-        if piece.finish:
+        if piece.finish_reason:
             self._last = piece
             if self._block is None and not self._done:
                 yield from self._open("text")
@@ -164,17 +166,17 @@ class MessageFormatter:
 
     def _message(self, content: list[Json], answers: Sequence[OutputProcessor]) -> Json:
         return {
-            "id": self.ask.id,
+            "id": self.prepared.id,
             "type": "message",
             "role": "assistant",
-            "model": self.ask.model,
+            "model": self.prepared.model,
             "content": content,
             "usage": self._usage(answers),
         }
 
     def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
         """`input_tokens` are those that were not in the prefix cache."""
-        usage = usage_of(self.ask, answers)
+        usage = make_usage(self.prepared, answers)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -185,10 +187,10 @@ class MessageFormatter:
         }
 
     def _stop(self, answer: OutputProcessor) -> Json:
-        by = self._last.stopped_by
+        by = self._last.stop_reason
         reason, sequence = "end_turn", None
-        if self._last.finish == "length":
-            full = len(answer.tokens) < self.request.max_tokens
+        if self._last.finish_reason == "length":
+            full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif isinstance(by, str):
             reason, sequence = "stop_sequence", by
@@ -198,4 +200,4 @@ class MessageFormatter:
 
 
 def named(body: Json) -> bytes:
-    return event(body, body["type"])
+    return sse_event(body, body["type"])

@@ -403,7 +403,7 @@ class DetokenizeRequest(ModelRequest):
 Request = TypeVar("Request", bound=ModelRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
+def parse_request(kind: type[Request], body: bytes) -> Request:
     """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
     try:
         request = kind.model_validate_json(body)
@@ -426,7 +426,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
 
 
 @contextlib.contextmanager
-def in_words_of(kind: type[ModelRequest]) -> Iterator[None]:
+def errors_in_terms_of(kind: type[ModelRequest]) -> Iterator[None]:
     """What is wrong with the chat that a request of `kind` was made into is an ApiError, and names the field as its API does."""
     try:
         yield

@@ -22,7 +22,7 @@ from counterpoint.serve.output_parsing.output_parser import (
     OutputPart,
     ParsedOutput,
     ReasoningDelta,
-    gather,
+    merge_parts,
 )
 from counterpoint.serve.text.output_processor import (
     LogprobEntry,
@@ -46,9 +46,9 @@ LINE_ENDS = tuple(
 class ResponseFormatter(Protocol):
     """How one API writes the answer to `ask`: whole, or as a stream's events (in bytes, as `event` makes them)."""
 
-    ask: PreparedRequest
+    prepared: PreparedRequest
 
-    def whole_body(
+    def full_response(
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         """`pieces` by choice."""
@@ -71,7 +71,7 @@ class ResponseFormatter(Protocol):
         ...
 
 
-def event(body: Json, name: str = "") -> bytes:
+def sse_event(body: Json, name: str = "") -> bytes:
     """A server-sent event. What Unicode also counts as ends of lines is escaped: a few clients split there (httpx's iter_lines)."""
     data = encode(body)
     for character, escaped in LINE_ENDS:
@@ -80,10 +80,12 @@ def event(body: Json, name: str = "") -> bytes:
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
 
 
-def usage_of(ask: PreparedRequest, answers: Sequence[OutputProcessor]) -> Json:
+def make_usage(ask: PreparedRequest, answers: Sequence[OutputProcessor]) -> Json:
     """A prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(prompt.tokens) for prompt in ask.prompts)
-    completion_tokens = 0 if ask.options.discard else sum(len(answer.tokens) for answer in answers)
+    completion_tokens = (
+        0 if ask.output_options.discard_tokens else sum(len(answer.token_ids) for answer in answers)
+    )
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -97,7 +99,7 @@ def usage_of(ask: PreparedRequest, answers: Sequence[OutputProcessor]) -> Json:
     }
 
 
-def about_prompt(
+def pair_prompt_logprobs(
     tokens: Sequence[int], answer: OutputProcessor
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """Each token of a prompt with what is known of it: nothing of the first."""
@@ -117,9 +119,9 @@ class TokenSpelling:
 
     def bytes_of(self, token: int) -> bytes:
         return (
-            self.text.piece(token).encode()
+            self.text.token_string(token).encode()
             if self.text.is_special(token)
-            else self.text.bytes_of(token)
+            else self.text.token_bytes(token)
         )
 
     def shown(self, token: int) -> str:
@@ -172,7 +174,7 @@ class ChoiceFormatter(abc.ABC):
     def __init__(
         self, ask: PreparedRequest, text: ModelTokenizer, kind: str, chunk_kind: str
     ) -> None:
-        self.ask = ask
+        self.prepared = ask
         self.spelling = TokenSpelling(text)
         self.head: Json = {
             "id": ask.id,
@@ -183,23 +185,24 @@ class ChoiceFormatter(abc.ABC):
         self.chunk_head = self.head | {"object": chunk_kind}
         self._opened: set[int] = set()
 
-    def whole_body(
+    def full_response(
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         choices = [
             self.whole(i, answer, pieces[i]) | self._about_prompt(i, answer)
             for i, answer in enumerate(answers)
         ]
-        return self.head | {"choices": choices, "usage": usage_of(self.ask, answers)}
+        return self.head | {"choices": choices, "usage": make_usage(self.prepared, answers)}
 
     def _about_prompt(self, choice: int, answer: OutputProcessor) -> Json:
         """For each token of the prompt, it and the likeliest instead of it, by id. The first has none, as nothing comes before."""
-        if self.ask.request.prompt_logprobs is None:
+        if self.prepared.api_request.prompt_logprobs is None:
             return {}
-        tokens = self.ask.prompt_of(choice).tokens
+        tokens = self.prepared.prompt_of(choice).tokens
         return {
             "prompt_logprobs": [
-                known and self.spelling.by_id(t, known) for t, known in about_prompt(tokens, answer)
+                known and self.spelling.by_id(t, known)
+                for t, known in pair_prompt_logprobs(tokens, answer)
             ]
         }
 
@@ -210,23 +213,27 @@ class ChoiceFormatter(abc.ABC):
         self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
         for part in self._parts(choice, piece, answers[choice]):
-            request = self.ask.request
-            usage: Json = {"usage": usage_of(self.ask, answers)} if request.usage_always else {}
+            request = self.prepared.api_request
+            usage: Json = (
+                {"usage": make_usage(self.prepared, answers)} if request.usage_always else {}
+            )
             if request.usage_at_end:
                 usage = usage or {"usage": None}
-            yield event(self.chunk_head | {"choices": [part]} | usage)
+            yield sse_event(self.chunk_head | {"choices": [part]} | usage)
 
     def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        if self.ask.request.usage_at_end or self.ask.request.usage_always:
-            yield event(self.chunk_head | {"choices": [], "usage": usage_of(self.ask, answers)})
+        if self.prepared.api_request.usage_at_end or self.prepared.api_request.usage_always:
+            yield sse_event(
+                self.chunk_head | {"choices": [], "usage": make_usage(self.prepared, answers)}
+            )
         yield DONE
 
     def failure(self, error: ApiError) -> bytes:
-        return event(error.body())
+        return sse_event(error.body())
 
     def _parts(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Iterator[Json]:
         if choice not in self._opened and (
-            piece.tokens or piece.finish
+            piece.num_tokens or piece.finish_reason
         ):  # all is known of the prompt
             self._opened.add(choice)
             opening = self.opening(choice, answer)
@@ -235,9 +242,13 @@ class ChoiceFormatter(abc.ABC):
         yield from self.parts(
             choice,
             piece,
-            counted=bool(self.ask.request.usage_always and piece.tokens and not piece.finish),
+            counted=bool(
+                self.prepared.api_request.usage_always
+                and piece.num_tokens
+                and not piece.finish_reason
+            ),
         )
-        if piece.finish:
+        if piece.finish_reason:
             yield self.closing(choice, piece, answer)
 
     @abc.abstractmethod
@@ -263,7 +274,7 @@ class ChatFormatter(ChoiceFormatter):
     def __init__(self, ask: PreparedRequest, text: ModelTokenizer) -> None:
         super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
         self._silent = (
-            isinstance(ask.request, ChatRequest) and ask.request.include_reasoning is False
+            isinstance(ask.api_request, ChatRequest) and ask.api_request.include_reasoning is False
         )
 
     def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
@@ -273,27 +284,31 @@ class ChatFormatter(ChoiceFormatter):
         """A chunk for each thing that was said. Log-probabilities are of all tokens, and go with the last."""
         deltas = [
             delta_of(said)
-            for said in piece.said
+            for said in piece.parts
             if not (self._silent and isinstance(said, ReasoningDelta))
         ]
-        if not deltas and (piece.entries or counted):
+        if not deltas and (piece.logprob_entries or counted):
             deltas = [{"content": ""}]
         for at, delta in enumerate(deltas):
             yield self._part(
-                choice, delta, self._logprobs(piece.entries if at == len(deltas) - 1 else ())
+                choice,
+                delta,
+                self._logprobs(piece.logprob_entries if at == len(deltas) - 1 else ()),
             )
 
     def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._part(choice, {}, None, finish_of(piece, answer)) | stop_reason(self.ask, piece)
+        return self._part(choice, {}, None, finish_of(piece, answer)) | stop_reason(
+            self.prepared, piece
+        )
 
     def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
-        entries = [entry for piece in pieces for entry in piece.entries]
+        entries = [entry for piece in pieces for entry in piece.logprob_entries]
         return {
             "index": choice,
-            "message": self._message(gather(said for piece in pieces for said in piece.said)),
+            "message": self._message(merge_parts(said for piece in pieces for said in piece.parts)),
             "logprobs": self._logprobs(entries),
             "finish_reason": finish_of(pieces[-1], answer),
-        } | stop_reason(self.ask, pieces[-1])
+        } | stop_reason(self.prepared, pieces[-1])
 
     def _message(self, speech: ParsedOutput) -> Json:
         """What was thought has two names, as clients look for one or the other."""
@@ -319,10 +334,12 @@ class ChatFormatter(ChoiceFormatter):
         return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
-        if not self.ask.options.logprobs:
+        if not self.prepared.output_options.logprobs:
             return None
         return {
-            "content": [self.spelling.entry(entry, self.ask.options) for entry in entries],
+            "content": [
+                self.spelling.entry(entry, self.prepared.output_options) for entry in entries
+            ],
             "refusal": None,
         }
 
@@ -343,22 +360,24 @@ class CompletionFormatter(ChoiceFormatter):
         return self._part(choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer))
 
     def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
-        if piece.said or piece.entries or counted:
-            yield self._part(choice, piece.text, self._logprobs(choice, piece.entries))
+        if piece.parts or piece.logprob_entries or counted:
+            yield self._part(choice, piece.text, self._logprobs(choice, piece.logprob_entries))
 
     def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._part(choice, "", None, piece.finish) | stop_reason(self.ask, piece)
+        return self._part(choice, "", None, piece.finish_reason) | stop_reason(self.prepared, piece)
 
     def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
         text = "".join(piece.text for piece in pieces)
-        logprobs = self._logprobs(choice, [entry for piece in pieces for entry in piece.entries])
+        logprobs = self._logprobs(
+            choice, [entry for piece in pieces for entry in piece.logprob_entries]
+        )
         if self.echo:
             text = self._prompt_text(choice) + text
             before = self._prompt_logprobs(choice, answer)
             if logprobs is not None and before is not None:
                 logprobs = {key: before[key] + logprobs[key] for key in logprobs}
-        return self._part(choice, text, logprobs, pieces[-1].finish) | stop_reason(
-            self.ask, pieces[-1]
+        return self._part(choice, text, logprobs, pieces[-1].finish_reason) | stop_reason(
+            self.prepared, pieces[-1]
         )
 
     def _part(
@@ -367,13 +386,15 @@ class CompletionFormatter(ChoiceFormatter):
         return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _prompt_text(self, choice: int) -> str:
-        prompt = self.ask.prompt_of(choice)
+        prompt = self.prepared.prompt_of(choice)
         if prompt.text is not None:
             return prompt.text
-        return self.spelling.text.decode(prompt.tokens, skip_special=self.ask.options.skip_special)
+        return self.spelling.text.decode(
+            prompt.tokens, skip_special=self.prepared.output_options.skip_special
+        )
 
     def _logprobs(self, choice: int, entries: Sequence[LogprobEntry]) -> Json | None:
-        if not self.ask.options.logprobs:
+        if not self.prepared.output_options.logprobs:
             return None
         shift = len(self._prompt_text(choice)) if self.echo else 0
         return {
@@ -387,10 +408,10 @@ class CompletionFormatter(ChoiceFormatter):
 
     def _prompt_logprobs(self, choice: int, answer: OutputProcessor) -> Json | None:
         """Those of the prompt's tokens. The first has none, as nothing comes before it."""
-        if not self.ask.options.logprobs:
+        if not self.prepared.output_options.logprobs:
             return None
-        tokens = self.ask.prompt_of(choice).tokens
-        known = [k for _, k in about_prompt(tokens, answer)]
+        tokens = self.prepared.prompt_of(choice).tokens
+        known = [k for _, k in pair_prompt_logprobs(tokens, answer)]
         offsets, at = [], 0
         for token in tokens:
             offsets.append(at)
@@ -435,14 +456,14 @@ def delta_of(said: OutputPart) -> Json:
 
 
 def finish_of(piece: OutputPiece, answer: OutputProcessor) -> str | None:
-    return "tool_calls" if piece.finish == "stop" and answer.calls else piece.finish
+    return "tool_calls" if piece.finish_reason == "stop" and answer.calls else piece.finish_reason
 
 
 def stop_reason(ask: PreparedRequest, piece: OutputPiece) -> Json:
     """Beside OpenAI's fields: the stop string, or the id of `stop_token_ids`, that ended the choice."""
-    by = piece.stopped_by
+    by = piece.stop_reason
     return {
         "stop_reason": by
-        if isinstance(by, str) or by in (ask.request.stop_token_ids or ())
+        if isinstance(by, str) or by in (ask.api_request.stop_token_ids or ())
         else None
     }

@@ -216,7 +216,7 @@ class ResponsesRequest(SampledRequest):
     prompt_cache_key: Identifier | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def chat(self) -> ChatRequest:
+    def to_chat_request(self) -> ChatRequest:
         """The same, asked of /v1/chat/completions."""
         shared = {name: getattr(self, name) for name in SampledRequest.model_fields}
         choice = self.tool_choice

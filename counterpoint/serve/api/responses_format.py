@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from counterpoint.serve.api.openai import ApiError
-from counterpoint.serve.api.response_format import Json, TokenSpelling, event, usage_of
+from counterpoint.serve.api.response_format import Json, TokenSpelling, make_usage, sse_event
 from counterpoint.serve.api.responses import NamedTool, ResponsesRequest
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
@@ -111,7 +111,7 @@ class ResponsesFormatter:
     def __init__(
         self, ask: PreparedRequest, text: ModelTokenizer, request: ResponsesRequest
     ) -> None:
-        self.ask = ask
+        self.prepared = ask
         self.request = request
         self.spelling = TokenSpelling(text)
         self._key = ask.id.partition("_")[2]
@@ -122,7 +122,7 @@ class ResponsesFormatter:
 
     # ------------------------------------------------------------ as a Reply
 
-    def whole_body(
+    def full_response(
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
@@ -152,13 +152,16 @@ class ResponsesFormatter:
 
     def _event(self, body: Json) -> bytes:
         self._sent += 1
-        return event(body | {"sequence_number": self._sent - 1}, body["type"])
+        return sse_event(body | {"sequence_number": self._sent - 1}, body["type"])
 
     # ------------------------------------------------------------ items
 
     def _take(self, piece: OutputPiece) -> Iterator[Json]:
-        logprobs = [self.spelling.entry(entry, self.ask.options) for entry in piece.entries]
-        for part in piece.said:
+        logprobs = [
+            self.spelling.entry(entry, self.prepared.output_options)
+            for entry in piece.logprob_entries
+        ]
+        for part in piece.parts:
             match part:
                 case ContentDelta(text):
                     yield from self._grow("message", text, logprobs)
@@ -173,8 +176,8 @@ class ResponsesFormatter:
             self._item is None or self._item.kind == "message"
         ):  # of tokens that have no text
             yield from self._grow("message", "", logprobs)
-        if piece.finish:
-            self._finish = piece.finish
+        if piece.finish_reason:
+            self._finish = piece.finish_reason
             if self._item is None and not self._done:
                 yield from self._open("message")
             yield from self._close(self._status)
@@ -206,22 +209,22 @@ class ResponsesFormatter:
         """Without `answers`, of one that is not over."""
         over = answers is not None
         return {
-            "id": self.ask.id,
+            "id": self.prepared.id,
             "object": "response",
-            "created_at": self.ask.created_s,
+            "created_at": self.prepared.created_s,
             "completed_at": int(time.time()) if over else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"}
             if over and self._finish == "length"
             else None,
-            "model": self.ask.model,
+            "model": self.prepared.model,
             "output": list(self._done),
             "usage": self._usage(answers) if answers is not None else None,
         } | echo_of(self.request)
 
     def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
-        usage = usage_of(self.ask, answers)
+        usage = make_usage(self.prepared, answers)
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],

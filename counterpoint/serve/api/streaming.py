@@ -18,14 +18,14 @@ from starlette.types import Receive, Scope, Send
 
 from counterpoint.serve.api.limits import QueueTicket
 from counterpoint.serve.api.openai import ApiError
-from counterpoint.serve.api.response_format import Json, ResponseFormatter, encode, usage_of
+from counterpoint.serve.api.response_format import Json, ResponseFormatter, encode, make_usage
 from counterpoint.serve.observability.otel import TracedRequest, Tracing
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.worker.engine_client import EngineClient, EngineLost, OutputStream, TimedOut
 from counterpoint.serve.worker.pool import Pool
-from counterpoint.types import NO_GRAMMAR, UNSAMPLED, OutputDelta
+from counterpoint.types import NO_GRAMMAR, UNSAMPLED_REASONS, OutputDelta
 
 Result = TypeVar("Result")
 BEGAN_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the wall clock
@@ -33,12 +33,12 @@ BEGAN_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the
 
 def failed(error: str) -> ApiError:
     """What a choice failed of. A structure that proves too costly on the way is its client's fault, all else is ours."""
-    if error == UNSAMPLED[NO_GRAMMAR]:
+    if error == UNSAMPLED_REASONS[NO_GRAMMAR]:
         return ApiError(400, error, code="invalid_structure")
     return ApiError(500, error or "the engine failed on this request", code="engine_error")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody waits for the answer any more."""
 
 
@@ -65,9 +65,12 @@ class Generation:
         self.tracing = tracing
         self.traced: TracedRequest | None = None
         self.error: str | None = None
-        self.finishes: list[str | None] = [None] * len(ask.arrives)
-        self.answers = [OutputProcessor(text, ask.options, arrive.prompt) for arrive in ask.arrives]
-        self._choice = {arrive.id: index for index, arrive in enumerate(ask.arrives)}
+        self.finishes: list[str | None] = [None] * len(ask.engine_requests)
+        self.answers = [
+            OutputProcessor(text, ask.output_options, arrive.prompt)
+            for arrive in ask.engine_requests
+        ]
+        self._choice = {arrive.id: index for index, arrive in enumerate(ask.engine_requests)}
 
     def begin(self, request: Request) -> None:
         if self.tracing is not None:
@@ -77,26 +80,26 @@ class Generation:
     def close(self) -> None:
         self.place.leave()
         if self.traced is not None:
-            self.traced.end(usage_of(self.ask, self.answers), self.finishes, self.error)
+            self.traced.end(make_usage(self.ask, self.answers), self.finishes, self.error)
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, OutputPiece, bool], None]:
+    async def stream_pieces(self) -> AsyncGenerator[tuple[int, OutputPiece, bool], None]:
         """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed or an answer
         that took too long."""
         try:
-            async with self.engine.open(self.ask.arrives, self.timeout_s) as deltas:
+            async with self.engine.open(self.ask.engine_requests, self.timeout_s) as deltas:
                 async for delta in unless_late(deltas):
                     self.place.served(delta.id)
                     if self.traced is not None and delta.tokens:
                         self.traced.token()
                     choice = self._choice[delta.id]
                     piece = self.answers[choice].feed(delta)
-                    if piece.cancel:
+                    if piece.needs_abort:
                         self.cut_short.add(delta.id)  # first: its Record may come at once
                         if not deltas.abort(delta.id):
                             self.cut_short.discard(delta.id)
-                    if piece.finish == "error":
+                    if piece.finish_reason == "error":
                         raise failed(piece.error)
-                    self.finishes[choice] = piece.finish
+                    self.finishes[choice] = piece.finish_reason
                     yield choice, piece, not deltas.empty
         except EngineLost:
             self.error = "engine_lost"
@@ -107,10 +110,10 @@ class Generation:
 
     async def whole(self, reply: ResponseFormatter) -> Json:
         pieces: list[list[OutputPiece]] = [[] for _ in self.answers]
-        async with contextlib.aclosing(self.pieces()) as stream:
+        async with contextlib.aclosing(self.stream_pieces()) as stream:
             async for choice, piece, _ in stream:
                 pieces[choice].append(piece)
-        return reply.whole_body(self.answers, pieces)
+        return reply.full_response(self.answers, pieces)
 
     async def events(self, reply: ResponseFormatter) -> AsyncGenerator[bytes, None]:
         """Server-sent events. What is there at one time is sent at one time."""
@@ -119,7 +122,7 @@ class Generation:
             if ready:
                 yield b"".join(ready)
                 ready.clear()
-            async with contextlib.aclosing(self.pieces()) as stream:
+            async with contextlib.aclosing(self.stream_pieces()) as stream:
                 async for choice, piece, more in stream:
                     ready += reply.step(choice, piece, self.answers)
                     if ready and not more:
@@ -155,7 +158,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self.generation), contextlib.suppress(ClientGone):
+        with contextlib.closing(self.generation), contextlib.suppress(ClientDisconnected):
             await send(
                 {
                     "type": "http.response.start",
@@ -163,7 +166,7 @@ class EventStream(Response):
                     "headers": self.raw_headers,
                 }
             )
-            await unless_gone(receive, self._send_all(send))
+            await run_until_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self.events) as events:
@@ -172,7 +175,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled if the client leaves first: then ClientGone. The request's body must have
     been read."""
     task = asyncio.ensure_future(work)
@@ -181,7 +184,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for each in (task, gone):
             each.cancel()
@@ -196,10 +199,10 @@ async def disconnected(receive: Receive) -> None:
 async def respond(request: Request, generation: Generation, reply: ResponseFormatter) -> Response:
     """Raises ClientGone, and what `pieces` raises, unless the answer is streamed."""
     generation.begin(request)
-    if generation.ask.request.stream:
+    if generation.ask.api_request.stream:
         return EventStream(generation, reply)
     with contextlib.closing(generation):
-        body = await unless_gone(request.receive, generation.whole(reply))
+        body = await run_until_disconnect(request.receive, generation.whole(reply))
     return Response(encode(body), media_type="application/json")
 
 
@@ -224,7 +227,7 @@ async def chunks(request: Request) -> AsyncIterator[bytes]:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 import counterpoint
 from counterpoint.serve.api.limits import AdmissionQueue, Overloaded
-from counterpoint.serve.api.response_format import Json, event
-from counterpoint.serve.api.streaming import ClientGone, unless_gone
-from counterpoint.serve.observability.pool_lanes import about, told
+from counterpoint.serve.api.response_format import Json, sse_event
+from counterpoint.serve.api.streaming import ClientDisconnected, run_until_disconnect
+from counterpoint.serve.observability.pool_lanes import describe_workers, worker_label
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.worker.engine_client import EngineClient
 from counterpoint.serve.worker.pool import Pool
@@ -29,7 +29,7 @@ FRAME_S = 0.2
 SPLITS, GUARDS = 3, 3  # shown: those most in force, the highest
 QUIET_S = 1.0  # between frames that say nothing new
 MAX_VIEWERS = 32
-KEPT_FRAMES = 4  # for a viewer that is a little slow
+MAX_QUEUED_FRAMES = 4  # for a viewer that is a little slow
 STALL_S = 10.0  # a viewer that has not taken a frame for so long is closed
 
 Frames = asyncio.Queue["bytes | None"]  # None: the end
@@ -40,7 +40,7 @@ class LaneFeed:
         self, engine: EngineClient | Pool, pulse: RollingStats, queue: AdmissionQueue, name: str
     ) -> None:
         self.engine = engine
-        self.pulse = pulse
+        self.rolling_stats = pulse
         self.queue = queue
         self.name = name
         self.viewers: set[Frames] = set()
@@ -53,8 +53,8 @@ class LaneFeed:
             raise Overloaded(
                 f"{len(self.viewers)} watch already, of at most {MAX_VIEWERS}: try again later"
             )
-        frames: Frames = asyncio.Queue(KEPT_FRAMES)
-        put(frames, event(self.frame(time.monotonic())))
+        frames: Frames = asyncio.Queue(MAX_QUEUED_FRAMES)
+        put(frames, sse_event(self.frame(time.monotonic())))
         self.viewers.add(frames)
         if self._ticking is None or self._ticking.done():
             self._ticking = asyncio.create_task(self._tick())
@@ -70,13 +70,13 @@ class LaneFeed:
 
     async def _tick(self) -> None:
         """As long as somebody watches."""
-        shown, shown_s, step = None, 0.0, self.pulse.last_step
+        shown, shown_s, step = None, 0.0, self.rolling_stats.last_step
         while self.viewers and not self._closed:
             now_s = time.monotonic()
-            state = (self.engine.stats, self.engine.state, self.queue.requests)
+            state = (self.engine.stats, self.engine.state, self.queue.queued_requests)
             if state != shown or now_s - shown_s >= QUIET_S:
-                frame = event(self.frame(now_s, step))
-                step, shown, shown_s = self.pulse.last_step, state, now_s
+                frame = sse_event(self.frame(now_s, step))
+                step, shown, shown_s = self.rolling_stats.last_step, state, now_s
                 for frames in self.viewers:
                     put(frames, frame)
             await asyncio.sleep(FRAME_S)
@@ -84,11 +84,11 @@ class LaneFeed:
     def frame(self, now_s: float, after_step: int = 0) -> Json:
         """All that is to be seen now, and those of the first `last_step` steps that come after the first `after_step` and are kept.
         Times are in seconds on one clock."""
-        stats, hello = self.engine.stats, self.engine.hello
+        stats, hello = self.engine.stats, self.engine.engine_info
         pool = self.engine if isinstance(self.engine, Pool) else None
-        prompt, generated = self.pulse.rates(now_s)
-        steps = list(self.pulse.steps)
-        fresh = min(self.pulse.last_step - after_step, len(steps))
+        prompt, generated = self.rolling_stats.rates(now_s)
+        steps = list(self.rolling_stats.steps)
+        fresh = min(self.rolling_stats.last_step - after_step, len(steps))
         return {
             "now_s": round(now_s, 4),
             "about": {
@@ -99,14 +99,14 @@ class LaneFeed:
                 "roles": hello.roles if hello else (),
                 "units": stats.units_total,
                 "bands": (),
-                **(about(pool.places()) if pool is not None else {}),
+                **(describe_workers(pool.worker_lanes()) if pool is not None else {}),
                 "context_tokens": hello.max_context_tokens if hello else 0,
             },
             "state": self.engine.state,
             "reason": self.engine.error,
             "running": stats.running,
             "waiting": stats.waiting,
-            "queued": self.queue.requests,
+            "queued": self.queue.queued_requests,
             "kv_tokens": {
                 "total": stats.pages_total * stats.page_tokens,
                 "cached": stats.pages_cached * stats.page_tokens,
@@ -114,16 +114,16 @@ class LaneFeed:
             },
             "prompt_rate": round(prompt, 1),
             "generated_rate": round(generated, 1),
-            "hit_rate": self.pulse.hit_rate(now_s),
-            "ttft_s": self.pulse.ttft.percentiles(now_s),
-            "itl_s": self.pulse.itl.percentiles(now_s),
+            "hit_rate": self.rolling_stats.hit_rate(now_s),
+            "ttft_s": self.rolling_stats.ttft.percentiles(now_s),
+            "itl_s": self.rolling_stats.itl.percentiles(now_s),
             "finished": sum(stats.finished.values()),
             "preemptions": stats.preemptions,
-            "resplit_rate": round(self.pulse.resplit_rate(now_s), 2),
-            "lanes": self.pulse.lanes(now_s),
-            "splits": self.pulse.splits(now_s)[:SPLITS],
-            "active_share": self.pulse.active_share(now_s),
-            "fallbacks": self.pulse.fallbacks(now_s),
+            "resplit_rate": round(self.rolling_stats.resplit_rate(now_s), 2),
+            "lanes": self.rolling_stats.lanes(now_s),
+            "splits": self.rolling_stats.splits(now_s)[:SPLITS],
+            "active_share": self.rolling_stats.active_share(now_s),
+            "fallbacks": self.rolling_stats.fallbacks(now_s),
             "prediction_errors": {
                 kind: (round(median, 3), round(high, 3))
                 for kind, median, high, _ in stats.policy.errors
@@ -132,21 +132,24 @@ class LaneFeed:
                 ((cell, round(guard, 3)) for cell, _, guard in stats.policy.cells),
                 key=lambda row: -row[1],
             )[:GUARDS],
-            "last_step": self.pulse.last_step,
-            "steps": [brief(step) for step in steps[len(steps) - fresh :]],
+            "last_step": self.rolling_stats.last_step,
+            "steps": [step_row(step) for step in steps[len(steps) - fresh :]],
             "playing": [
-                brief(step) for step in (pool.playing(now_s) if pool is not None else stats.playing)
+                step_row(step)
+                for step in (pool.running_steps(now_s) if pool is not None else stats.running_steps)
             ],
-            "workers": [told(worker) for worker in pool.roster.look()] if pool is not None else [],
+            "workers": [worker_label(worker) for worker in pool.registry.worker_states()]
+            if pool is not None
+            else [],
         }
 
 
-def brief(step: LaneStep) -> tuple[float, ...]:
+def step_row(step: LaneStep) -> tuple[float, ...]:
     """[lane, batch, started_s, ended_s, units, prefill tokens, decode batch], as in LaneStep."""
     started_s, ended_s = round(step.started_s, 4), round(step.ended_s, 4)
     return (
         step.lane,
-        step.batch,
+        step.pass_id,
         started_s,
         ended_s,
         step.units,
@@ -168,7 +171,7 @@ class LaneFeedResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(self, live: LaneFeed, frames: Frames) -> None:
-        self.live = live
+        self.feed = live
         self.frames = frames
         self.status_code = 200
         self.background = None
@@ -176,7 +179,7 @@ class LaneFeedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGone, TimeoutError):
+            with contextlib.suppress(ClientDisconnected, TimeoutError):
                 await send(
                     {
                         "type": "http.response.start",
@@ -184,17 +187,17 @@ class LaneFeedResponse(Response):
                         "headers": self.raw_headers,
                     }
                 )
-                await unless_gone(receive, self._send_all(send))
+                await run_until_disconnect(receive, self._send_all(send))
         finally:
-            self.live.viewers.discard(self.frames)
+            self.feed.viewers.discard(self.frames)
 
     async def _send_all(self, send: Send) -> None:
-        async with contextlib.aclosing(self._taken()) as taken:
+        async with contextlib.aclosing(self._stream_taken()) as taken:
             async for frame in taken:
                 async with asyncio.timeout(STALL_S):
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _taken(self) -> AsyncGenerator[bytes, None]:
+    async def _stream_taken(self) -> AsyncGenerator[bytes, None]:
         while (frame := await self.frames.get()) is not None:
             yield frame

@@ -88,7 +88,7 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
         return whole | {"splits": {split: round(share, 4) for split, share in self.splits.items()}}
 
 
-def anything_ran(last: Stats, stats: Stats) -> bool:
+def has_activity(last: Stats, stats: Stats) -> bool:
     """Otherwise there is nothing to tell."""
     return bool(stats.running or stats.waiting or stats.steps != last.steps)
 
@@ -98,7 +98,11 @@ def load_between(
 ) -> LoadSummary:
     queried = stats.prefix_queries_tokens - last.prefix_queries_tokens
     most = sorted(
-        ((s, split) for split, s in spent_between(last, stats, seconds, now_s).items() if s > 0),
+        (
+            (s, split)
+            for split, s in step_time_between(last, stats, seconds, now_s).items()
+            if s > 0
+        ),
         reverse=True,
     )
     ttft, itl = pulse.ttft.percentiles(now_s), pulse.itl.percentiles(now_s)
@@ -118,23 +122,24 @@ def load_between(
         ttft_p99_s=ttft[-1] if ttft else None,
         itl_p50_s=itl[0] if itl else None,
         itl_p99_s=itl[-1] if itl else None,
-        step_s=max((now_s - step.started_s for step in stats.playing), default=0.0),
+        step_s=max((now_s - step.started_s for step in stats.running_steps), default=0.0),
     )
 
 
-def spent_between(
+def step_time_between(
     last: Stats, stats: Stats, seconds: float, now_s: float
 ) -> dict[tuple[int, int], float]:
     """Seconds in which each (prefill, decode) units were in force. The engine books them when a step ends: what runs is added."""
     before = {(prefill, decode): spent for prefill, decode, spent in last.split_s}
     spent = {(p, d): s - before.get((p, d), 0.0) for p, d, s in stats.split_s}
-    if stats.playing:
+    if stats.running_steps:
         split = (
-            max((step.units for step in stats.playing if step.prefill_tokens), default=0),
-            max((step.units for step in stats.playing if step.decode_batch), default=0),
+            max((step.units for step in stats.running_steps if step.prefill_tokens), default=0),
+            max((step.units for step in stats.running_steps if step.decode_batch), default=0),
         )
         unbooked_s = min(
-            now_s - max(step.started_s for step in stats.playing), seconds - sum(spent.values())
+            now_s - max(step.started_s for step in stats.running_steps),
+            seconds - sum(spent.values()),
         )
         spent[split] = spent.get(split, 0.0) + max(0.0, unbooked_s)
     return spent

@@ -18,12 +18,12 @@ GAUGES = ("waiting", "running", "pages_total", "pages_free", "pages_cached", "un
 TIMES = ("split_s", "lane_s", "step_s")  # rows whose last column is seconds
 
 
-def counters(stats: Stats) -> Stats:
+def without_gauges(stats: Stats) -> Stats:
     """Of an engine that is gone: what it has counted, without what it had."""
     return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
 
 
-def total(parts: Sequence[Stats]) -> Stats:
+def merge(parts: Sequence[Stats]) -> Stats:
     """Pages are those of all pools together; what a policy knows of its own predictions, and what its lanes play, are left out."""
     trees = [msgspec.structs.asdict(part) for part in parts]
     plain = [
@@ -32,27 +32,27 @@ def total(parts: Sequence[Stats]) -> Stats:
         if isinstance(value, int | float) and name != "page_tokens"
     ]
     summed: dict[str, Any] = {name: sum(tree[name] for tree in trees) for name in plain}
-    times: dict[str, Any] = {name: added_rows(tree[name] for tree in trees) for name in TIMES}
+    times: dict[str, Any] = {name: add_rows(tree[name] for tree in trees) for name in TIMES}
     return Stats(
         **summed,
         **times,
-        finished=added(part.finished for part in parts),
+        finished=add_counts(part.finished for part in parts),
         page_tokens=max(part.page_tokens for part in parts),
         policy=PolicyReport(
-            decisions=added(part.policy.decisions for part in parts),
-            fallbacks=added(part.policy.fallbacks for part in parts),
+            decisions=add_counts(part.policy.decisions for part in parts),
+            fallbacks=add_counts(part.policy.fallbacks for part in parts),
         ),
     )
 
 
-def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def add_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for count in counts:
         found.update(count)
     return dict(found)
 
 
-def added_rows(tables: Iterable[tuple[tuple[Any, ...], ...]]) -> tuple[Any, ...]:
+def add_rows(tables: Iterable[tuple[tuple[Any, ...], ...]]) -> tuple[Any, ...]:
     found: dict[tuple[Any, ...], float] = {}
     for table in tables:
         for *key, seconds in table:

@@ -251,7 +251,7 @@ class Metrics(Collector):
     def __init__(self, model: str) -> None:
         self.model = model
         self.stats = Stats()
-        self.hello: EngineInfo | None = None
+        self.engine_info: EngineInfo | None = None
         self.queue = AdmissionQueue()
         self.pool: PoolMetrics | None = None
         self.finished = dict.fromkeys(FinishReason, 0)
@@ -271,7 +271,9 @@ class Metrics(Collector):
         return prometheus_client.generate_latest(self._registry)
 
     def observe(self, record: RequestTiming) -> None:
-        self.finished[FinishReason.STOP if record.id in self.cut_short else record.finish] += 1
+        self.finished[
+            FinishReason.STOP if record.id in self.cut_short else record.finish_reason
+        ] += 1
         self.cut_short.discard(record.id)
         seen: dict[str, float] = {
             "request_prompt_tokens": record.prompt_tokens,
@@ -315,7 +317,10 @@ class Metrics(Collector):
             for reason, count in self.finished.items():
                 counter.add_metric([*labels.values(), reason], count)
             yield counter
-        for what, count in (("requests", self.queue.requests), ("tokens", self.queue.tokens)):
+        for what, count in (
+            ("requests", self.queue.queued_requests),
+            ("tokens", self.queue.queued_tokens),
+        ):
             help = f"Without a first token, by the HTTP process's count: {what}, which --max-queued-{what} limits."
             gauge = GaugeMetricFamily(f"counterpoint_queued_{what}", help, labels=["model_name"])
             gauge.add_metric([self.model], count)
@@ -326,7 +331,7 @@ class Metrics(Collector):
                 "Requests answered 503 as too much waited, by reason.",
                 labels=[*labels, "reason"],
             )
-            for reason, count in self.queue.refused.items():
+            for reason, count in self.queue.rejected.items():
                 refused.add_metric([*labels.values(), reason], count)
             yield refused
         yield self._split()
@@ -336,11 +341,11 @@ class Metrics(Collector):
             yield from self._histogram(name, histogram)
         if self.pool is not None:
             yield from self.pool.collect()
-        if self.hello is not None:
+        if self.engine_info is not None:
             words = {
                 "model_name": self.model,
-                "policy": self.hello.policy,
-                "lanes": self.hello.lanes,
+                "policy": self.engine_info.policy,
+                "lanes": self.engine_info.lanes,
             }
             info = GaugeMetricFamily(
                 "counterpoint_info", "What serves, in words; always 1.", labels=list(words)

@@ -74,17 +74,17 @@ class Tracing:
                 {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
             ),
             SpanKind.SERVER,
-            asked(ask, operation),
+            span_attributes(ask, operation),
             start_time=began_ns,
         )
-        self._records.update((arrive.id, None) for arrive in ask.arrives)
-        return TracedRequest(self, span, ask.arrives, began_ns)
+        self._records.update((arrive.id, None) for arrive in ask.engine_requests)
+        return TracedRequest(self, span, ask.engine_requests, began_ns)
 
     def observe(self, record: RequestTiming) -> None:
         if record.id in self._records:
             self._records[record.id] = record
 
-    def taken(self, arrives: Sequence[AddRequest]) -> list[RequestTiming]:
+    def pop_timings(self, arrives: Sequence[AddRequest]) -> list[RequestTiming]:
         """The Records that have come of these, which are forgotten."""
         return [
             record
@@ -136,7 +136,7 @@ class TracedRequest:
             span.set_attribute(
                 "gen_ai.latency.time_to_first_token", (self._first_ns - self._began_ns) / 1e9
             )
-        span.set_attributes(engine_times(self._tracing.taken(self._arrives)))
+        span.set_attributes(engine_attributes(self._tracing.pop_timings(self._arrives)))
         if error is None and not all(finishes):
             error = "cancelled"
         if error is not None:
@@ -145,15 +145,15 @@ class TracedRequest:
         span.end(end_ns)
 
 
-def asked(ask: PreparedRequest, operation: str) -> dict[str, Any]:
-    sampling = ask.arrives[0].sampling
+def span_attributes(ask: PreparedRequest, operation: str) -> dict[str, Any]:
+    sampling = ask.engine_requests[0].sampling
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "counterpoint",
         "gen_ai.request.model": ask.model,
         "gen_ai.response.model": ask.model,
         "gen_ai.response.id": ask.id,
-        "gen_ai.request.choice.count": len(ask.arrives),
+        "gen_ai.request.choice.count": len(ask.engine_requests),
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -163,7 +163,7 @@ def asked(ask: PreparedRequest, operation: str) -> dict[str, Any]:
     }
 
 
-def engine_times(records: Sequence[RequestTiming]) -> dict[str, float]:
+def engine_attributes(records: Sequence[RequestTiming]) -> dict[str, float]:
     """The longest of all choices, each."""
     found: dict[str, float] = {}
     for record in records:

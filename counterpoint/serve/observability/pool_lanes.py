@@ -15,7 +15,7 @@ from counterpoint.serve.observability.pool_metrics import WorkerState
 from counterpoint.types import LaneStep, Stats
 
 LANES = 2  # of one worker, at most
-PLACES = 1 << 10  # of workers; their numbers of passes are kept apart
+MAX_WORKERS = 1 << 10  # of workers; their numbers of passes are kept apart
 FOREIGN_S = 60.0  # steps so far from now are told on another machine's clock
 
 
@@ -28,7 +28,7 @@ class WorkerLanes(NamedTuple):
     roles: tuple[str, ...] = ()
 
 
-def about(places: Sequence[WorkerLanes]) -> dict[str, Any]:
+def describe_workers(places: Sequence[WorkerLanes]) -> dict[str, Any]:
     """The lanes of all workers: the role of each, and its band of units, [first, how many]. A worker's lanes share its band."""
     roles, bands, first = [], [], 0
     for place in places:
@@ -43,7 +43,9 @@ def about(places: Sequence[WorkerLanes]) -> dict[str, Any]:
     }
 
 
-def staged(place: WorkerLanes, steps: Sequence[LaneStep], now_s: float) -> tuple[LaneStep, ...]:
+def lanes_of_worker(
+    place: WorkerLanes, steps: Sequence[LaneStep], now_s: float
+) -> tuple[LaneStep, ...]:
     """Steps of one worker, as those of its lanes in the picture. Those of another machine's clock end now."""
     newest_s = max((max(step.started_s, step.ended_s) for step in steps), default=now_s)
     late_s = now_s - newest_s if abs(now_s - newest_s) > FOREIGN_S else 0.0
@@ -51,7 +53,7 @@ def staged(place: WorkerLanes, steps: Sequence[LaneStep], now_s: float) -> tuple
         msgspec.structs.replace(
             step,
             lane=LANES * place.number + step.lane,
-            batch=PLACES * step.batch + place.number,
+            pass_id=MAX_WORKERS * step.pass_id + place.number,
             started_s=step.started_s + late_s,
             ended_s=step.ended_s + late_s if step.ended_s else 0.0,
         )
@@ -59,7 +61,7 @@ def staged(place: WorkerLanes, steps: Sequence[LaneStep], now_s: float) -> tuple
     )
 
 
-def named_lanes(place: WorkerLanes, stats: Stats) -> tuple[tuple[str, str, float], ...]:
+def worker_lane_times(place: WorkerLanes, stats: Stats) -> tuple[tuple[str, str, float], ...]:
     """What its lanes did with their time, by the worker's name."""
     several = len(place.roles) > 1
     return tuple(
@@ -68,7 +70,7 @@ def named_lanes(place: WorkerLanes, stats: Stats) -> tuple[tuple[str, str, float
     )
 
 
-def told(worker: WorkerState) -> dict[str, Any]:
+def worker_label(worker: WorkerState) -> dict[str, Any]:
     """A worker in figures. `handoffs`: under way, by state; `pages`: held for them, by what for."""
     stats, size = worker.stats, worker.stats.page_tokens
     return {
@@ -82,6 +84,6 @@ def told(worker: WorkerState) -> dict[str, Any]:
             "cached": stats.pages_cached * size,
             "free": stats.pages_free * size,
         },
-        "handoffs": {state: count for state, count in worker.census.states.items() if count},
-        "pages": {hold: count for hold, count in worker.census.pages.items() if count},
+        "handoffs": {state: count for state, count in worker.handoff_stats.states.items() if count},
+        "pages": {hold: count for hold, count in worker.handoff_stats.pages.items() if count},
     }

@@ -31,7 +31,7 @@ class WorkerState(NamedTuple):
     pid: int
     starts: int
     stats: Stats
-    census: HandoffStats
+    handoff_stats: HandoffStats
 
 
 class WorkerMetricSpec(NamedTuple):
@@ -109,10 +109,10 @@ class PoolMetrics:
     def __init__(
         self, look: Callable[[], Sequence[WorkerState]], routing: Callable[[], LoadTracker | None]
     ) -> None:
-        self.look = look
+        self.worker_states = look
         self.routing = routing
         self.role_changes = 0
-        self.ended: Counter[tuple[str, str]] = Counter()
+        self.handoffs_ended: Counter[tuple[str, str]] = Counter()
         self.histograms = {
             name: prometheus_client.Histogram(
                 PREFIX + name, timing.help, buckets=TRANSFER_S, registry=None
@@ -121,13 +121,13 @@ class PoolMetrics:
         }
 
     def observe(self, ended: HandoffEnded) -> None:
-        self.ended[ended.part.value, ended.outcome.value] += 1
+        self.handoffs_ended[ended.part.value, ended.outcome.value] += 1
         if ended.times is not None:
             for name, timing in TIMINGS.items():
                 self.histograms[name].observe(max(0.0, timing.value(ended.times)))
 
     def collect(self) -> Iterator[Metric]:
-        workers = self.look()
+        workers = self.worker_states()
         for figure in GAUGES:
             gauge = GaugeMetricFamily(PREFIX + figure.name, figure.help, labels=["worker", "role"])
             for worker in workers:
@@ -141,14 +141,14 @@ class PoolMetrics:
                 counter.add_metric([worker.name, worker.role], figure.value(worker))
             yield counter
         yield from self._handoffs(workers)
-        yield counted(
+        yield counter_family(
             "handoffs_ended",
             "Parts of handoffs, by how they ended.",
             ["part", "outcome"],
-            self.ended,
+            self.handoffs_ended,
         )
         yield from self._choices(self.routing())
-        yield counted(
+        yield counter_family(
             "role_changes", "Workers that were given another role.", [], {(): self.role_changes}
         )
         for histogram in self.histograms.values():
@@ -160,8 +160,8 @@ class PoolMetrics:
 
     def _choices(self, routing: LoadTracker | None) -> Iterator[Metric]:
         """What was chosen, and what the choices were made by."""
-        chosen = routing.chosen if routing is not None else {}
-        yield counted(
+        chosen = routing.route_counts if routing is not None else {}
+        yield counter_family(
             "routes",
             "Requests by the way that was chosen for them.",
             ["reason"],
@@ -169,18 +169,18 @@ class PoolMetrics:
         )
         if routing is None:
             return
-        forecast, wires = routing.forecast, routing.router.wires
+        forecast, wires = routing.ttft_correction, routing.router.link_bandwidth
         about = "|predicted - actual| / actual of the latest times to first token."
-        errors = {(str(quantile),): forecast.error(quantile) for quantile in (0.5, 0.95)}
-        yield gauged("route_ttft_error_ratio", about, ["quantile"], errors)
-        yield counted(
+        errors = {(str(quantile),): forecast.relative_error(quantile) for quantile in (0.5, 0.95)}
+        yield gauge_family("route_ttft_error_ratio", about, ["quantile"], errors)
+        yield counter_family(
             "route_ttft_predictions",
             "First tokens that were compared with their prediction.",
             [],
-            {(): forecast.seen},
+            {(): forecast.num_observed},
         )
         about = "What predicted times to first token are multiplied with, as learnt."
-        yield gauged(
+        yield gauge_family(
             "route_ttft_factor",
             about,
             ["worker"],
@@ -188,9 +188,11 @@ class PoolMetrics:
         )
         about = "KV that a transfer between two workers can expect, as measured."
         speeds = {
-            ends: carried.bandwidth for ends, carried in wires.links.items() if carried.believed
+            ends: carried.bytes_per_s
+            for ends, carried in wires.links.items()
+            if carried.is_reliable
         }
-        yield gauged("link_bytes_per_second", about, ["source", "target"], speeds)
+        yield gauge_family("link_bytes_per_second", about, ["source", "target"], speeds)
 
     def _handoffs(self, workers: Sequence[WorkerState]) -> Iterator[Metric]:
         about = (
@@ -211,24 +213,24 @@ class PoolMetrics:
         for name, help, label, parts in about:
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["worker", label])
             for worker in workers:
-                for part, count in parts(worker.census).items():
+                for part, count in parts(worker.handoff_stats).items():
                     gauge.add_metric([worker.name, part], count)
             yield gauge
 
 
-def counted(
+def counter_family(
     name: str, help: str, labels: list[str], counts: Mapping[tuple[str, ...], int]
 ) -> Metric:
-    return filled(CounterMetricFamily(PREFIX + name, help, labels=labels), counts)
+    return fill_family(CounterMetricFamily(PREFIX + name, help, labels=labels), counts)
 
 
-def gauged(
+def gauge_family(
     name: str, help: str, labels: list[str], values: Mapping[tuple[str, ...], float]
 ) -> Metric:
-    return filled(GaugeMetricFamily(PREFIX + name, help, labels=labels), values)
+    return fill_family(GaugeMetricFamily(PREFIX + name, help, labels=labels), values)
 
 
-def filled(
+def fill_family(
     family: CounterMetricFamily | GaugeMetricFamily, samples: Mapping[tuple[str, ...], float]
 ) -> Metric:
     for labels, value in samples.items():

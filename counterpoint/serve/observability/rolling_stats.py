@@ -96,11 +96,11 @@ class RollingStats:
 
     # ------------------------------------------------------------ what is heard
 
-    def entered(self, arrives: Sequence[AddRequest]) -> None:
+    def on_requests(self, arrives: Sequence[AddRequest]) -> None:
         now_s = time.monotonic()
         self._last_s.update((arrive.id, (now_s, self.ttft)) for arrive in arrives)
 
-    def heard(self, outputs: EngineOutputs) -> None:
+    def on_outputs(self, outputs: EngineOutputs) -> None:
         for item in outputs.items:
             if isinstance(item, OutputDelta):
                 self._delta(outputs.now_s, item)
@@ -112,12 +112,12 @@ class RollingStats:
             since_s, window = due
             window.add(now_s, now_s - since_s)
             self._last_s[delta.id] = (now_s, self.itl)
-        if delta.finish is not None:
+        if delta.finish_reason is not None:
             self._last_s.pop(delta.id, None)
 
     def _stats(self, now_s: float, stats: Stats) -> None:
-        fresh = min(stats.steps - self.last_step, len(stats.recent))
-        self.steps.extend(stats.recent[len(stats.recent) - fresh :])
+        fresh = min(stats.steps - self.last_step, len(stats.recent_steps))
+        self.steps.extend(stats.recent_steps[len(stats.recent_steps) - fresh :])
         self.last_step = stats.steps
         self._now = StatsSample(
             now_s,
@@ -177,7 +177,7 @@ class RollingStats:
         time), the longest first."""
         both = [
             (prefill, decode, seconds)
-            for prefill, decode, seconds in self._ran(now_s)
+            for prefill, decode, seconds in self._active_lanes(now_s)
             if prefill and decode
         ]
         whole_s = sum(seconds for _, _, seconds in both)
@@ -188,7 +188,7 @@ class RollingStats:
 
     def active_share(self, now_s: float) -> float | None:
         """Share of the device's units that had work, over that part of the last WINDOW_S in which anything ran; None: not known."""
-        ran_s = sum(seconds for _, _, seconds in self._ran(now_s))
+        ran_s = sum(seconds for _, _, seconds in self._active_lanes(now_s))
         active = self._now.active_unit_s - self._since(now_s - WINDOW_S).active_unit_s
         return min(1.0, active / (ran_s * self._now.units)) if active > 0 and ran_s else None
 
@@ -205,7 +205,7 @@ class RollingStats:
         )
         return {reason: count for reason, count in counts.most_common() if count > 0}
 
-    def _ran(self, now_s: float) -> list[tuple[int, int, float]]:
+    def _active_lanes(self, now_s: float) -> list[tuple[int, int, float]]:
         """Seconds of each split in the last WINDOW_S, as in Stats."""
         before = {
             (prefill, decode): seconds

@@ -19,13 +19,13 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from counterpoint.config import ConfigError, writable, writing
+from counterpoint.config import ConfigError, name_file_in_errors, require_writable
 from counterpoint.serve.api.openai import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    in_words_of,
-    parse,
+    errors_in_terms_of,
+    parse_request,
 )
 from counterpoint.serve.api.response_format import (
     ChatFormatter,
@@ -64,11 +64,11 @@ decode = msgspec.json.Decoder(BatchLine).decode
 decode_done = msgspec.json.Decoder(CompletedLine).decode
 
 
-def left_to_do(source: Path, out: Path) -> list[BatchLine]:
+def remaining_lines(source: Path, out: Path) -> list[BatchLine]:
     """The requests of `source` that have no answer in `out`. A last line that was cut off is cut off `out`. Raises ConfigError."""
-    writable("--out", out)
+    require_writable("--out", out)
     lines = read_requests(source)
-    done = answered(out) if out.exists() else set()
+    done = read_completed_ids(out) if out.exists() else set()
     return [line for line in lines if line.custom_id not in done]
 
 
@@ -95,7 +95,7 @@ def read_requests(path: Path) -> list[BatchLine]:
     return list(lines.values())
 
 
-def answered(path: Path) -> set[str]:
+def read_completed_ids(path: Path) -> set[str]:
     """The ids in an output."""
     done: set[str] = set()
     with path.open("r+b") as file:
@@ -116,11 +116,13 @@ def answered(path: Path) -> set[str]:
     return done
 
 
-def answer(lines: list[BatchLine], out: Path, engine: OfflineEngine, progress: Progress) -> int:
+def answer_lines(
+    lines: list[BatchLine], out: Path, engine: OfflineEngine, progress: Progress
+) -> int:
     """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
     failed = count = 0
     names: dict[str, tuple[BatchLine, ResponseFormatter]] = {}
-    with writing(out), out.open("ab") as file:
+    with name_file_in_errors(out), out.open("ab") as file:
 
         def tell(line: BatchLine, status: int, body: Json, id: str) -> None:
             nonlocal failed, count
@@ -131,37 +133,43 @@ def answer(lines: list[BatchLine], out: Path, engine: OfflineEngine, progress: P
         def asks() -> Iterator[PreparedRequest]:
             for line in lines:
                 try:
-                    reply = ask_of(line, engine)
+                    reply = prepare_line(line, engine)
                 except ApiError as error:
                     tell(line, error.status, error.body(), "")
                 else:
-                    names[reply.ask.id] = line, reply
-                    yield reply.ask
+                    names[reply.prepared.id] = line, reply
+                    yield reply.prepared
 
-        for finished in engine.finish(asks()):
-            line, reply = names.pop(finished.ask.id)
-            tell(line, *outcome(finished, reply), finished.ask.id)
+        for finished in engine.answer_all(asks()):
+            line, reply = names.pop(finished.prepared.id)
+            tell(line, *result_of(finished, reply), finished.prepared.id)
     return failed
 
 
-def ask_of(line: BatchLine, engine: OfflineEngine) -> ResponseFormatter:
+def prepare_line(line: BatchLine, engine: OfflineEngine) -> ResponseFormatter:
     """Raises ApiError."""
     body = bytes(line.body)
     if line.method != "POST":
         raise ApiError(405, f"method is {line.method[:20]!r}: it must be POST")
     if line.url == "/v1/chat/completions":
-        chat = parse(ChatRequest, body)
-        return ChatFormatter(asyncio.run(engine.intake.chat(unstreamed(chat))), engine.text)
+        chat = parse_request(ChatRequest, body)
+        return ChatFormatter(
+            asyncio.run(engine.preprocessor.prepare_chat(without_stream(chat))), engine.tokenizer
+        )
     if line.url == "/v1/completions":
-        completion = parse(CompletionRequest, body)
+        completion = parse_request(CompletionRequest, body)
         return CompletionFormatter(
-            asyncio.run(engine.intake.completion(unstreamed(completion))), engine.text, completion
+            asyncio.run(engine.preprocessor.prepare_completion(without_stream(completion))),
+            engine.tokenizer,
+            completion,
         )
     if line.url == "/v1/responses":
-        response = unstreamed(parse(ResponsesRequest, body))
-        with in_words_of(ResponsesRequest):
+        response = without_stream(parse_request(ResponsesRequest, body))
+        with errors_in_terms_of(ResponsesRequest):
             return ResponsesFormatter(
-                asyncio.run(engine.intake.chat(response.chat(), "resp_")), engine.text, response
+                asyncio.run(engine.preprocessor.prepare_chat(response.to_chat_request(), "resp_")),
+                engine.tokenizer,
+                response,
             )
     raise ApiError(
         404,
@@ -169,16 +177,16 @@ def ask_of(line: BatchLine, engine: OfflineEngine) -> ResponseFormatter:
     )
 
 
-def unstreamed(request: Asked) -> Asked:
+def without_stream(request: Asked) -> Asked:
     if request.stream:
         raise ApiError(400, "stream has no meaning in a batch: leave it out", param="stream")
     return request
 
 
-def outcome(finished: FinishedRequest, reply: ResponseFormatter) -> tuple[int, Json]:
+def result_of(finished: FinishedRequest, reply: ResponseFormatter) -> tuple[int, Json]:
     if finished.error:
         return 500, ApiError(500, finished.error).body()
-    return 200, reply.whole_body(finished.answers, finished.pieces)
+    return 200, reply.full_response(finished.processors, finished.pieces)
 
 
 def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:

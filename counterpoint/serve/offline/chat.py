@@ -25,7 +25,7 @@ HELP = "/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 def local_speaker(engine: OfflineEngine, options: dict[str, Any]) -> Speaker:
     def speak(messages: Messages) -> Iterator[OutputPart]:
-        return (part for piece in engine.chat(messages, **options) for part in piece.said)
+        return (part for piece in engine.chat(messages, **options) for part in piece.parts)
 
     return speak
 
@@ -106,10 +106,10 @@ def parts_of(line: bytes) -> Iterator[OutputPart]:
             yield ContentDelta(choice.delta.content)
 
 
-def converse(speak: Speaker, console: Console, system: str | None = None) -> None:
+def run_chat(speak: Speaker, console: Console, system: str | None = None) -> None:
     """Until the user has had enough."""
     console.print(f"[dim]{HELP}[/dim]")
-    messages = opening(system)
+    messages = initial_messages(system)
     while True:
         try:
             said = console.input("[bold cyan]> [/bold cyan]").strip()
@@ -119,7 +119,7 @@ def converse(speak: Speaker, console: Console, system: str | None = None) -> Non
         if said in ("/exit", "/quit"):
             return
         if said == "/clear":
-            messages = opening(system)
+            messages = initial_messages(system)
         elif said == "/help":
             console.print(f"[dim]{HELP}[/dim]")
         elif said:
@@ -127,7 +127,7 @@ def converse(speak: Speaker, console: Console, system: str | None = None) -> Non
             messages.append({"role": "assistant", "content": show(speak(messages), console)})
 
 
-def opening(system: str | None) -> Messages:
+def initial_messages(system: str | None) -> Messages:
     return [{"role": "system", "content": system}] if system else []
 
 

@@ -19,26 +19,26 @@ from counterpoint.config import Config
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import run
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.serve.api.openai import ChatRequest, CompletionRequest, parse
+from counterpoint.serve.api.openai import ChatRequest, CompletionRequest, parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.serve.worker.engine_client import EngineLost
-from counterpoint.serve.worker.engine_process import hello_of, open_gate, open_log
+from counterpoint.serve.worker.engine_process import make_engine_info, open_grammar_gate, open_log
 from counterpoint.types import Abort, Output, OutputDelta
 
-AT_ONCE = 512  # choices that are with the engine, where there are many
+MAX_CONCURRENT = 512  # choices that are with the engine, where there are many
 OutputMailbox = queue.SimpleQueue[OutputDelta | EngineLost]
 
 
-def body_of(fields: Mapping[str, Any]) -> bytes:
+def encode_body(fields: Mapping[str, Any]) -> bytes:
     """As a client sends them. NaN and half an emoji stay what they are, to be refused by name (msgspec writes null, and raises)."""
     return json.dumps(fields).encode()
 
 
-def made(ask: Coroutine[Any, Any, PreparedRequest]) -> PreparedRequest:
+def run_coroutine(ask: Coroutine[Any, Any, PreparedRequest]) -> PreparedRequest:
     """Waits for it, on another thread where an event loop runs on this one (in a notebook)."""
     try:
         asyncio.get_running_loop()
@@ -52,12 +52,15 @@ class FinishedRequest:
     """One ask and, once it is finished, its whole answer: `answers` and `pieces` by choice."""
 
     def __init__(self, ask: PreparedRequest, text: ModelTokenizer) -> None:
-        self.ask = ask
-        self.answers = [OutputProcessor(text, ask.options, arrive.prompt) for arrive in ask.arrives]
-        self.pieces: list[list[OutputPiece]] = [[] for _ in ask.arrives]
+        self.prepared = ask
+        self.processors = [
+            OutputProcessor(text, ask.output_options, arrive.prompt)
+            for arrive in ask.engine_requests
+        ]
+        self.pieces: list[list[OutputPiece]] = [[] for _ in ask.engine_requests]
 
     def feed(self, choice: int, delta: OutputDelta) -> OutputPiece:
-        piece = self.answers[choice].feed(delta)
+        piece = self.processors[choice].feed(delta)
         self.pieces[choice].append(piece)
         return piece
 
@@ -69,7 +72,7 @@ class FinishedRequest:
             (
                 end.error or "the engine failed on this request"
                 for end in ends
-                if end.finish == "error"
+                if end.finish_reason == "error"
             ),
             "",
         )
@@ -78,18 +81,20 @@ class FinishedRequest:
 class OfflineEngine:
     """`with Offline(config) as engine: ...`. Raises ConfigError or ModelError if the model can't be had."""
 
-    def __init__(self, config: Config, progress: build.Progress = lambda stage: None) -> None:
+    def __init__(self, config: Config, progress: build.OnProgress = lambda stage: None) -> None:
         self._log = open_log(config.server.event_log)
-        self.text = load_text(build.find_model(config))
+        self.tokenizer = load_tokenizer(build.find_model(config))
         self._inbox = WallClockEventQueue()
-        self._system = build.system(config, self._inbox, progress)
-        self.hello = hello_of(config, self._system)
+        self._system = build.build_system(config, self._inbox, progress)
+        self.engine_info = make_engine_info(config, self._system)
         source = self._system.source
-        self._checker = GrammarChecker(source, self.hello.vocab, self.hello.eos_token_ids)
-        self.intake = Preprocessor(
-            self.text, self.hello, source.name, self._checker, config.scheduler
+        self._checker = GrammarChecker(
+            source, self.engine_info.vocab, self.engine_info.eos_token_ids
         )
-        self._gate = open_gate(self._system, self._inbox)
+        self.preprocessor = Preprocessor(
+            self.tokenizer, self.engine_info, source.name, self._checker, config.scheduler
+        )
+        self._gate = open_grammar_gate(self._system, self._inbox)
         self._mail: dict[str, OutputMailbox] = {}
         self._lock = threading.Lock()  # of `_mail` and `_lost`
         self._lost: EngineLost | None = None
@@ -128,20 +133,26 @@ class OfflineEngine:
 
     def completion(self, fields: Mapping[str, Any]) -> PreparedRequest:
         """What the fields of a completion request ask of the engine. Raises ApiError if they are wrong."""
-        return made(self.intake.completion(parse(CompletionRequest, body_of(fields))))
+        return run_coroutine(
+            self.preprocessor.prepare_completion(
+                parse_request(CompletionRequest, encode_body(fields))
+            )
+        )
 
     def conversation(self, fields: Mapping[str, Any]) -> PreparedRequest:
         """The same of a chat request."""
-        return made(self.intake.chat(parse(ChatRequest, body_of(fields))))
+        return run_coroutine(
+            self.preprocessor.prepare_chat(parse_request(ChatRequest, encode_body(fields)))
+        )
 
     def pieces(self, ask: PreparedRequest) -> Iterator[tuple[int, OutputPiece]]:
         """Ends when each choice has had its finish; left early, it aborts them. Raises EngineLost."""
         mail: OutputMailbox = queue.SimpleQueue()
         answers = {
-            arrive.id: (i, OutputProcessor(self.text, ask.options, arrive.prompt))
-            for i, arrive in enumerate(ask.arrives)
+            arrive.id: (i, OutputProcessor(self.tokenizer, ask.output_options, arrive.prompt))
+            for i, arrive in enumerate(ask.engine_requests)
         }
-        self._enter(ask, mail)
+        self._add_requests(ask, mail)
         try:
             while not all(answer.finished for _, answer in answers.values()):
                 delta = mail.get()
@@ -149,15 +160,15 @@ class OfflineEngine:
                     raise delta
                 choice, answer = answers[delta.id]
                 piece = answer.feed(delta)
-                if piece.finish == "error":
+                if piece.finish_reason == "error":
                     raise EngineLost(piece.error)
-                if piece.cancel:
-                    self._leave([delta.id])
+                if piece.needs_abort:
+                    self._abort([delta.id])
                 yield choice, piece
         finally:
-            self._leave([id for id, (_, answer) in answers.items() if not answer.finished])
+            self._abort([id for id, (_, answer) in answers.items() if not answer.finished])
 
-    def finish(self, asks: Iterable[PreparedRequest]) -> Iterator[FinishedRequest]:
+    def answer_all(self, asks: Iterable[PreparedRequest]) -> Iterator[FinishedRequest]:
         """Each ask's whole answer, as soon as it is there; asks are taken so that AT_ONCE or more choices are with the engine while
         there are any. A choice that fails has a piece with `finish` "error". Left early, it aborts what runs. Raises EngineLost."""
         mail: OutputMailbox = queue.SimpleQueue()
@@ -165,12 +176,13 @@ class OfflineEngine:
         open_: dict[str, tuple[FinishedRequest, int]] = {}
         try:
             while True:
-                while len(open_) < AT_ONCE and (ask := next(coming, None)) is not None:
-                    entered = FinishedRequest(ask, self.text)
+                while len(open_) < MAX_CONCURRENT and (ask := next(coming, None)) is not None:
+                    entered = FinishedRequest(ask, self.tokenizer)
                     open_ |= {
-                        arrive.id: (entered, choice) for choice, arrive in enumerate(ask.arrives)
+                        arrive.id: (entered, choice)
+                        for choice, arrive in enumerate(ask.engine_requests)
                     }
-                    self._enter(ask, mail)
+                    self._add_requests(ask, mail)
                 if not open_:
                     return
                 delta = mail.get()
@@ -180,24 +192,24 @@ class OfflineEngine:
                     continue  # the rest of one that a stop string ended
                 answered, choice = open_[delta.id]
                 piece = answered.feed(choice, delta)
-                if piece.cancel:
-                    self._leave([delta.id])
-                if piece.finish:
+                if piece.needs_abort:
+                    self._abort([delta.id])
+                if piece.finish_reason:
                     del open_[delta.id]
-                if all(answer.finished for answer in answered.answers):
+                if all(answer.finished for answer in answered.processors):
                     yield answered
         finally:
-            self._leave(list(open_))
+            self._abort(list(open_))
 
-    def _enter(self, ask: PreparedRequest, mail: OutputMailbox) -> None:
+    def _add_requests(self, ask: PreparedRequest, mail: OutputMailbox) -> None:
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            self._mail |= {arrive.id: mail for arrive in ask.arrives}
-        for arrive in ask.arrives:
+            self._mail |= {arrive.id: mail for arrive in ask.engine_requests}
+        for arrive in ask.engine_requests:
             self._gate.put(arrive)
 
-    def _leave(self, ids: Sequence[str]) -> None:
+    def _abort(self, ids: Sequence[str]) -> None:
         with self._lock:
             for id in ids:
                 self._mail.pop(id, None)
@@ -225,7 +237,7 @@ class OfflineEngine:
                 if isinstance(output, OutputDelta) and output.id in self._mail:
                     mail = (
                         self._mail[output.id]
-                        if output.finish is None
+                        if output.finish_reason is None
                         else self._mail.pop(output.id)
                     )
                     mail.put(output)

@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from counterpoint.config import Config, ConfigError, owner
-from counterpoint.serve.api.response_format import about_prompt, usage_of
+from counterpoint.config import Config, ConfigError, section_of
+from counterpoint.serve.api.response_format import make_usage, pair_prompt_logprobs
 from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
-from counterpoint.serve.output_parsing.output_parser import Call, gather
+from counterpoint.serve.output_parsing.output_parser import Call, merge_parts
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
 from counterpoint.serve.worker.engine_client import EngineLost
@@ -109,7 +109,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
         for name in settings:
-            if owner(name) in ("server", "cluster") and name != "event_log":
+            if section_of(name) in ("server", "cluster") and name != "event_log":
                 raise ConfigError(
                     f"{name} is a setting of `counterpoint serve`: here is one engine and no server; leave it out"
                 )
@@ -181,40 +181,43 @@ class LLM:
         return self._engine.conversation({"messages": messages} | fields)
 
     def _outputs(self, asks: list[PreparedRequest]) -> list[RequestOutput]:
-        done = {finished.ask.id: output_of(finished) for finished in self._engine.finish(asks)}
+        done = {
+            finished.prepared.id: make_request_output(finished)
+            for finished in self._engine.answer_all(asks)
+        }
         return [done[ask.id] for ask in asks]
 
 
-def output_of(finished: FinishedRequest) -> RequestOutput:
+def make_request_output(finished: FinishedRequest) -> RequestOutput:
     """Raises EngineLost if a choice of it failed."""
     if finished.error:
         raise EngineLost(finished.error)
-    request, prompt = finished.ask.request, finished.ask.prompts[0].tokens
+    request, prompt = finished.prepared.api_request, finished.prepared.prompts[0].tokens
     choices = tuple(
-        choice_of(*each, finished.ask)
-        for each in zip(finished.answers, finished.pieces, strict=True)
+        make_completion_output(*each, finished.prepared)
+        for each in zip(finished.processors, finished.pieces, strict=True)
     )
     known = None
     if request.prompt_logprobs is not None:
-        known = tuple(each for _, each in about_prompt(prompt, finished.answers[0]))
-    return RequestOutput(prompt, choices, usage_of(finished.ask, finished.answers), known)
+        known = tuple(each for _, each in pair_prompt_logprobs(prompt, finished.processors[0]))
+    return RequestOutput(prompt, choices, make_usage(finished.prepared, finished.processors), known)
 
 
-def choice_of(
+def make_completion_output(
     answer: OutputProcessor, pieces: Sequence[OutputPiece], ask: PreparedRequest
 ) -> CompletionOutput:
     known = (
-        tuple(entry.logprobs for piece in pieces for entry in piece.entries)
-        if ask.options.logprobs
+        tuple(entry.logprobs for piece in pieces for entry in piece.logprob_entries)
+        if ask.output_options.logprobs
         else None
     )
-    tokens = () if ask.options.discard else tuple(answer.tokens)
-    speech, last = gather(part for piece in pieces for part in piece.said), pieces[-1]
+    tokens = () if ask.output_options.discard_tokens else tuple(answer.token_ids)
+    speech, last = merge_parts(part for piece in pieces for part in piece.parts), pieces[-1]
     return CompletionOutput(
         speech.content,
         tokens,
-        str(last.finish),
-        last.stopped_by,
+        str(last.finish_reason),
+        last.stop_reason,
         known,
         speech.reasoning,
         speech.calls,

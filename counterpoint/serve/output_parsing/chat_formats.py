@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from counterpoint.serve.output_parsing.template_capabilities import (
     PLAIN,
     TemplateCapabilities,
-    manners_of,
+    detect_capabilities,
 )
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 
@@ -175,9 +175,9 @@ def load(spec: Json) -> ResponseTemplate:
     return load_response_template(spec)
 
 
-def dialect_of(text: ModelTokenizer) -> ChatFormat:
+def find_chat_format(text: ModelTokenizer) -> ChatFormat:
     """What the model speaks. One whose chat template knows no tools will be told to call as HERMES has it."""
-    source, manners = text.chat_template or "", manners_of(text)
+    source, manners = text.chat_template or "", detect_capabilities(text)
     thoughts = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
     calls = calls_of(source)
     spec, own = spec_of(thoughts, calls), False

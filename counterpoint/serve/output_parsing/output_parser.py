@@ -99,7 +99,7 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def gather(parts: Iterable[OutputPart]) -> ParsedOutput:
+def merge_parts(parts: Iterable[OutputPart]) -> ParsedOutput:
     """The whole of what was said in `parts`."""
     content: list[str] = []
     reasoning: list[str] = []
@@ -123,7 +123,7 @@ def gather(parts: Iterable[OutputPart]) -> ParsedOutput:
     return ParsedOutput("".join(content), "".join(reasoning), tuple(whole))
 
 
-def joined(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
+def join_parts(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
     """The same in as few parts as can be."""
     out: list[OutputPart] = []
     for part in parts:

@@ -45,7 +45,7 @@ class ParserConfig:
         return StreamingParser(self)
 
 
-def hearing_of(
+def make_parser_config(
     dialect: ChatFormat, offer: AllowedTools | None, reasoning: bool, begun: str
 ) -> ParserConfig | None:
     """`reasoning`: it is told apart. `begun`: what the prompt has of the answer already. None if there is nothing to listen for."""

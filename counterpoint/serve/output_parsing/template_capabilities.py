@@ -44,7 +44,7 @@ class TemplateCapabilities:
 PLAIN = TemplateCapabilities()
 
 
-def manners_of(text: ModelTokenizer) -> TemplateCapabilities:
+def detect_capabilities(text: ModelTokenizer) -> TemplateCapabilities:
     if text.chat_template is None:
         return PLAIN
     for text_arguments, no_content in itertools.product((False, True), NO_CONTENT):
@@ -67,7 +67,7 @@ def shows(
     results = [{"role": "tool", "tool_call_id": id, "content": f"gave-{word}"} for word in said]
     turns = [{"role": "user", "content": "asked"}, turn_of(calls, manners), *results]
     try:
-        prompt = text.render(turns, tools=[TOOL])
+        prompt = text.apply_chat_template(turns, tools=[TOOL])
     except TokenizerError:
         return False
     wanted = ["told-of-it", *(f"{what}-{word}" for what in ("called", "gave") for word in said)]

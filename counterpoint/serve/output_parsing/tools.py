@@ -84,7 +84,7 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Json]:
     return shown
 
 
-def offer_of(
+def find_allowed_tools(
     request: ChatRequest, tools: Sequence[Json], dialect: ChatFormat
 ) -> AllowedTools | None:
     """What may be called."""

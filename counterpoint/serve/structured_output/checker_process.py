@@ -35,9 +35,9 @@ from counterpoint.serve.structured_output.grammar import (
     from_json_schema,
     from_lark,
     from_regex,
-    vocabulary_of,
+    make_vocabulary,
 )
-from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 
 CPU_S, WALL_S = 2.0, 20.0
 MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
@@ -57,7 +57,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     setting = msgspec.json.decode(questions.readline(), type=CheckerSetup)
     tokenizer = make_tokenizer(
-        vocabulary_of(load_text(setting.source)), setting.vocab, setting.eos_token_ids
+        make_vocabulary(load_tokenizer(setting.source)), setting.vocab, setting.eos_token_ids
     )
     limit_memory()
     threading.stack_size(STACK_BYTES)

@@ -28,11 +28,11 @@ JSON_OBJECT: dict[str, Any] = {"type": "object"}
 EVERYTHING = ({}, True)  # schemas that anything satisfies
 
 
-def vocabulary_of(text: ModelTokenizer) -> Vocabulary:
+def make_vocabulary(text: ModelTokenizer) -> Vocabulary:
     """The model's tokens, as grammars are held against."""
     size = 1 + max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     return Vocabulary(
-        tokens=[text.bytes_of(token) for token in range(size)],
+        tokens=[text.token_bytes(token) for token in range(size)],
         special=[token for token in range(size) if text.is_special(token)],
         encode=lambda said: text.encode([said], special=False)[0],
     )

@@ -19,7 +19,7 @@ from counterpoint.serve.output_parsing.output_parser import (
     OutputParser,
     OutputPart,
     PlainParser,
-    joined,
+    join_parts,
 )
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.types import FinishReason, OutputDelta, TokenLogprobs
@@ -85,18 +85,18 @@ class OutputPiece:
     """What one Delta gave: maybe nothing. `tokens`: how many it had. `finish` is "stop", "length", "abort" or "error";
     `stopped_by` a stop string or token id. `cancel`: the engine must be told that no more is wanted."""
 
-    said: tuple[OutputPart, ...] = ()
-    entries: tuple[LogprobEntry, ...] = ()
-    tokens: int = 0
-    finish: str | None = None
-    stopped_by: str | int | None = None
-    cancel: bool = False
+    parts: tuple[OutputPart, ...] = ()
+    logprob_entries: tuple[LogprobEntry, ...] = ()
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    needs_abort: bool = False
     error: str = ""
 
     @property
     def text(self) -> str:
         """What of it is the answer's content."""
-        return "".join(part.text for part in self.said if isinstance(part, ContentDelta))
+        return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class OutputOptions:
     skip_special: bool = True
     min_tokens: int = 0
     logprobs: bool = False
-    discard: bool = False
+    discard_tokens: bool = False
     voice: Callable[[], OutputParser] = PlainParser
     marks: frozenset[int] = frozenset()
 
@@ -122,7 +122,7 @@ class OutputProcessor:
     ) -> None:
         self.text = text
         self.options = options
-        self.tokens: list[int] = []
+        self.token_ids: list[int] = []
         self.cached_tokens = 0
         self.reasoning_tokens = 0
         self.calls = 0
@@ -148,16 +148,16 @@ class OutputProcessor:
         self.prompt_logprobs += delta.prompt_logprobs or ()
         said: list[OutputPart] = []
         for at, token in enumerate(delta.tokens):
-            self.tokens.append(token)
+            self.token_ids.append(token)
             last = at == len(delta.tokens) - 1
-            if self.options.discard or (
-                last and delta.stopped_by is not None and not self.options.include_stop
+            if self.options.discard_tokens or (
+                last and delta.stop_reason is not None and not self.options.include_stop
             ):
                 continue
             stop = self._take(token, delta.logprobs[at] if delta.logprobs else None, said)
             if stop is not None or self._voice.over:
-                return self._end(said, at + 1, "stop", stop, cancel=delta.finish is None)
-        if delta.finish is None:
+                return self._end(said, at + 1, "stop", stop, cancel=delta.finish_reason is None)
+        if delta.finish_reason is None:
             return OutputPiece(
                 self._told(said), self._entries_before(self._sent(), whole=True), len(delta.tokens)
             )
@@ -167,7 +167,7 @@ class OutputProcessor:
         self, token: int, logprobs: TokenLogprobs | None, said: list[OutputPart]
     ) -> str | None:
         """What `token` says is put behind `said`; the stop string that was met, or None."""
-        if len(self.tokens) == 1 and self.text.bytes_of(token)[:1] not in CONTINUATION:
+        if len(self.token_ids) == 1 and self.text.token_bytes(token)[:1] not in CONTINUATION:
             self._utf8.reset()
         made = self._characters(token)
         if self.options.logprobs:
@@ -183,7 +183,7 @@ class OutputProcessor:
             if not isinstance(part, ContentDelta):
                 self._say(self._stops.flush(), said)
                 said.append(part)
-            elif len(self.tokens) < self.options.min_tokens:
+            elif len(self.token_ids) < self.options.min_tokens:
                 said.append(part)
             else:
                 size = len(self._stops.held) + len(part.text)
@@ -200,17 +200,28 @@ class OutputProcessor:
 
     def _told(self, said: list[OutputPart]) -> tuple[OutputPart, ...]:
         self.calls += sum(isinstance(part, CallStart) for part in said)
-        return joined(said) if len(said) > 1 else tuple(said)
+        return join_parts(said) if len(said) > 1 else tuple(said)
 
     def _finish(self, said: list[OutputPart], delta: OutputDelta) -> OutputPiece:
-        assert delta.finish is not None
-        left = "" if self.options.discard or not self.tokens else self._utf8.decode(b"", final=True)
-        heard = [*self._voice.feed(left), *self._voice.end(delta.finish is FinishReason.STOP)]
+        assert delta.finish_reason is not None
+        left = (
+            ""
+            if self.options.discard_tokens or not self.token_ids
+            else self._utf8.decode(b"", final=True)
+        )
+        heard = [
+            *self._voice.feed(left),
+            *self._voice.end(delta.finish_reason is FinishReason.STOP),
+        ]
         stop = self._until_stop(heard, said)
         if stop is None:
             self._say(self._stops.flush(), said)
             return self._end(
-                said, len(delta.tokens), str(delta.finish), delta.stopped_by, error=delta.error
+                said,
+                len(delta.tokens),
+                str(delta.finish_reason),
+                delta.stop_reason,
+                error=delta.error,
             )
         return self._end(said, len(delta.tokens), "stop", stop)
 
@@ -257,4 +268,4 @@ class OutputProcessor:
             and token not in self.options.marks
         ):
             return ""
-        return self._utf8.decode(self.text.bytes_of(token))
+        return self._utf8.decode(self.text.token_bytes(token))

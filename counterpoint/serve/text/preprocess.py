@@ -33,13 +33,13 @@ from counterpoint.serve.api.openai import (
     SloFields,
     TokenizeRequest,
 )
-from counterpoint.serve.output_parsing.chat_formats import ChatFormat, begun_by, dialect_of
-from counterpoint.serve.output_parsing.streaming_parser import ParserConfig, hearing_of
+from counterpoint.serve.output_parsing.chat_formats import ChatFormat, begun_by, find_chat_format
+from counterpoint.serve.output_parsing.streaming_parser import ParserConfig, make_parser_config
 from counterpoint.serve.output_parsing.tools import (
     conversation,
+    find_allowed_tools,
     lark_of,
     must_call,
-    offer_of,
     tools_of,
 )
 from counterpoint.serve.structured_output.checker import GrammarChecker, WantedStructure, wanted_of
@@ -90,9 +90,9 @@ class PreparedRequest:
     created_s: int
     prompts: tuple[TokenizedPrompt, ...]
     n: int
-    arrives: tuple[AddRequest, ...]
-    options: OutputOptions
-    request: GenerationRequest
+    engine_requests: tuple[AddRequest, ...]
+    output_options: OutputOptions
+    api_request: GenerationRequest
 
     def prompt_of(self, choice: int) -> TokenizedPrompt:
         return self.prompts[choice // self.n]
@@ -109,7 +109,7 @@ class Preprocessor:
         checker: GrammarChecker,
         scheduler: SchedulerConfig = SchedulerConfig(),
     ) -> None:
-        self.text = text
+        self.tokenizer = text
         self.checker = checker
         self.name = name
         self.vocab = hello.vocab
@@ -119,7 +119,7 @@ class Preprocessor:
     @functools.cached_property
     def dialect(self) -> ChatFormat:
         """How the model spells reasoning and calls. Takes seconds, the first time: not on the event loop."""
-        return dialect_of(self.text)
+        return find_chat_format(self.tokenizer)
 
     async def _find_dialect(self) -> None:
         if "dialect" not in vars(self):
@@ -127,14 +127,14 @@ class Preprocessor:
 
     # ------------------------------------------------------------ the endpoints
 
-    async def chat(
+    async def prepare_chat(
         self, request: ChatRequest, prefix: str = "chatcmpl-", at_most: int | None = None
     ) -> PreparedRequest:
         """`prefix`: of the id. `at_most`: the most tokens of the answer, which what is left of the context may cut to fewer."""
         self.check_model(request.model)
         await self._find_dialect()
         tools = tools_of(request)
-        prompt = await apart(
+        prompt = await run_in_thread_if_large(
             self._rendered, size_of(request), request.messages, tools, template_options(request)
         )
         limit = request.max_completion_tokens or request.max_tokens
@@ -147,7 +147,7 @@ class Preprocessor:
         if hearing is None:
             return ask
         options = dataclasses.replace(
-            ask.options, voice=hearing, marks=hearing.dialect.marks(hearing.fields)
+            ask.output_options, voice=hearing, marks=hearing.dialect.marks(hearing.fields)
         )
         return dataclasses.replace(ask, options=options)
 
@@ -162,9 +162,9 @@ class Preprocessor:
             else None
         )
         begun = begun_by(dialect, prompt, continued)
-        return hearing_of(
+        return make_parser_config(
             dialect,
-            offer_of(request, tools, dialect),
+            find_allowed_tools(request, tools, dialect),
             request.separate_reasoning is not False,
             begun,
         )
@@ -184,13 +184,13 @@ class Preprocessor:
                     param=wanted.param,
                 )
             assert hearing is not None
-            return WantedStructure("lark", lark_of(hearing, self.text, prompt), "tools")
+            return WantedStructure("lark", lark_of(hearing, self.tokenizer, prompt), "tools")
         if wanted is None or hearing is None:
             return wanted
-        after = lark_of(hearing, self.text, prompt, instead=ANSWER)
+        after = lark_of(hearing, self.tokenizer, prompt, instead=ANSWER)
         return replace(wanted, after=after) if after != f"start: {ANSWER}" else wanted
 
-    async def completion(self, request: CompletionRequest) -> PreparedRequest:
+    async def prepare_completion(self, request: CompletionRequest) -> PreparedRequest:
         self.check_model(request.model)
         prompts = await self._prompts(request.prompt)
         ask = self._ask(
@@ -206,7 +206,7 @@ class Preprocessor:
             self._refuse_much(prompts, ask.n, request.logprobs, "logprobs")
             arrives = [
                 replace(a, sampling=replace(a.sampling, prompt_logprobs=request.logprobs))
-                for a in ask.arrives
+                for a in ask.engine_requests
             ]
             ask = dataclasses.replace(ask, arrives=tuple(arrives))
         return await self._bound(ask, wanted_of(request))
@@ -217,7 +217,7 @@ class Preprocessor:
             return ask
         grammar = await self.checker.checked(wanted)
         arrives = tuple(
-            replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in ask.arrives
+            replace(a, sampling=replace(a.sampling, grammar=grammar)) for a in ask.engine_requests
         )
         return dataclasses.replace(ask, arrives=arrives)
 
@@ -225,19 +225,19 @@ class Preprocessor:
         """The answer of /tokenize, as JSON. Raises ApiError."""
         self.check_model(request.model)
         await self._find_dialect()
-        return await apart(self._tokenize, size_of(request), request)
+        return await run_in_thread_if_large(self._tokenize, size_of(request), request)
 
     async def tokens_of(self, request: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
         self.check_model(request.model)
         await self._find_dialect()
-        return await apart(self._tokens_of, size_of(request), request)
+        return await run_in_thread_if_large(self._tokens_of, size_of(request), request)
 
     async def detokenize(self, request: DetokenizeRequest) -> bytes:
         """The answer of /detokenize, as JSON. Raises ApiError."""
         self.check_model(request.model)
         self._known(request.tokens, "tokens")
-        return await apart(self._detokenize, len(request.tokens), request.tokens)
+        return await run_in_thread_if_large(self._detokenize, len(request.tokens), request.tokens)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -263,13 +263,17 @@ class Preprocessor:
     ) -> str:
         turns, tool_options = conversation(messages, tools, self.dialect)
         try:
-            return self.text.render(turns, **options, **tool_options)
+            return self.tokenizer.apply_chat_template(turns, **options, **tool_options)
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from None
 
     def _tokenize(self, request: TokenizeRequest) -> bytes:
         tokens = self._tokens_of(request)
-        names = [self.text.piece(token) for token in tokens] if request.return_token_strs else None
+        names = (
+            [self.tokenizer.token_string(token) for token in tokens]
+            if request.return_token_strs
+            else None
+        )
         return encode(
             {
                 "count": len(tokens),
@@ -290,10 +294,10 @@ class Preprocessor:
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"the conversation has {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenised"
             raise ApiError(400, message, param="messages")
-        return self.text.encode([text], special)[0]
+        return self.tokenizer.encode([text], special)[0]
 
     def _detokenize(self, tokens: Sequence[int]) -> bytes:
-        return encode({"prompt": self.text.decode(tokens, skip_special=False)})
+        return encode({"prompt": self.tokenizer.decode(tokens, skip_special=False)})
 
     async def _prompts(
         self, given: str | list[str] | list[int] | list[list[int]]
@@ -306,17 +310,19 @@ class Preprocessor:
             return [TokenizedPrompt(tuple(given))]  # type: ignore[arg-type]
         if isinstance(given[0], str):
             texts: list[str] = given  # type: ignore[assignment]
-            return await apart(self._encode, sum(map(len, texts)), texts, True, "prompt")
+            return await run_in_thread_if_large(
+                self._encode, sum(map(len, texts)), texts, True, "prompt"
+            )
         return [TokenizedPrompt(tuple(tokens)) for tokens in given]  # type: ignore[arg-type]
 
     def _encode(self, texts: Sequence[str], special: bool, param: str) -> list[TokenizedPrompt]:
         for text in texts:
-            least = self.text.least_tokens(text)
+            least = self.tokenizer.least_tokens(text)
             if least > self.context_tokens:
                 raise self._too_long(f"at least {least}", param)
         return [
             TokenizedPrompt(tuple(ids), text)
-            for ids, text in zip(self.text.encode(texts, special), texts, strict=True)
+            for ids, text in zip(self.tokenizer.encode(texts, special), texts, strict=True)
         ]
 
     def _too_long(self, tokens: object, param: str) -> ApiError:
@@ -369,7 +375,7 @@ class Preprocessor:
             skip_special=request.skip_special_tokens is not False,
             min_tokens=request.min_tokens or 0,
             logprobs=logprobs is not None,
-            discard=limit == 0,
+            discard_tokens=limit == 0,
         )
         return PreparedRequest(
             id, self.name, int(time.time()), tuple(prompts), n, tuple(arrives), options, request
@@ -413,7 +419,9 @@ class Preprocessor:
 
     def _slo(self, given: SloFields, prompt_tokens: int) -> Slo:
         """What a request says of its targets beats what the server was told."""
-        return Slo(given.ttft_s, given.tpot_s, given.itl_s).over(self.scheduler.slo(prompt_tokens))
+        return Slo(given.ttft_s, given.tpot_s, given.itl_s).with_defaults(
+            self.scheduler.slo(prompt_tokens)
+        )
 
     def _sampling(
         self, request: GenerationRequest, max_tokens: int, logprobs: int | None
@@ -497,7 +505,9 @@ def size_of(request: ChatRequest | TokenizeRequest) -> int:
     return len(request.model_dump_json(exclude_none=True))
 
 
-async def apart(work: Callable[..., Result], characters: int, *args: Any) -> Result:
+async def run_in_thread_if_large(
+    work: Callable[..., Result], characters: int, *args: Any
+) -> Result:
     """`work(*args)`, in another thread if there is much of it."""
     if characters <= QUICK_CHARACTERS:
         return work(*args)

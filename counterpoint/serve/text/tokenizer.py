@@ -55,7 +55,7 @@ class ModelTokenizer:
             self._longest_characters = max(map(len, self.tokenizer.get_vocab()), default=1)
         return int(len(text) / (self._longest_characters * CLEARLY_LONG))
 
-    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation, ready for the model's answer. `options` go to the template (tools, documents,
         add_generation_prompt, continue_final_message, and its own names)."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -78,11 +78,11 @@ class ModelTokenizer:
     def is_special(self, token: int) -> bool:
         return token in self.added and self.added[token].special
 
-    def piece(self, token: int) -> str:
+    def token_string(self, token: int) -> str:
         """The token as the vocabulary spells it, "" if it has no such id."""
         return self.tokenizer.id_to_token(token) or ""
 
-    def bytes_of(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that `token` adds to a text, maybe part of a character; b"" for an id outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
@@ -91,11 +91,11 @@ class ModelTokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """The text of `tokens`, exactly as a stream of them would be."""
-        parts = (self.bytes_of(t) for t in tokens if not (skip_special and self.is_special(t)))
+        parts = (self.token_bytes(t) for t in tokens if not (skip_special and self.is_special(t)))
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def _find_bytes(self, token: int) -> bytes:
-        piece = self.piece(token)
+        piece = self.token_string(token)
         if self._byte_level:
             spelled = [BYTE_OF_CHARACTER.get(character) for character in piece]
             return (

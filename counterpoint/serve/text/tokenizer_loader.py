@@ -38,7 +38,7 @@ CHATML = (
 )
 
 
-def load_text(source: ModelSource) -> ModelTokenizer:
+def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     """The Text of a model; of one that is only a shape, one token per byte. Raises ConfigError if it has no tokeniser."""
     path = Path(source.path)
     if source.kind == "gguf":
@@ -49,7 +49,7 @@ def load_text(source: ModelSource) -> ModelTokenizer:
     if source.path and ((folder / "vocab.json").is_file() or any(folder.glob("tokenizer*.model"))):
         return text_of_transformers(folder)
     if source.kind == "spec":
-        return byte_text()
+        return make_byte_tokenizer()
     raise ConfigError(f"model: {folder} has no tokeniser (tokenizer.json or tokenizer.model)")
 
 
@@ -156,7 +156,7 @@ def text_of_transformers(folder: Path, **options: Any) -> ModelTokenizer:
     )
 
 
-def byte_text() -> ModelTokenizer:
+def make_byte_tokenizer() -> ModelTokenizer:
     """One token per byte (id = byte), and ChatML's two marks."""
     vocab = dict(BYTE_OF_CHARACTER)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

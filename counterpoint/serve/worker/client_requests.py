@@ -22,11 +22,11 @@ from counterpoint.types import AddRequest, OutputDelta
 class ClientRequest(RequestLifetime):
     """A request and where its client is told of it. `picked_s`: a worker was chosen for it."""
 
-    mail: OutputQueue
-    picked_s: float = 0.0
+    output_queue: OutputQueue
+    routed_s: float = 0.0
 
 
-def alike(arrives: Sequence[AddRequest], least_tokens: int) -> list[list[AddRequest]]:
+def group_siblings(arrives: Sequence[AddRequest], least_tokens: int) -> list[list[AddRequest]]:
     """Requests in groups of one prompt, of which one is prefilled and the others fork from it; short prompts stay apart, and those
     that are to be told of themselves."""
     groups: dict[object, list[AddRequest]] = {}
@@ -36,7 +36,7 @@ def alike(arrives: Sequence[AddRequest], least_tokens: int) -> list[list[AddRequ
     return list(groups.values())
 
 
-def with_ends(
+def pair_finishes(
     items: list[ToWorker | ToClient],
 ) -> Iterator[tuple[ToWorker | ToClient, RequestFinished | None]]:
     """Each item; the sound end of a request that follows its last tokens comes together with them."""
@@ -48,16 +48,16 @@ def with_ends(
         end = None
         if (
             isinstance(item, ToClient)
-            and isinstance(item.news, DeliverTokens)
+            and isinstance(item.update, DeliverTokens)
             and isinstance(following, ToClient)
         ):
-            last = following.news if following.id == item.id else None
-            end = last if isinstance(last, RequestFinished) and not last.lost else None
+            last = following.update if following.id == item.id else None
+            end = last if isinstance(last, RequestFinished) and not last.worker_lost else None
             skip = end is not None
         yield item, end
 
 
-def delta_of(
+def make_delta(
     id: str, tokens: Sequence[SampledToken], end: RequestFinished | None, cached_tokens: int = 0
 ) -> OutputDelta:
     logprobs = tuple(sampled.logprobs for sampled in tokens)
@@ -65,8 +65,8 @@ def delta_of(
         id,
         tuple(sampled.token for sampled in tokens),
         logprobs=logprobs if any(one is not None for one in logprobs) else (),
-        finish=end.finish if end is not None else None,
-        stopped_by=end.stopped_by if end is not None else None,
+        finish_reason=end.finish if end is not None else None,
+        stop_reason=end.stop_reason if end is not None else None,
         cached_tokens=cached_tokens,
         error=end.error if end is not None else "",
     )

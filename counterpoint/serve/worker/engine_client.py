@@ -25,8 +25,8 @@ from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, St
 
 FROZEN_S = 4.0  # without a heartbeat for so long, the engine is not healthy
 LOST_S = 10.0  # and after so long, what runs in it is given up
-TURN_S = 6.0  # one turn of its loop may take so long before it counts as silence
-QUIT_S = 5.0
+MAX_TURN_S = 6.0  # one turn of its loop may take so long before it counts as silence
+SHUTDOWN_S = 5.0
 
 OutputQueue = asyncio.Queue["OutputDelta | EngineLost | TimedOut"]
 EngineStatus = Literal["loading", "ready", "frozen", "dead", "stopped"]
@@ -52,19 +52,19 @@ class TimedOut(Exception):
 class OutputListener(Protocol):
     """Hears all that passes; it must be quick."""
 
-    def entered(self, arrives: Sequence[AddRequest]) -> None: ...
+    def on_requests(self, arrives: Sequence[AddRequest]) -> None: ...
 
-    def heard(self, outputs: wire.EngineOutputs) -> None: ...
+    def on_outputs(self, outputs: wire.EngineOutputs) -> None: ...
 
 
-class Backend(Protocol):
+class EngineBackend(Protocol):
     """What a Stream needs of whoever runs its requests (EngineClient, Pool)."""
 
-    def enter(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
+    def add_requests(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
         """Start them; what comes goes into `mail`. Raises EngineLost."""
         ...
 
-    def leave(self, id: str) -> bool:
+    def abort(self, id: str) -> bool:
         """No more of `id` is wanted. False if it had ended already."""
         ...
 
@@ -75,17 +75,17 @@ class OutputStream:
     After `timeout_s` from its opening, those that have not are aborted, and TimedOut is raised."""
 
     def __init__(
-        self, client: Backend, arrives: Iterable[AddRequest], timeout_s: float | None = None
+        self, client: EngineBackend, arrives: Iterable[AddRequest], timeout_s: float | None = None
     ) -> None:
         self._client = client
         self._arrives = tuple(arrives)
-        self._open = {arrive.id for arrive in self._arrives}
+        self._unfinished = {arrive.id for arrive in self._arrives}
         self._queue: OutputQueue = asyncio.Queue()
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> OutputStream:
-        self._client.enter(self._arrives, self._queue)
+        self._client.add_requests(self._arrives, self._queue)
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         return self
@@ -93,21 +93,21 @@ class OutputStream:
     async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for id in tuple(self._open):
+        for id in tuple(self._unfinished):
             self.abort(id)
 
     def __aiter__(self) -> OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        while self._open:
+        while self._unfinished:
             delta = await self._queue.get()
             if isinstance(delta, EngineLost | TimedOut):
                 raise delta
-            if delta.id not in self._open:
+            if delta.id not in self._unfinished:
                 continue
-            if delta.finish is not None:
-                self._open.discard(delta.id)
+            if delta.finish_reason is not None:
+                self._unfinished.discard(delta.id)
             return delta
         raise StopAsyncIteration
 
@@ -118,13 +118,13 @@ class OutputStream:
 
     def abort(self, id: str) -> bool:
         """No more of request `id` is wanted; none of its Deltas will be given any more. False if it had ended already."""
-        self._open.discard(id)
-        return self._client.leave(id)
+        self._unfinished.discard(id)
+        return self._client.abort(id)
 
     def _expire(self) -> None:
         """At once, even if whoever reads is held up."""
-        for id in self._open:
-            self._client.leave(id)
+        for id in self._unfinished:
+            self._client.abort(id)
         self._queue.put_nowait(
             TimedOut(f"the answer was not finished within {self._timeout_s:g} s")
         )
@@ -141,34 +141,34 @@ class EngineClient:
         listener: OutputListener | None = None,
     ) -> None:
         self.config = config
-        self.system = system
-        self.on_record = on_record
+        self.builder = system
+        self.on_timing = on_record
         self.listener = listener
         self.state: EngineStatus = "loading"
         self.stats = Stats()
-        self.hello: wire.EngineInfo | None = None
+        self.engine_info: wire.EngineInfo | None = None
         self.error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._queues: dict[str, OutputQueue] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._unheard_s = 0.0  # since its last message
+        self._since_message_s = 0.0  # since its last message
         self._turn_s = 0.0  # of its loop's present turn, as it said last
         self._ready: asyncio.Future[wire.EngineInfo] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.mkdtemp(prefix="counterpoint-")  # readable by this user alone
         self._context = zmq.asyncio.Context()
-        self._inward = self._context.socket(zmq.PULL)
-        self._outward = zmq.Socket(self._context, zmq.PUSH)
+        self._receive_socket = self._context.socket(zmq.PULL)
+        self._send_socket = zmq.Socket(self._context, zmq.PUSH)
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> wire.EngineInfo:
         """Start the process and wait until the engine is ready. Raises EngineFailed if it can't be."""
         to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("to", "from"))
-        for socket in (self._inward, self._outward):
+        for socket in (self._receive_socket, self._send_socket):
             socket.set_hwm(0)
             socket.linger = 0
-        self._inward.bind(from_engine)
-        self._outward.connect(to_engine)
+        self._receive_socket.bind(from_engine)
+        self._send_socket.connect(to_engine)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -176,35 +176,35 @@ class EngineClient:
             stdin=asyncio.subprocess.PIPE,
         )
         start = wire.StartEngine(
-            config=self.config, system=self.system, to_engine=to_engine, from_engine=from_engine
+            config=self.config, system=self.builder, to_engine=to_engine, from_engine=from_engine
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._tasks = [
             asyncio.create_task(work())
-            for work in (self._receive, self._watch_process, self._watch_beats)
+            for work in (self._receive, self._watch_process, self._watch_heartbeats)
         ]
         return await asyncio.shield(self._ready)
 
     async def close(self) -> None:
         """End every stream and the process. May be called at any time, and again."""
-        self._lose("stopped", "the server is shutting down")
+        self._mark_lost("stopped", "the server is shutting down")
         process = self._process
         if process is not None and process.returncode is None:
-            if self.hello is None:
+            if self.engine_info is None:
                 process.kill()
             else:
                 self._send([wire.Quit()])
             try:
-                await asyncio.wait_for(process.wait(), QUIT_S)
+                await asyncio.wait_for(process.wait(), SHUTDOWN_S)
             except TimeoutError:
                 process.kill()
                 await process.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._inward.close()
-        self._outward.close()
+        self._receive_socket.close()
+        self._send_socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -238,67 +238,67 @@ class EngineClient:
         if queues and self.state not in ("dead", "stopped"):
             self._send([Abort(id) for id in queues])
 
-    def enter(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
+    def add_requests(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
         self.check()
         for arrive in arrives:
             self._queues[arrive.id] = mail
         if self.listener is not None:
-            self.listener.entered(arrives)
+            self.listener.on_requests(arrives)
         self._send(list(arrives))
 
-    def leave(self, id: str) -> bool:
+    def abort(self, id: str) -> bool:
         living = self._queues.pop(id, None) is not None and self.state not in ("dead", "stopped")
         if living:
             self._send([Abort(id)])
         return living
 
     def _send(self, messages: list[wire.ToEngine]) -> None:
-        self._outward.send(wire.encode(messages), zmq.NOBLOCK)
+        self._send_socket.send(wire.encode(messages), zmq.NOBLOCK)
 
     # ------------------------------------------------------------ what comes back
 
     async def _receive(self) -> None:
         while True:
-            message = wire.decode_from_engine(await self._inward.recv())
-            self._unheard_s = 0.0
+            message = wire.decode_from_engine(await self._receive_socket.recv())
+            self._since_message_s = 0.0
             self._turn_s = message.turn_s if isinstance(message, wire.Heartbeat) else 0.0
             if self.state == "frozen" and self._silent_s < FROZEN_S:
                 log.warning("the engine responds again")
                 self.state = "ready"
             if isinstance(message, wire.EngineOutputs):
-                self._take(message)
+                self._on_outputs(message)
             elif isinstance(message, wire.LoadProgress):
                 log.info("%s", message.stage)
             elif isinstance(message, wire.EngineFailure):
                 self.error = message.error
                 self._fail_start(message.error, message.blame)
             elif isinstance(message, wire.EngineInfo):
-                self._greet(message)
+                self._on_ready(message)
 
-    def _greet(self, hello: wire.EngineInfo) -> None:
+    def _on_ready(self, hello: wire.EngineInfo) -> None:
         if hello.version != wire.WIRE_VERSION:
             self._fail_start(
                 f"the engine speaks version {hello.version} of the wire, this process {wire.WIRE_VERSION}",
                 "engine",
             )
             return
-        self.hello, self.state = hello, "ready"
+        self.engine_info, self.state = hello, "ready"
         if not self._ready.done():
             self._ready.set_result(hello)
 
-    def _take(self, outputs: wire.EngineOutputs) -> None:
+    def _on_outputs(self, outputs: wire.EngineOutputs) -> None:
         self.stats = outputs.stats or self.stats
         if self.listener is not None:
-            self.listener.heard(outputs)
+            self.listener.on_outputs(outputs)
         for item in outputs.items:
             if isinstance(item, RequestTiming):
-                if self.on_record is not None:
-                    self.on_record(item)
+                if self.on_timing is not None:
+                    self.on_timing(item)
                 continue
             queue = self._queues.get(item.id)
             if queue is not None:
                 queue.put_nowait(item)
-                if item.finish is not None:
+                if item.finish_reason is not None:
                     del self._queues[item.id]
 
     async def _watch_process(self) -> None:
@@ -306,20 +306,20 @@ class EngineClient:
         status = await self._process.wait()
         if self.state != "stopped":
             await asyncio.sleep(0)  # let a last word of it be read
-            self._lose(
-                "dead", self.error or f"the engine's process has ended ({exit_words(status)})"
+            self._mark_lost(
+                "dead", self.error or f"the engine's process has ended ({describe_exit(status)})"
             )
 
-    async def _watch_beats(self) -> None:
+    async def _watch_heartbeats(self) -> None:
         """Counts turns of this loop, not seconds: time in which we were stopped ourselves is not the engine's silence."""
         await asyncio.wait([self._ready])
         while True:
             await asyncio.sleep(wire.HEARTBEAT_S)
-            self._unheard_s += wire.HEARTBEAT_S
+            self._since_message_s += wire.HEARTBEAT_S
             if self._silent_s >= FROZEN_S and self.state == "ready":
                 log.error(
                     "the engine has not been heard of for %.1f s; its loop is in one turn since %.1f s",
-                    self._unheard_s,
+                    self._since_message_s,
                     self._turn_s,
                 )
                 self.state = "frozen"
@@ -329,9 +329,9 @@ class EngineClient:
     @property
     def _silent_s(self) -> float:
         """How long nothing has come of it: no message, or only beats of a process whose loop does not turn."""
-        return max(self._unheard_s, self._turn_s - TURN_S)
+        return max(self._since_message_s, self._turn_s - MAX_TURN_S)
 
-    def _lose(self, state: EngineStatus, reason: str) -> None:
+    def _mark_lost(self, state: EngineStatus, reason: str) -> None:
         if self.state in ("dead", "stopped"):
             return
         self.state, self.error = state, reason
@@ -347,5 +347,5 @@ class EngineClient:
             self._ready.exception()  # whoever waits has it; nobody may wait any more
 
 
-def exit_words(status: int) -> str:
+def describe_exit(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"

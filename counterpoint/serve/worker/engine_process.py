@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from counterpoint.config import Config, ConfigError, writable
+from counterpoint.config import Config, ConfigError, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.grammar_gate import GrammarGate
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.serve.observability.logs import start_logging
-from counterpoint.serve.structured_output.grammar import vocabulary_of
-from counterpoint.serve.text.tokenizer_loader import load_text
+from counterpoint.serve.structured_output.grammar import make_vocabulary
+from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.serve.worker.wire import (
     HEARTBEAT_S,
     EngineFailure,
@@ -68,7 +68,7 @@ def main() -> int:
     start_logging(
         "warning" if level == "info" else level, start.config.server.log_format
     )  # what goes well, the parent tells
-    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
     context = zmq.Context()
     out = Mailbox(context, start.from_engine)
     try:
@@ -84,14 +84,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Everywhere: standard input is a pipe whose other end the parent holds, and never writes to again."""
     while os.read(0, 1024):
         pass
     os._exit(1)
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """All objects that there are now stay: spare the collector to walk over them again and again (150 to 200 ms each time for the
     370,000 objects of an engine on an H200, in which no step is launched)."""
     gc.collect()
@@ -118,11 +118,11 @@ def serve(start: StartEngine, context: Context, out: Mailbox) -> int:
     """Build the engine, run it until Quit. The exit status: 0, 1 (broken) or 2 (a setting is wrong)."""
     inbox = WallClockEventQueue()
     try:
-        writable("timeline", start.config.server.timeline)
+        require_writable("timeline", start.config.server.timeline)
         events = open_log(start.config.server.event_log)
-        build = find(start.system)
+        build = find_builder(start.system)
         system = build(start.config, inbox, lambda stage: out.post(LoadProgress(stage)))
-        play(start, system, inbox, context, out, events)
+        run_engine(start, system, inbox, context, out, events)
         return 0
     except (ConfigError, ModelError) as error:
         out.post(EngineFailure(str(error), blame="user"))
@@ -143,7 +143,7 @@ def open_log(path: str | None) -> EventLog | None:
         raise ConfigError(f"event_log {path!r} cannot be written: {error.strerror}") from None
 
 
-def keep(timeline: Timeline, path: str) -> None:
+def write_timeline(timeline: Timeline, path: str) -> None:
     """At the end. A file that can't be written is told, and fails nothing."""
     try:
         timeline.write(path)
@@ -151,7 +151,7 @@ def keep(timeline: Timeline, path: str) -> None:
         log.error("timeline %s: %s", path, error.strerror)
 
 
-def play(
+def run_engine(
     start: StartEngine,
     system: System,
     inbox: WallClockEventQueue,
@@ -161,13 +161,13 @@ def play(
 ) -> None:
     """From Hello to Quit. What was recorded is written even if the engine fails."""
     over = threading.Event()
-    gate = open_gate(system, inbox)
+    gate = open_grammar_gate(system, inbox)
     mail = threading.Thread(
-        target=take_mail, args=(start, context, inbox, gate, over), name="mail", daemon=True
+        target=receive_requests, args=(start, context, inbox, gate, over), name="mail", daemon=True
     )
     mail.start()
-    settle()
-    out.post(hello_of(start.config, system))
+    freeze_gc()
+    out.post(make_engine_info(start.config, system))
     path, deliver = start.config.server.timeline, OutputSender(out)
     timeline = (
         Timeline(system.executor, inbox, system.engine.policy.lanes) if path is not None else None
@@ -182,22 +182,24 @@ def play(
         if events is not None:
             events.close()
         if timeline is not None and path is not None:
-            keep(timeline, path)
+            write_timeline(timeline, path)
 
 
-def find(name: str) -> Callable[..., System]:
+def find_builder(name: str) -> Callable[..., System]:
     module, _, function = name.partition(":")
     return vars(importlib.import_module(module))[function]
 
 
-def open_gate(system: System, inbox: WallClockEventQueue) -> GrammarGate:
+def open_grammar_gate(system: System, inbox: WallClockEventQueue) -> GrammarGate:
     """Where requests go in, so that their grammars are ready when the engine has them."""
     if system.grammars is not None:
-        system.grammars.connect(lambda: vocabulary_of(load_text(system.source)))
+        system.grammars.set_vocabulary_loader(
+            lambda: make_vocabulary(load_tokenizer(system.source))
+        )
     return GrammarGate(system.grammars, inbox)
 
 
-def hello_of(config: Config, system: System) -> EngineInfo:
+def make_engine_info(config: Config, system: System) -> EngineInfo:
     limits = system.limits
     return EngineInfo(
         pid=os.getpid(),
@@ -213,7 +215,7 @@ def hello_of(config: Config, system: System) -> EngineInfo:
     )
 
 
-def take_mail(
+def receive_requests(
     start: StartEngine,
     context: Context,
     inbox: WallClockEventQueue,
@@ -233,9 +235,9 @@ def take_mail(
         while not over.is_set():
             now_s = time.monotonic()
             if now_s >= due_s:
-                if inbox.turns != turns:
-                    turns, turned_s = inbox.turns, now_s
-                    inbox.nudge()
+                if inbox.num_gets != turns:
+                    turns, turned_s = inbox.num_gets, now_s
+                    inbox.wake()
                 beats.post(Heartbeat(now_s - turned_s))
                 due_s = now_s + HEARTBEAT_S
             if not mail.poll(max(0, round(1000 * (due_s - time.monotonic())))):
@@ -254,7 +256,7 @@ class OutputSender:
     """Sends each turn's outputs, and the engine's figures at most every STATS_S (and whenever it falls idle)."""
 
     def __init__(self, out: Mailbox) -> None:
-        self.out = out
+        self.mailbox = out
         self._due_s = 0.0
 
     def __call__(self, outputs: list[Output], engine: Engine) -> None:
@@ -264,7 +266,7 @@ class OutputSender:
             stats = engine.stats()
             self._due_s = now + STATS_S
         if outputs or stats is not None:
-            self.out.post(EngineOutputs(outputs, now, stats))
+            self.mailbox.post(EngineOutputs(outputs, now, stats))
 
 
 if __name__ == "__main__":

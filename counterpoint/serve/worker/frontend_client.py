@@ -25,11 +25,11 @@ from counterpoint.serve.worker.worker_protocol import (
     WorkerOrder,
     WorkerReady,
     encode,
-    hear_front,
-    join,
+    read_from_frontend,
+    register,
 )
 
-AGAIN_S = 1.0  # pause before the front is looked for again
+RECONNECT_S = 1.0  # pause before the front is looked for again
 FLUSH_S = 2.0
 
 log = logging.getLogger("counterpoint")
@@ -39,21 +39,21 @@ class FrontendClient:
     """`reason`, at the end: why the front does not want this worker, "" if it said nothing."""
 
     def __init__(self, front: Address, token: str, me: Register, stays: bool) -> None:
-        self.front = front
+        self.frontend = front
         self.token = token
-        self.me = me
-        self.stays = stays
+        self.registration = me
+        self.reconnects = stays
         self.reason = ""
         self._wire: FramedConnection | None = None
         self._ready: WorkerReady | None = None
-        self._obey: Callable[[list[WorkerOrder]], None] = lambda orders: None
-        self._lost: Callable[[], None] = lambda: None
-        self._beat: Callable[[], None] = lambda: None
-        self._ended: Callable[[], None] = lambda: None
+        self._on_orders: Callable[[list[WorkerOrder]], None] = lambda orders: None
+        self._on_lost: Callable[[], None] = lambda: None
+        self._on_heartbeat: Callable[[], None] = lambda: None
+        self._on_end: Callable[[], None] = lambda: None
         self._joined = threading.Event()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
 
     # ------------------------------------------------------------ from other threads
@@ -61,7 +61,7 @@ class FrontendClient:
     def open(self, ended: Callable[[], None]) -> None:
         """Join the front. `ended` is called when the worker is to stop. Raises ControlError or OSError if it may not join; a worker
         that stays waits until there is a front."""
-        self._ended = ended
+        self._on_end = ended
         self._thread.start()
         self._joined.wait()
         if self._failure is not None:
@@ -77,13 +77,18 @@ class FrontendClient:
         """Say `ready`, now and to every later front; all three are called on this thread and return at once."""
 
         def begin() -> None:
-            self._ready, self._obey, self._lost, self._beat = ready, obey, lost, beat
+            self._ready, self._on_orders, self._on_lost, self._on_heartbeat = (
+                ready,
+                obey,
+                lost,
+                beat,
+            )
             self._write(ready)
 
-        self._soon(begin)
+        self._call_soon(begin)
 
     def post(self, word: FromWorker) -> None:
-        self._soon(lambda: self._write(word))
+        self._call_soon(lambda: self._write(word))
 
     @property
     def local_host(self) -> str:
@@ -91,16 +96,16 @@ class FrontendClient:
         assert self._wire is not None
         return self._wire.writer.get_extra_info("sockname")[0]
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Say what is still to be said, and end; `ended` follows."""
-        self._soon(self._over.set)
+        self._call_soon(self._closing.set)
 
     def close(self) -> None:
         """Say what is still to be said, and hang up."""
-        self._soon(self._over.set)
+        self._call_soon(self._closing.set)
         self._thread.join(2 * FLUSH_S)
 
-    def _soon(self, call: Callable[[], None]) -> None:
+    def _call_soon(self, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(call)
 
@@ -112,12 +117,12 @@ class FrontendClient:
         finally:
             self._joined.set()
             self._loop.close()
-            self._ended()
+            self._on_end()
 
     async def _serve(self) -> None:
-        serving = asyncio.create_task(self._follow())
-        over = asyncio.create_task(self._over.wait())
-        beating = asyncio.create_task(self._say_beats())
+        serving = asyncio.create_task(self._stay_connected())
+        over = asyncio.create_task(self._closing.wait())
+        beating = asyncio.create_task(self._send_heartbeats())
         await asyncio.wait((serving, over), return_when=asyncio.FIRST_COMPLETED)
         for task in (serving, over, beating):
             task.cancel()
@@ -127,15 +132,15 @@ class FrontendClient:
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(self._wire.writer.wait_closed(), FLUSH_S)
 
-    async def _follow(self) -> None:
+    async def _stay_connected(self) -> None:
         """One front after another, until one says farewell."""
         told = ""
         while True:
             try:
-                self._wire = await join(self.front, self.token, self.me)
+                self._wire = await register(self.frontend, self.token, self.registration)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                 refused = isinstance(error, ControlError) and self._ready is None
-                if refused or not self.stays:
+                if refused or not self.reconnects:
                     self._failure = (
                         error
                         if isinstance(error, OSError)
@@ -144,40 +149,42 @@ class FrontendClient:
                     return
                 if (reason := str(error) or type(error).__name__) != told:  # it may be so for hours
                     log.info(
-                        "no front at %s:%d yet, asking again each second: %s", *self.front, reason
+                        "no front at %s:%d yet, asking again each second: %s",
+                        *self.frontend,
+                        reason,
                     )
                     told = reason
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RECONNECT_S)
                 continue
             told = ""
             self._joined.set()
             if self._ready is not None:
                 self._write(self._ready)
-            if await self._listen(self._wire) or not self.stays:
+            if await self._listen(self._wire) or not self.reconnects:
                 return
-            log.warning("the front at %s:%d is lost", *self.front)
+            log.warning("the front at %s:%d is lost", *self.frontend)
             self._wire = None
-            self._lost()
+            self._on_lost()
 
     async def _listen(self, wire: FramedConnection) -> bool:
         """Whether the front said farewell."""
         try:
             while True:
-                word = await hear_front(wire)
+                word = await read_from_frontend(wire)
                 if isinstance(word, Shutdown):
                     self.reason = word.reason
                     return True
-                self._obey(word.items)
+                self._on_orders(word.items)
         except (OSError, asyncio.IncompleteReadError, WireError):
             return False
 
-    async def _say_beats(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             self._write(Heartbeat())
             if self._wire is not None:
-                self._beat()
+                self._on_heartbeat()
             await asyncio.sleep(HEARTBEAT_S)
 
     def _write(self, word: msgspec.Struct) -> None:
         if self._wire is not None:
-            self._wire.write(encode(word))
+            self._wire.write_frame(encode(word))

@@ -41,10 +41,19 @@ from counterpoint.disagg.role_rebalancer import (
     StartDrain,
 )
 from counterpoint.disagg.router import Router, RoutingRule
-from counterpoint.serve.observability.merge_stats import added_rows, counters, total
-from counterpoint.serve.observability.pool_lanes import WorkerLanes, named_lanes, staged
+from counterpoint.serve.observability.merge_stats import add_rows, merge, without_gauges
+from counterpoint.serve.observability.pool_lanes import (
+    WorkerLanes,
+    lanes_of_worker,
+    worker_lane_times,
+)
 from counterpoint.serve.observability.pool_metrics import PoolMetrics
-from counterpoint.serve.worker.client_requests import ClientRequest, alike, delta_of, with_ends
+from counterpoint.serve.worker.client_requests import (
+    ClientRequest,
+    group_siblings,
+    make_delta,
+    pair_finishes,
+)
 from counterpoint.serve.worker.engine_client import (
     EngineFailed,
     EngineLost,
@@ -85,23 +94,23 @@ class Pool:
         cluster = config.cluster
         self.config = config
         self.source = source
-        self.on_record = on_record
+        self.on_timing = on_record
         self.listener = listener
-        self.hello: EngineInfo | None = None
+        self.engine_info: EngineInfo | None = None
         self.error = ""
-        self.roster = WorkerRegistry(config, system, self)
-        self.gone = Stats()  # what workers that are no longer there had counted
-        self.routing: LoadTracker | None = None
+        self.registry = WorkerRegistry(config, system, self)
+        self.lost_stats = Stats()  # what workers that are no longer there had counted
+        self.load_tracker: LoadTracker | None = None
         on_loss = OnLoss(cluster.on_loss)
-        self.front = PoolFrontend(self._pick, cluster.handoff_deadline_s, on_loss=on_loss)
-        self.metrics = PoolMetrics(self.roster.look, lambda: self.routing)
-        self.elastic = make_elastic(config)
-        self.wear = QuarantineRecovery()
-        self._lives: dict[str, ClientRequest] = {}
-        self._twins: dict[
+        self.frontend = PoolFrontend(self._route, cluster.handoff_deadline_s, on_loss=on_loss)
+        self.metrics = PoolMetrics(self.registry.worker_states, lambda: self.load_tracker)
+        self.rebalancer = make_rebalancer(config)
+        self.quarantine = QuarantineRecovery()
+        self._requests: dict[str, ClientRequest] = {}
+        self._siblings: dict[
             str, list[AddRequest]
         ] = {}  # request -> those of the same prompt that wait for it
-        self._shaping: asyncio.Task[None] | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
         self._stopped = self._loading = False
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
 
@@ -110,20 +119,20 @@ class Pool:
     async def start(self) -> EngineInfo:
         """Start the workers and wait until each is ready (if there are none, until one has joined). Raises EngineFailed."""
         self._loading = True
-        await self.roster.start()
+        await self.registry.start()
         hello = await asyncio.shield(self._ready)
         self._loading = False
-        if self.elastic is not None:
-            self._shaping = asyncio.create_task(self._shape_pools(self.elastic))
+        if self.rebalancer is not None:
+            self._rebalancing = asyncio.create_task(self._rebalance_roles(self.rebalancer))
         return hello
 
     async def close(self) -> None:
         """End every stream and the workers of this machine. May be called at any time, and again."""
         self._stopped = True
         self.fail_streams("the server is shutting down")
-        if self._shaping is not None:
-            self._shaping.cancel()
-        await self.roster.close()
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
+        await self.registry.close()
 
     # ------------------------------------------------------------ what is here
 
@@ -131,59 +140,64 @@ class Pool:
     def state(self) -> EngineStatus:
         if self._stopped:
             return "stopped"
-        if self.roster.serving:
+        if self.registry.serving:
             return "loading" if self._loading else "ready"
-        if any(member.frozen for member in self.roster.members.values()):
+        if any(member.frozen for member in self.registry.workers.values()):
             return "frozen"
-        return "loading" if self._loading or self.roster.members else "dead"
+        return "loading" if self._loading or self.registry.workers else "dead"
 
     @property
     def stats(self) -> Stats:
-        return total([self.gone, *(member.stats for member in self.roster.members.values())])
+        return merge(
+            [self.lost_stats, *(member.stats for member in self.registry.workers.values())]
+        )
 
-    def places(self) -> list[WorkerLanes]:
+    def worker_lanes(self) -> list[WorkerLanes]:
         """Where the workers stand in a picture of them all, those of ours also while they are missing."""
         found = []
         for number, name in enumerate(
-            dict.fromkeys((*self.roster.crew.posts, *self.roster.members))
+            dict.fromkeys((*self.registry.supervisor.slots, *self.registry.workers))
         ):
-            member = self.roster.members.get(name)
+            member = self.registry.workers.get(name)
             ready = member.ready if member is not None else None
             found.append(
-                WorkerLanes(number, name, ready.units, ready.hello.roles)
+                WorkerLanes(number, name, ready.units, ready.engine_info.roles)
                 if ready is not None
                 else WorkerLanes(number, name)
             )
         return found
 
-    def playing(self, now_s: float) -> list[LaneStep]:
+    def running_steps(self, now_s: float) -> list[LaneStep]:
         """The steps that run now."""
-        members = self.roster.members
+        members = self.registry.workers
         return [
             step
-            for place in self.places()
+            for place in self.worker_lanes()
             if place.name in members
-            for step in staged(place, members[place.name].stats.playing, now_s)
+            for step in lanes_of_worker(place, members[place.name].stats.running_steps, now_s)
         ]
 
-    def _show(self, member: RegisteredWorker, before: Stats, now_s: float) -> None:
+    def _publish_stats(self, member: RegisteredWorker, before: Stats, now_s: float) -> None:
         """Tell the listener what all have counted, and the steps that are new from `member`."""
         if self.listener is None:
             return
-        places = {place.name: place for place in self.places()}
+        places = {place.name: place for place in self.worker_lanes()}
         lanes = [
-            named_lanes(places[name], other.stats) for name, other in self.roster.members.items()
+            worker_lane_times(places[name], other.stats)
+            for name, other in self.registry.workers.items()
         ]
-        fresh = max(0, min(member.stats.steps - before.steps, len(member.stats.recent)))
-        recent = staged(
-            places[member.name], member.stats.recent[len(member.stats.recent) - fresh :], now_s
+        fresh = max(0, min(member.stats.steps - before.steps, len(member.stats.recent_steps)))
+        recent = lanes_of_worker(
+            places[member.name],
+            member.stats.recent_steps[len(member.stats.recent_steps) - fresh :],
+            now_s,
         )
-        stats = msgspec.structs.replace(self.stats, recent=recent, lane_s=added_rows(lanes))
-        self.listener.heard(EngineOutputs([], now_s, stats))
+        stats = msgspec.structs.replace(self.stats, recent_steps=recent, lane_s=add_rows(lanes))
+        self.listener.on_outputs(EngineOutputs([], now_s, stats))
 
     def health(self) -> dict[str, Any]:
         """Of a pool that serves: ok, or degraded with what is missing."""
-        missing = self.roster.missing
+        missing = self.registry.missing
         return {"status": "degraded", "missing": missing} if missing else {"status": "ok"}
 
     def check(self) -> None:
@@ -197,62 +211,64 @@ class Pool:
     def open(self, arrives: Iterable[AddRequest], timeout_s: float | None = None) -> OutputStream:
         return OutputStream(self, arrives, timeout_s)
 
-    def enter(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
+    def add_requests(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
         self.check()
         if self.listener is not None:
-            self.listener.entered(arrives)
+            self.listener.on_requests(arrives)
         now = time.monotonic()
-        self._lives |= {arrive.id: ClientRequest(arrive, now, mail=mail) for arrive in arrives}
-        for first, *twins in alike(
-            arrives, 2 * self.hello.page_tokens if self.hello is not None else 0
+        self._requests |= {
+            arrive.id: ClientRequest(arrive, now, output_queue=mail) for arrive in arrives
+        }
+        for first, *twins in group_siblings(
+            arrives, 2 * self.engine_info.page_tokens if self.engine_info is not None else 0
         ):
             if twins:
-                self._twins[first.id] = twins
-            self.front.submit(first)
-        self._flow()
+                self._siblings[first.id] = twins
+            self.frontend.add_request(first)
+        self._dispatch_pending()
 
-    def leave(self, id: str) -> bool:
-        life = self._lives.get(id)
+    def abort(self, id: str) -> bool:
+        life = self._requests.get(id)
         if life is None:
             return False
-        self.front.withdraw(id)
+        self.frontend.abort(id)
         if self.listener is not None:
-            self.listener.heard(
-                EngineOutputs([OutputDelta(id, finish=FinishReason.ABORT)], time.monotonic())
+            self.listener.on_outputs(
+                EngineOutputs([OutputDelta(id, finish_reason=FinishReason.ABORT)], time.monotonic())
             )
-        self._close(life, FinishReason.ABORT)
-        self._flow()
+        self._close_request(life, FinishReason.ABORT)
+        self._dispatch_pending()
         return True
 
     def fail_streams(self, reason: str) -> None:
         """End every open stream with EngineLost, and abort its requests."""
-        for life in tuple(self._lives.values()):
-            life.mail.put_nowait(EngineLost(reason))
-            self.leave(life.arrive.id)
+        for life in tuple(self._requests.values()):
+            life.output_queue.put_nowait(EngineLost(reason))
+            self.abort(life.input.id)
 
     # ------------------------------------------------------------ what the front says
 
-    def _pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
-        assert self.routing is not None
+    def _route(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
+        assert self.load_tracker is not None
         if not prefill:
-            self._lives[arrive.id].picked_s = time.monotonic()
-        return self.routing.pick(arrive, avoid, prefill)
+            self._requests[arrive.id].routed_s = time.monotonic()
+        return self.load_tracker.choose_route(arrive, avoid, prefill)
 
-    def _flow(self) -> None:
+    def _dispatch_pending(self) -> None:
         """Tell workers and clients what is to be told."""
         orders: dict[str, list[WorkerOrder]] = {}
-        while items := self.front.take():  # what is delivered may set others going
-            for item, end in with_ends(items):
+        while items := self.frontend.take_items():  # what is delivered may set others going
+            for item, end in pair_finishes(items):
                 if isinstance(item, ToWorker):
-                    to = self.roster.members.get(item.decode)
+                    to = self.registry.workers.get(item.decode_worker)
                     address = to.ready.address if to is not None and to.ready is not None else None
                     orders.setdefault(item.worker, []).append(WorkerOrder(item.order, address))
-                elif item.id in self._lives:
-                    self._deliver(self._lives[item.id], item.news, end)
+                elif item.id in self._requests:
+                    self._deliver(self._requests[item.id], item.update, end)
         for name, items in orders.items():
-            member = self.roster.members.get(name)
+            member = self.registry.workers.get(name)
             if member is not None:
-                member.say(Orders(items))
+                member.send(Orders(items))
 
     def _deliver(
         self,
@@ -261,99 +277,101 @@ class Pool:
         end: RequestFinished | None,
     ) -> None:
         """`end`: follows at once; a stop token and its finish are one Delta."""
-        id, now = life.arrive.id, time.monotonic()
+        id, now = life.input.id, time.monotonic()
         if isinstance(news, DeliverPromptLogprobs):
             delta = OutputDelta(id, prompt_logprobs=news.prompt_logprobs)
         elif isinstance(news, RequestFinished):
-            delta, end = delta_of(id, (), news), news
+            delta, end = make_delta(id, (), news), news
         else:
-            assert self.routing is not None
+            assert self.load_tracker is not None
             if news.start == 0:
-                self.routing.began(id, now - life.picked_s)
-            self.routing.grew(id, tuple(sampled.token for sampled in news.tokens))
+                self.load_tracker.on_first_token(id, now - life.routed_s)
+            self.load_tracker.on_tokens(id, tuple(sampled.token for sampled in news.tokens))
             life.token_s += [now] * len(news.tokens)
             if news.start == 0:
                 life.cached_tokens = news.tokens[0].cached_tokens
-            delta = delta_of(id, news.tokens, end, life.cached_tokens if news.start == 0 else 0)
-            booking = self.routing.bookings.get(id)
-            if booking is not None and booking.source is booking.target:
-                self._fork(id, booking.route.decode)
+            delta = make_delta(id, news.tokens, end, life.cached_tokens if news.start == 0 else 0)
+            booking = self.load_tracker.requests.get(id)
+            if booking is not None and booking.prefill_worker is booking.decode_worker:
+                self._release_siblings(id, booking.route.decode)
         if self.listener is not None:
-            self.listener.heard(EngineOutputs([delta], now_s=now))
-        life.mail.put_nowait(EngineLost(end.error) if end is not None and end.lost else delta)
+            self.listener.on_outputs(EngineOutputs([delta], now_s=now))
+        life.output_queue.put_nowait(
+            EngineLost(end.error) if end is not None and end.worker_lost else delta
+        )
         if end is not None:
-            self._close(life, end.finish)
+            self._close_request(life, end.finish)
 
-    def _close(self, life: ClientRequest, finish: FinishReason) -> None:
-        del self._lives[life.arrive.id]
-        self._fork(life.arrive.id, "")
-        if self.routing is not None:
-            self.routing.ended(life.arrive.id)
-        if self.on_record is not None:
-            self.on_record(life.record(time.monotonic(), finish))
+    def _close_request(self, life: ClientRequest, finish: FinishReason) -> None:
+        del self._requests[life.input.id]
+        self._release_siblings(life.input.id, "")
+        if self.load_tracker is not None:
+            self.load_tracker.on_finished(life.input.id)
+        if self.on_timing is not None:
+            self.on_timing(life.to_timing(time.monotonic(), finish))
 
-    def _fork(self, id: str, worker: str) -> None:
+    def _release_siblings(self, id: str, worker: str) -> None:
         """Those that wait for `id` may start: where its prompt is (`worker`), or wherever they will ("")."""
-        for twin in self._twins.pop(id, ()):
-            if twin.id in self._lives:
-                if worker and self.routing is not None:
-                    self.routing.tie(twin.id, worker)
-                self.front.submit(twin)
+        for twin in self._siblings.pop(id, ()):
+            if twin.id in self._requests:
+                if worker and self.load_tracker is not None:
+                    self.load_tracker.pin_to_worker(twin.id, worker)
+                self.frontend.add_request(twin)
 
     # ------------------------------------------------------------ what the roster tells (roster.Listener)
 
-    def ready(self, member: RegisteredWorker, word: WorkerReady) -> None:
-        if self.routing is None:
-            self.routing = self._make_routing(word)
-        self.routing.seat(member.name, member.role, self._shape(word))
-        if not self._ready.done() and self.roster.complete:
-            self.hello = self._joint_hello()
-            self._ready.set_result(self.hello)
+    def on_ready(self, member: RegisteredWorker, word: WorkerReady) -> None:
+        if self.load_tracker is None:
+            self.load_tracker = self._make_load_tracker(word)
+        self.load_tracker.add_worker(member.name, member.role, self._shape(word))
+        if not self._ready.done() and self.registry.complete:
+            self.engine_info = self._merged_engine_info()
+            self._ready.set_result(self.engine_info)
 
-    def said(self, member: RegisteredWorker, word: WorkerReport, before: Stats) -> None:
+    def on_report(self, member: RegisteredWorker, word: WorkerReport, before: Stats) -> None:
         if word.stats is not None:
-            self._show(member, before, time.monotonic())
-        if word.census is not None and (seat := self._seat(member)) is not None:
-            seat.lost_pages = word.census.pages.get("quarantine", 0)
-            self._renew(time.monotonic())
+            self._publish_stats(member, before, time.monotonic())
+        if word.handoff_stats is not None and (seat := self._tracked_worker(member)) is not None:
+            seat.quarantined_pages = word.handoff_stats.pages.get("quarantine", 0)
+            self._recover_quarantined(time.monotonic())
         for item in word.items:
             if isinstance(item, RequestTiming):  # of an engine's part of a request
-                self._note_record(item)
+                self._on_engine_timing(item)
         for item in word.items:
             if isinstance(item, handoff_events.HandoffEnded):
-                self._note_ended(member.name, item)
+                self._on_handoff_ended(member.name, item)
             if not isinstance(item, RequestTiming):
-                self.front.report(member.name, item)
-        self._flow()
+                self.frontend.on_report(member.name, item)
+        self._dispatch_pending()
 
-    def changed(self, member: RegisteredWorker) -> None:
-        seat = self._seat(member)
+    def on_state_change(self, member: RegisteredWorker) -> None:
+        seat = self._tracked_worker(member)
         if seat is not None:
-            seat.willing = member.serves
+            seat.accepting = member.is_serving
 
-    def lost(self, member: RegisteredWorker) -> None:
-        if self.routing is not None:
-            self.routing.unseat(member.name)
+    def on_lost(self, member: RegisteredWorker) -> None:
+        if self.load_tracker is not None:
+            self.load_tracker.remove_worker(member.name)
         if not self._stopped:
-            self.front.lost(member.name)
-            self._flow()
-        self.gone = total([self.gone, counters(member.stats)])
+            self.frontend.on_worker_lost(member.name)
+            self._dispatch_pending()
+        self.lost_stats = merge([self.lost_stats, without_gauges(member.stats)])
 
-    def failed(self, error: str, blame: str) -> None:
+    def on_start_failure(self, error: str, blame: str) -> None:
         """Workers must start soundly once; after that they are started again."""
         if not self._ready.done():
             self.error = error
             self._ready.set_exception(EngineFailed(error, blame))
             self._ready.exception()  # whoever waits has it; nobody may wait any more
 
-    def _seat(self, member: RegisteredWorker) -> TrackedWorker | None:
-        return self.routing.seats.get(member.name) if self.routing is not None else None
+    def _tracked_worker(self, member: RegisteredWorker) -> TrackedWorker | None:
+        return self.load_tracker.workers.get(member.name) if self.load_tracker is not None else None
 
-    def _joint_hello(self) -> EngineInfo:
+    def _merged_engine_info(self) -> EngineInfo:
         """What all workers can do."""
         hellos = {
-            name: member.ready.hello
-            for name, member in self.roster.members.items()
+            name: member.ready.engine_info
+            for name, member in self.registry.workers.items()
             if member.ready is not None
         }
         return msgspec.structs.replace(
@@ -364,29 +382,34 @@ class Pool:
             notes=tuple(dict.fromkeys(note for hello in hellos.values() for note in hello.notes)),
         )
 
-    def _make_routing(self, ready: WorkerReady) -> LoadTracker:
-        prices = build.estimator(self.config, self.source, ready.units, ready.gpu)
+    def _make_load_tracker(self, ready: WorkerReady) -> LoadTracker:
+        prices = build.make_estimator(self.config, self.source, ready.units, ready.gpu)
         wires = LinkBandwidth(
             build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token
         )
         return LoadTracker(
-            Router(prices, wires, RoutingRule.of(self.config.cluster)),
+            Router(prices, wires, RoutingRule.from_config(self.config.cluster)),
             self.config.scheduler.prefix_cache,
         )
 
     def _shape(self, ready: WorkerReady) -> WorkerShape:
-        size = ready.hello.page_tokens
+        size = ready.engine_info.page_tokens
         chunk = self.config.scheduler.chunk_tokens or (
             GPU_CHUNK_TOKENS if ready.gpu else CHUNK_TOKENS
         )
         slots = self.config.scheduler.max_running
         return WorkerShape(
-            ready.units, ready.digest.layers, size, ready.hello.kv_tokens // size, chunk, slots
+            ready.units,
+            ready.digest.layers,
+            size,
+            ready.engine_info.kv_tokens // size,
+            chunk,
+            slots,
         )
 
-    def _note_record(self, record: RequestTiming) -> None:
+    def _on_engine_timing(self, record: RequestTiming) -> None:
         known = handoff_events.handoff_of(record.id)
-        life = self._lives.get(known[0].request) if known is not None else None
+        life = self._requests.get(known[0].request) if known is not None else None
         if life is not None:
             life.preemptions += record.preemptions
             if (
@@ -394,19 +417,19 @@ class Pool:
             ):  # another clock's, but durations hold
                 life.admitted_s = life.arrival_s + record.admitted_s - record.arrival_s
 
-    def _note_ended(self, worker: str, ended: handoff_events.HandoffEnded) -> None:
-        assert self.routing is not None
+    def _on_handoff_ended(self, worker: str, ended: handoff_events.HandoffEnded) -> None:
+        assert self.load_tracker is not None
         self.metrics.observe(ended)
         id = ended.handoff.request
         if ended.outcome is handoff_events.HandoffOutcome.ADOPTED:
-            self.routing.adopted(id)
-            self._fork(id, worker)
-        elif ended.outcome is handoff_events.HandoffOutcome.STAYED:
-            self.routing.stayed(id)
-            self._fork(id, worker)
-        life = self._lives.get(id)
+            self.load_tracker.on_adopted(id)
+            self._release_siblings(id, worker)
+        elif ended.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
+            self.load_tracker.on_decode_in_place(id)
+            self._release_siblings(id, worker)
+        life = self._requests.get(id)
         if ended.times is not None:
-            self.routing.sent(worker, ended.to, ended.times)
+            self.load_tracker.on_transfer(worker, ended.decode_worker, ended.times)
             if life is not None:
                 life.admitted_s = life.arrival_s + ended.times.admitted_s
 
@@ -414,43 +437,43 @@ class Pool:
 
     def _drain(self, change: Change) -> None:
         """Give a worker nothing new of its role, or something again."""
-        if self.routing is not None:
-            self.routing.change(change)
-        member = self.roster.members.get(change.worker)
+        if self.load_tracker is not None:
+            self.load_tracker.apply_change(change)
+        member = self.registry.workers.get(change.worker)
         if member is not None:
-            member.say(Orders([WorkerOrder(handoff_events.Drain(isinstance(change, StartDrain)))]))
+            member.send(Orders([WorkerOrder(handoff_events.Drain(isinstance(change, StartDrain)))]))
 
-    def _renew(self, now: float) -> None:
+    def _recover_quarantined(self, now: float) -> None:
         """Start a worker of ours again whose pages are in a quarantine that doesn't end; not while another is away."""
-        assert self.routing is not None
-        if self.roster.missing:
+        assert self.load_tracker is not None
+        if self.registry.missing:
             return
         seats = [
             (name, seat)
-            for name, seat in self.routing.seats.items()
-            if name in self.roster.crew.posts
+            for name, seat in self.load_tracker.workers.items()
+            if name in self.registry.supervisor.slots
         ]
         found = [
-            WorkerQuarantine(name, seat.lost_pages / seat.shape.pages_total, seat.empty)
+            WorkerQuarantine(name, seat.quarantined_pages / seat.shape.pages_total, seat.is_empty)
             for name, seat in seats
         ]
-        for change in self.wear.tick(now, found):
+        for change in self.quarantine.tick(now, found):
             log.warning("pages in quarantine: %s", change)
             if isinstance(change, ReplaceWorker):
-                self.roster.members[change.worker].say(Shutdown())
+                self.registry.workers[change.worker].send(Shutdown())
             else:
                 self._drain(change)
 
-    async def _shape_pools(self, elastic: RoleRebalancer) -> None:
+    async def _rebalance_roles(self, elastic: RoleRebalancer) -> None:
         """Change the role of a worker when a whole pool is predicted to miss its target."""
         while True:
             await asyncio.sleep(self.config.cluster.elastic_s)
-            if self.routing is None:
+            if self.load_tracker is None:
                 continue
-            for change in elastic.tick(time.monotonic(), self.routing.loads()):
+            for change in elastic.tick(time.monotonic(), self.load_tracker.worker_loads()):
                 log.info("roles: %s", change)
                 self._drain(change)
-                member = self.roster.members.get(change.worker)
+                member = self.registry.workers.get(change.worker)
                 if isinstance(change, CommitRole):
                     self.metrics.role_changes += 1
                     if member is not None:
@@ -460,7 +483,7 @@ class Pool:
 # ---------------------------------------------------------------- small things
 
 
-def make_elastic(config: Config) -> RoleRebalancer | None:
+def make_rebalancer(config: Config) -> RoleRebalancer | None:
     """Raises ConfigError if roles are to change and there is no target to judge by."""
     ttft_s, tpot_s = config.scheduler.ttft_s, config.scheduler.tpot_s
     if not config.cluster.elastic:

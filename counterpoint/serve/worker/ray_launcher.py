@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from counterpoint.config import Config, ConfigError, host_and_port
+from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg.peer_connection import is_local
-from counterpoint.serve.worker.engine_client import EngineFailed, exit_words
-from counterpoint.serve.worker.supervisor import divided
-from counterpoint.serve.worker.worker_process import StartWorker, work
+from counterpoint.serve.worker.engine_client import EngineFailed, describe_exit
+from counterpoint.serve.worker.supervisor import divide_cores
+from counterpoint.serve.worker.worker_process import StartWorker, run_worker
 
 CONNECT_S = 60.0
 REACH_S = 5.0
@@ -47,8 +47,8 @@ class RayWorker:
 
     def run(self, start: bytes, rank: int, of: int, most_cores: int) -> int:
         """Its exit status. This is worker number `rank` of `of` on this machine."""
-        cores = divided(usable_cores(), of)[rank][:most_cores]
-        return work(
+        cores = divide_cores(usable_cores(), of)[rank][:most_cores]
+        return run_worker(
             msgspec.structs.replace(
                 msgspec.json.decode(start, type=StartWorker), cores=cores, engines=of
             )
@@ -71,7 +71,7 @@ class RayLauncher:
         self.address = config.cluster.ray_address or "auto"
         self.device, self.most_cores = config.device.device, config.device.cores
         listen = config.cluster.cluster_listen
-        self.local = listen is None or is_local(host_and_port("cluster_listen", listen)[0])
+        self.local = listen is None or is_local(parse_host_port("cluster_listen", listen)[0])
         self._numbers: dict[str, int] = {}  # name -> bundle of the placement group
         self._bundle: dict[str, float] = {}
         self._group: Any = None
@@ -82,7 +82,7 @@ class RayLauncher:
         self._numbers = {name: number for number, name in enumerate(names)}
         try:
             if self.address not in ("auto", "local"):  # Ray itself would wait there for ever
-                await reach(host_and_port("ray_address", self.address))
+                await reach(parse_host_port("ray_address", self.address))
             await asyncio.wait_for(self._caller.call(self._open), CONNECT_S + ROOM_S)
         except OSError as error:  # TimeoutError is one
             raise EngineFailed(
@@ -138,7 +138,7 @@ class RayLauncher:
 
     async def run(self, start: StartWorker) -> str:
         try:
-            return exit_words(
+            return describe_exit(
                 await asyncio.wrap_future(
                     await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)
                 )

@@ -23,12 +23,12 @@ import msgspec
 from counterpoint.config import Config
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg.peer_connection import Address
-from counterpoint.serve.worker.engine_client import exit_words
+from counterpoint.serve.worker.engine_client import describe_exit
 from counterpoint.serve.worker.worker_process import StartWorker
 from counterpoint.types import Role
 
-PAUSE_S = (0.2, 30.0)  # before a worker is started again: at first, at most
-SETTLED_S = 60.0  # after so long a life, it counts as sound
+RESTART_PAUSE_S = (0.2, 30.0)  # before a worker is started again: at first, at most
+STABLE_S = 60.0  # after so long a life, it counts as sound
 QUIT_S = 5.0
 
 log = logging.getLogger("counterpoint")
@@ -69,15 +69,15 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.system = system
-        self.places = places
-        self.ended = ended
+        self.launcher = places
+        self.on_exit = ended
         cluster = config.cluster
         kinds = (
             ("prefill", cluster.prefill, Role.PREFILL),
             ("decode", cluster.decode, Role.DECODE),
             ("replica", cluster.replicas, Role.BOTH),
         )
-        self.posts = {
+        self.slots = {
             f"{kind}-{n}": WorkerSlot(f"{kind}-{n}", role)
             for kind, count, role in kinds
             for n in range(count)
@@ -87,35 +87,36 @@ class Supervisor:
 
     async def open(self) -> None:
         """Raises EngineFailed if there is no room for them."""
-        if self.posts:
-            await self.places.open(tuple(self.posts))
+        if self.slots:
+            await self.launcher.open(tuple(self.slots))
 
     def start(self, front: Address, token: str) -> None:
         self._tasks = [
-            asyncio.create_task(self._keep(post, front, token)) for post in self.posts.values()
+            asyncio.create_task(self._keep_running(post, front, token))
+            for post in self.slots.values()
         ]
 
     def kill(self, name: str) -> None:
         """A worker that does not respond; it is started again."""
-        if name in self.posts:
-            self.places.kill(name)
+        if name in self.slots:
+            self.launcher.kill(name)
 
     async def close(self) -> None:
         """Wait for those who were told to stop, and kill the rest."""
         self._closing.set()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=QUIT_S)
-            for name in self.posts if late else ():
-                self.places.kill(name)
+            for name in self.slots if late else ():
+                self.launcher.kill(name)
             await asyncio.wait(self._tasks, timeout=QUIT_S)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.places.close()
+        await self.launcher.close()
 
-    async def _keep(self, post: WorkerSlot, front: Address, token: str) -> None:
+    async def _keep_running(self, post: WorkerSlot, front: Address, token: str) -> None:
         """One process after another, for ever."""
-        pause_s = PAUSE_S[0]
+        pause_s = RESTART_PAUSE_S[0]
         while not self._closing.is_set():
             began_s = time.monotonic()
             post.starts += 1
@@ -124,18 +125,18 @@ class Supervisor:
                 system=self.system,
                 name=post.name,
                 role=post.role,
-                front=front,
+                frontend=front,
                 token=token,
                 port=post.port,
             )
-            how = await self.places.run(start)
+            how = await self.launcher.run(start)
             if self._closing.is_set():
                 return
-            self.ended(post.name, f"worker {post.name} has ended ({how})")
-            pause_s = PAUSE_S[0] if time.monotonic() - began_s >= SETTLED_S else pause_s
+            self.on_exit(post.name, f"worker {post.name} has ended ({how})")
+            pause_s = RESTART_PAUSE_S[0] if time.monotonic() - began_s >= STABLE_S else pause_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S[1])
+            pause_s = min(2 * pause_s, RESTART_PAUSE_S[1])
 
 
 class ProcessLauncher:
@@ -148,7 +149,7 @@ class ProcessLauncher:
 
     async def open(self, names: Sequence[str]) -> None:
         self._cores = dict(
-            zip(names, divided(usable_cores(self.most_cores), len(names)), strict=True)
+            zip(names, divide_cores(usable_cores(self.most_cores), len(names)), strict=True)
         )
 
     async def run(self, start: StartWorker) -> str:
@@ -164,7 +165,7 @@ class ProcessLauncher:
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
-        return exit_words(await process.wait())
+        return describe_exit(await process.wait())
 
     def kill(self, name: str) -> None:
         process = self._processes.get(name)
@@ -175,7 +176,7 @@ class ProcessLauncher:
         pass
 
 
-def divided(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
     """The cores of each worker: equal shares of neighbours; with more workers than cores, several take turns on one."""
     if workers > len(cores):
         return [(cores[worker % len(cores)],) for worker in range(workers)]

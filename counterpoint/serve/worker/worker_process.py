@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.build import WorkerPlacement, identity, movers, take_gpu
-from counterpoint.config import Config, ConfigError, host_and_port, writable
+from counterpoint.build import WorkerPlacement, claim_gpu, make_identity, make_transports
+from counterpoint.config import Config, ConfigError, parse_host_port, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.device.cores import pin
 from counterpoint.device.event_queue import WallClockEventQueue
@@ -41,13 +41,13 @@ from counterpoint.serve.observability.logs import start_logging
 from counterpoint.serve.worker.engine_process import (
     STATS_S,
     die_with_parent,
-    end_with_parent,
-    find,
-    hello_of,
-    keep,
-    open_gate,
+    exit_with_parent,
+    find_builder,
+    freeze_gc,
+    make_engine_info,
+    open_grammar_gate,
     open_log,
-    settle,
+    write_timeline,
 )
 from counterpoint.serve.worker.frontend_client import FrontendClient
 from counterpoint.serve.worker.wire import EngineFailure, LoadProgress
@@ -58,12 +58,12 @@ from counterpoint.serve.worker.worker_protocol import (
     WorkerOrder,
     WorkerReady,
     WorkerReport,
-    token_of,
+    read_cluster_token,
 )
 from counterpoint.spec.model import ModelError
 from counterpoint.types import AddRequest, Output, OutputDelta, Release, Role
 
-LOOK_S = 0.1
+POLL_S = 0.1
 STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendState.RELEASED.value})
 
 
@@ -76,13 +76,13 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     name: str
     role: Role
-    front: Address
+    frontend: Address
     token: str
     cores: tuple[int, ...] = ()
     engines: int = 1
     rank: int | None = None
     port: int = 0
-    stays: bool = False
+    reconnects: bool = False
 
 
 def main() -> int:
@@ -91,47 +91,47 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartWorker)
-    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
-    return work(start)
+    threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
+    return run_worker(start)
 
 
 def join(config: Config, front: str, role: Role, name: str | None) -> int:
     """`counterpoint worker`: a worker of a front elsewhere, until a signal. Raises ConfigError."""
-    host, port = host_and_port("join", front)
-    token = token_of(config)
+    host, port = parse_host_port("join", front)
+    token = read_cluster_token(config)
     try:
         check_exposure(host, token)
     except ControlError as error:
         raise ConfigError(str(error)) from None
-    return work(
+    return run_worker(
         StartWorker(
             config=config.replace(cluster_token=None),
             system="counterpoint.build:system",
             name=name or f"{role.value}-{socket.gethostname()}",
             role=role,
-            front=Address(host, port),
+            frontend=Address(host, port),
             token=token,
-            stays=True,
+            reconnects=True,
         )
     )
 
 
-def work(start: StartWorker) -> int:
+def run_worker(start: StartWorker) -> int:
     """Join the front, build the engine, run it until the front says farewell. The exit status: 0, 1 (broken) or 2 (a setting is
     wrong, or the front refuses this worker)."""
     start_logging(start.config.server.log_level, start.config.server.log_format)
     inbox = WallClockEventQueue()
     line = FrontendClient(
-        start.front, start.token, Register(worker=start.name, role=start.role), start.stays
+        start.frontend, start.token, Register(worker=start.name, role=start.role), start.reconnects
     )
     try:
         line.open(inbox.stop)
     except (ControlError, OSError) as error:
-        print(f"no place at {start.front.host}:{start.front.port}: {error}", file=sys.stderr)
+        print(f"no place at {start.frontend.host}:{start.frontend.port}: {error}", file=sys.stderr)
         return 2
     try:
         worker = PoolWorker(start, inbox, line)
-        if start.stays:
+        if start.reconnects:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: worker.leave())
         worker.run()
@@ -163,30 +163,30 @@ class PoolWorker:
             start, config=start.config.replace(cluster_host=host)
         )
         self.inbox = inbox
-        self.line = line
-        self.living: set[str] = set()  # by the engine's names: what it has and has not ended
+        self.frontend = line
+        self.unfinished: set[str] = set()  # by the engine's names: what it has and has not ended
         self.leaving = False
         self._stats_due_s = 0.0
-        self._courier: HandoffRunner | None = None
-        self.device, sharers = take_gpu(start.config, start.rank, start.engines)
-        self.links = movers(start.config, self._wake, self.device)
+        self._runner: HandoffRunner | None = None
+        self.device, sharers = claim_gpu(start.config, start.rank, start.engines)
+        self.links = make_transports(start.config, self._wake, self.device)
         shm = self.links.get("shm")
         engines = sharers if self.device == "cuda" else start.engines
         place = WorkerPlacement(
             self.device, engines, shm.allocate if isinstance(shm, ShmTransport) else None
         )
-        build = find(start.system)
-        writable("timeline", named(start.config.server.timeline, start.name))
-        self.log = open_log(named(start.config.server.event_log, start.name))
+        build = find_builder(start.system)
+        require_writable("timeline", path_for_worker(start.config.server.timeline, start.name))
+        self.log = open_log(path_for_worker(start.config.server.event_log, start.name))
         self.system = build(
             start.config, inbox, lambda stage: line.post(LoadProgress(stage)), place
         )
-        self.gate = open_gate(self.system, inbox)
-        self.courier = self._courier = self._make_courier()
+        self.gate = open_grammar_gate(self.system, inbox)
+        self.runner = self._runner = self._make_runner()
 
-    def _make_courier(self) -> HandoffRunner:
+    def _make_runner(self) -> HandoffRunner:
         start, system = self.start, self.system
-        me = identity(start.name, self.links, system, start.token, self.device)
+        me = make_identity(start.name, self.links, system, start.token, self.device)
         handoffs = Handoffs(
             HandoffConfig(), KvGeometry(system.spec.layers, system.limits.page_tokens)
         )
@@ -198,53 +198,58 @@ class PoolWorker:
             if not start.port:
                 raise
             courier = HandoffRunner(
-                me, handoffs, self, host, fault=self.fail
+                me, handoffs, self, host, on_fault=self.fail
             )  # its old port is taken
             courier.start()
         return courier
 
     def _wake(self) -> None:
-        if self._courier is not None:
-            self._courier.wake()
+        if self._runner is not None:
+            self._runner.on_notices()
 
     def run(self) -> None:
         """From Ready to the front's farewell."""
         start, system = self.start, self.system
-        settle()
+        freeze_gc()
         ready = WorkerReady(
-            hello=hello_of(start.config, system),
-            address=self.courier.address,
-            digest=self.courier.identity.digest,
-            kinds=self.courier.identity.reach.kinds,
+            engine_info=make_engine_info(start.config, system),
+            address=self.runner.address,
+            digest=self.runner.identity.digest,
+            transports=self.runner.identity.endpoint.transports,
             units=system.limits.units,
-            gpu=system.pricing.key.device
-            if self.device == "cuda" and system.pricing is not None
+            gpu=system.calibration_target.key.device
+            if self.device == "cuda" and system.calibration_target is not None
             else "",
-            kv_bytes_per_token=self.courier.identity.memory.page_bytes
+            kv_bytes_per_token=self.runner.identity.memory.page_bytes
             * 2
             * system.spec.layers
             // system.limits.page_tokens,
         )
-        self.line.serve(ready, self.obey, self.give_up, lambda: self.courier.inspect(self.count))
-        path = named(start.config.server.timeline, start.name)
+        self.frontend.serve(
+            ready,
+            self.on_orders,
+            self.on_frontend_lost,
+            lambda: self.runner.inspect(self.send_handoff_stats),
+        )
+        path = path_for_worker(start.config.server.timeline, start.name)
         timeline = (
             Timeline(system.executor, self.inbox, system.engine.policy.lanes)
             if path is not None
             else None
         )
         if timeline is not None:
-            self.courier.on_sent = lambda sent: timeline.sent(transfer_of(sent))
+            self.runner.on_kv_sent = lambda sent: timeline.record_transfer(kv_transfer_of(sent))
         try:
             run(system.engine, self.inbox, system.executor, self.deliver, self.log, timeline)
         finally:
-            self.courier.close()
+            self.runner.close()
             self.gate.close()
             for link in self.links.values():
                 link.close()
             if self.log is not None:
                 self.log.close()
             if timeline is not None and path is not None:
-                keep(timeline, path)
+                write_timeline(timeline, path)
         system.executor.close()
 
     def fail(self, error: str) -> None:
@@ -254,61 +259,61 @@ class PoolWorker:
 
     # ------------------------------------------------------------ the front's thread
 
-    def obey(self, orders: list[WorkerOrder]) -> None:
+    def on_orders(self, orders: list[WorkerOrder]) -> None:
         for told in orders:
-            self.courier.order(told.order, told.to)
+            self.runner.on_order(told.order, told.decode_address)
 
-    def give_up(self) -> None:
+    def on_frontend_lost(self) -> None:
         """The front is lost: nobody waits for anything here."""
         for handoff in {
-            known[0] for id in tuple(self.living) if (known := handoff_of(id)) is not None
+            known[0] for id in tuple(self.unfinished) if (known := handoff_of(id)) is not None
         }:
-            self.courier.order(handoff_events.WithdrawRequest(handoff))
-        self.courier.order(handoff_events.Drain(False))
+            self.runner.on_order(handoff_events.WithdrawRequest(handoff))
+        self.runner.on_order(handoff_events.Drain(False))
 
     # ------------------------------------------------------------ going
 
     def leave(self) -> None:
         """Take nothing new, finish what is here, and go; asked twice, or after `drain_s`, at once."""
         if self.leaving:
-            self.line.hang_up()
+            self.frontend.disconnect()
             return
         self.leaving = True
-        self.line.post(WorkerLeaving())
-        self.courier.order(handoff_events.Drain(True))
+        self.frontend.post(WorkerLeaving())
+        self.runner.on_order(handoff_events.Drain(True))
         threading.Thread(target=self._go_when_empty, name="leaving", daemon=True).start()
 
     def _go_when_empty(self) -> None:
         end_s = time.monotonic() + self.start.config.server.drain_s
-        time.sleep(2 * LOOK_S)  # for what was under way to this worker when it said so
-        while self.living and time.monotonic() < end_s:
-            time.sleep(LOOK_S)
-        self.line.hang_up()
+        time.sleep(2 * POLL_S)  # for what was under way to this worker when it said so
+        while self.unfinished and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        self.frontend.disconnect()
 
     # ------------------------------------------------------------ the courier's thread (courier.Outside)
 
-    def engine(self, event: handoff_events.EngineEvent) -> None:
+    def to_engine(self, event: handoff_events.EngineEvent) -> None:
         if isinstance(event, AddRequest):
-            self.living.add(event.id)
+            self.unfinished.add(event.id)
         elif isinstance(event, Release):
-            self.living.discard(event.id)
+            self.unfinished.discard(event.id)
         self.gate.put(event)
 
     def report(self, command: handoff_events.HandoffEnded | handoff_events.Reroute) -> None:
-        self.line.post(WorkerReport([command]))
+        self.frontend.post(WorkerReport([command]))
 
-    def count(self, courier: HandoffRunner) -> None:
+    def send_handoff_stats(self, courier: HandoffRunner) -> None:
         handoffs, states = courier.handoffs, dict.fromkeys(STATES, 0)
         for one in (*handoffs.senders.values(), *handoffs.receivers.values()):
             states[one.state.value] += 1
         census = HandoffStats(
             states=states,
             pages={hold.value: handoffs.ledger.pages(hold) for hold in PageHold},
-            links=courier.links_by_kind(),
-            strays=handoffs.strays,
+            links=courier.links_by_transport(),
+            unexpected=handoffs.unexpected,
             bytes_sent=courier.bytes_sent,
         )
-        self.line.post(WorkerReport(census=census))
+        self.frontend.post(WorkerReport(handoff_stats=census))
 
     # ------------------------------------------------------------ the engine's thread
 
@@ -316,26 +321,26 @@ class PoolWorker:
         progress = engine.take_progress()
         deltas = [output for output in outputs if isinstance(output, OutputDelta)]
         if progress or deltas:
-            self.courier.tell(*progress, *deltas)
+            self.runner.on_engine_outputs(*progress, *deltas)
         for delta in deltas:
-            if delta.finish is not None:
-                self.living.discard(delta.id)
+            if delta.finish_reason is not None:
+                self.unfinished.discard(delta.id)
         now, stats = time.monotonic(), None
         if now >= self._stats_due_s or engine.idle:
             stats = engine.stats()
             self._stats_due_s = now + STATS_S
         if outputs or stats is not None:
-            self.line.post(WorkerReport(outputs, stats))
+            self.frontend.post(WorkerReport(outputs, stats))
 
 
-def transfer_of(sent: SentKv) -> KvTransfer:
+def kv_transfer_of(sent: SentKv) -> KvTransfer:
     first, last = sent.layers
     return KvTransfer(
         sent.worker, sent.kind, sent.started_s, sent.ended_s, sent.bytes, first, last, sent.error
     )
 
 
-def named(path: str | None, worker: str) -> str | None:
+def path_for_worker(path: str | None, worker: str) -> str | None:
     """The file of one worker, where each writes its own: out.json becomes out.decode-0.json."""
     return None if path is None else str(Path(path).with_suffix(f".{worker}{Path(path).suffix}"))
 

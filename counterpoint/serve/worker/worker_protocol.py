@@ -57,7 +57,7 @@ class WorkerOrder(msgspec.Struct, frozen=True):
     """`to`: the decode worker that a Start or Redirect is to be linked to."""
 
     order: handoff_events.Order
-    to: Address | None = None
+    decode_address: Address | None = None
 
 
 class Orders(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +70,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-FromFront = Orders | Shutdown
+FromFrontend = Orders | Shutdown
 
 
 # ---------------------------------------------------------------- from the worker
@@ -80,10 +80,10 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine runs. `address`: where other workers dial it. `kinds`: its movers of KV. `gpu`: its GPU's name, if it
     has one. `kv_bytes_per_token`: in all layers."""
 
-    hello: EngineInfo
+    engine_info: EngineInfo
     address: Address
     digest: CompatibilityDigest
-    kinds: tuple[str, ...]
+    transports: tuple[str, ...]
     units: int
     kv_bytes_per_token: int
     gpu: str = ""
@@ -96,11 +96,11 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, int] = {}
     pages: dict[str, int] = {}
     links: dict[str, int] = {}
-    strays: int = 0
+    unexpected: int = 0
     bytes_sent: int = 0
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not any(self.states.values()) and not any(self.pages.values())
 
 
@@ -111,7 +111,7 @@ class WorkerReport(msgspec.Struct, frozen=True, tag=True):
         OutputDelta | RequestTiming | handoff_events.HandoffEnded | handoff_events.Reroute
     ] = ()
     stats: Stats | None = None
-    census: HandoffStats | None = None
+    handoff_stats: HandoffStats | None = None
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag=True):
@@ -121,18 +121,18 @@ class WorkerLeaving(msgspec.Struct, frozen=True, tag=True):
 FromWorker = LoadProgress | EngineFailure | WorkerReady | WorkerReport | WorkerLeaving | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
-_from_front = msgspec.msgpack.Decoder(FromFront)
+_from_front = msgspec.msgpack.Decoder(FromFrontend)
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-async def hear_front(wire: FramedConnection) -> FromFront:
+async def read_from_frontend(wire: FramedConnection) -> FromFrontend:
     """Raises OSError, IncompleteReadError or WireError when the connection has ended or is not to be trusted."""
-    return _decoded(_from_front, await wire.read(MAX_FRAME_BYTES))
+    return _decoded(_from_front, await wire.read_frame(MAX_FRAME_BYTES))
 
 
-async def hear_worker(wire: FramedConnection) -> FromWorker:
+async def read_from_worker(wire: FramedConnection) -> FromWorker:
     """As hear_front."""
-    return _decoded(_from_worker, await wire.read(MAX_FRAME_BYTES))
+    return _decoded(_from_worker, await wire.read_frame(MAX_FRAME_BYTES))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
@@ -145,39 +145,39 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
 # ---------------------------------------------------------------- the handshake
 
 
-async def join(front: Address, token: str, me: Register) -> FramedConnection:
+async def register(front: Address, token: str, me: Register) -> FramedConnection:
     """A connection on which the front has said Welcome. Raises ControlError with its reason, or OSError."""
     wire = FramedConnection(*await asyncio.open_connection(*front))
     try:
         async with asyncio.timeout(peer_connection.HANDSHAKE_S):
-            proof = await peer_connection.greet(wire, token)
-            wire.say(msgspec.structs.replace(me, proof=proof))
-            await wire.hear(Welcome)
+            proof = await peer_connection.dial_handshake(wire, token)
+            wire.send(msgspec.structs.replace(me, proof=proof))
+            await wire.receive(Welcome)
     except BaseException:
         wire.close()
         raise
     return wire
 
 
-async def admit(
+async def accept_worker(
     wire: FramedConnection, token: str, objection: Callable[[Register], str]
 ) -> Register:
     """The front's side: who joins, after the proof, the version and `objection` (why not, or ""). Raises ControlError."""
     async with asyncio.timeout(peer_connection.HANDSHAKE_S):
-        joined = await peer_connection.be_greeted(wire, token, Register)
+        joined = await peer_connection.accept_handshake(wire, token, Register)
     problem = objection(joined)
     if joined.version != counterpoint.__version__:
         problem = (
             f"versions differ: counterpoint {counterpoint.__version__} here, {joined.version} there"
         )
     if problem:
-        wire.say(Refusal(problem))
+        wire.send(Refusal(problem))
         raise ControlError(f"{joined.worker}: {problem}")
-    wire.say(Welcome())
+    wire.send(Welcome())
     return joined
 
 
-def token_of(config: Config) -> str:
+def read_cluster_token(config: Config) -> str:
     """The cluster's secret, "" if none is set. Raises ConfigError if its file can't be read."""
     cluster = config.cluster
     if cluster.cluster_token_file is None:
