@@ -31,11 +31,11 @@ CASES = {
 }
 
 
-def prompts(count: int, length: int, chance: random.Random) -> list[list[int]]:
+def random_prompts(count: int, length: int, chance: random.Random) -> list[list[int]]:
     return [[chance.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
 
 
-class Ours:
+class CounterpointEngine:
     """Engine and loop in this process, without the HTTP side."""
 
     def __init__(self, model: str) -> None:
@@ -52,8 +52,8 @@ class Ours:
         flags |= {"max_running": 64, "max_context_tokens": 8192, "kv_memory_bytes": 40 << 30}
         self.inbox = WallClockEventQueue()
         self.system = build.build_system(Config().replace(model=model, **flags), self.inbox, print)
-        self.left = 0
-        self.over = threading.Event()
+        self.remaining = 0
+        self.all_finished = threading.Event()
         threading.Thread(target=self._loop, daemon=True).start()
 
     def _loop(self) -> None:
@@ -67,24 +67,24 @@ class Ours:
         for output in outputs:
             if isinstance(output, OutputDelta):
                 assert not output.error, output.error
-                self.left -= output.finish_reason is not None
-        if not self.left:
-            self.over.set()
+                self.remaining -= output.finish_reason is not None
+        if not self.remaining:
+            self.all_finished.set()
 
-    def seconds(self, given: list[list[int]], tokens: int) -> float:
+    def run_s(self, given: list[list[int]], tokens: int) -> float:
         from counterpoint.types import AddRequest, Sampling
 
-        self.left = len(given)
-        self.over.clear()
+        self.remaining = len(given)
+        self.all_finished.clear()
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         began_s = time.perf_counter()
         for n, prompt in enumerate(given):
             self.inbox.put(AddRequest(id=str(n), prompt=tuple(prompt), sampling=sampling))
-        self.over.wait()
+        self.all_finished.wait()
         return time.perf_counter() - began_s
 
 
-class Peer:
+class VllmProcess:
     """vLLM in a process of its own, which is asked line by line."""
 
     def __init__(self, model: str, env: str) -> None:
@@ -95,21 +95,21 @@ class Peer:
             ["bash", "-c", command], env=outside, start_new_session=True, **pipes
         )
 
-    def answer(self) -> str:
+    def read_reply(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("=> "):
                 return line[3:].strip()
         raise RuntimeError("vLLM ended")
 
-    def seconds(self, given: list[list[int]], tokens: int) -> float:
+    def run_s(self, given: list[list[int]], tokens: int) -> float:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([given, tokens]) + "\n")
         self.process.stdin.flush()
-        return float(self.answer())
+        return float(self.read_reply())
 
 
-def serve_as_peer(model: str) -> None:
+def run_vllm(model: str) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt, __version__  # pyright: ignore[reportMissingImports]
 
     llm = LLM(
@@ -129,13 +129,13 @@ def serve_as_peer(model: str) -> None:
         print(f"=> {time.perf_counter() - began_s}", flush=True)
 
 
-def measure(engine: Ours | Peer, name: str, chance: random.Random) -> float:
+def measure(engine: CounterpointEngine | VllmProcess, name: str, chance: random.Random) -> float:
     """Milliseconds of a decode step, or prompt tokens per second."""
     count, length, tokens = CASES[name]
-    first_s = engine.seconds(prompts(count, length, chance), 1)
+    first_s = engine.run_s(random_prompts(count, length, chance), 1)
     if tokens == 1:
         return count * length / first_s
-    return (engine.seconds(prompts(count, length, chance), tokens) - first_s) / (tokens - 1) * 1e3
+    return (engine.run_s(random_prompts(count, length, chance), tokens) - first_s) / (tokens - 1) * 1e3
 
 
 def main() -> None:
@@ -149,13 +149,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve_as_peer:
-        serve_as_peer(args.model)
+        run_vllm(args.model)
         return
     began_s = time.perf_counter()
-    peer = Peer(args.model, args.vllm_env)
-    version = peer.answer()
+    peer = VllmProcess(args.model, args.vllm_env)
+    version = peer.read_reply()
     print(f"{version} is ready after {time.perf_counter() - began_s:.0f} s", flush=True)
-    engines: dict[str, Ours | Peer] = {"ours": Ours(args.model), "vLLM": peer}
+    engines: dict[str, CounterpointEngine | VllmProcess] = {"ours": CounterpointEngine(args.model), "vLLM": peer}
     print(f"both are ready after {time.perf_counter() - began_s:.0f} s", flush=True)
     chance = random.Random(1)
     for engine in engines.values():

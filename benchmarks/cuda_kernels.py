@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from counterpoint.device.cuda.gemm_autotune import scaled
+from counterpoint.device.cuda.gemm_autotune import scaled_matmul
 from counterpoint.device.cuda.green_contexts import Partitions, SmPartition
 from counterpoint.device.cuda.kernels.attention import DecodeAttention, Layout
 from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 from counterpoint.model.fp8 import quantise_rows, to_fp8
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
@@ -39,7 +39,7 @@ LAYERS = 32
 Candidates = Mapping[str, Callable[[int], object]]  # name: run it on buffer set i
 
 
-def take_turns(
+def time_interleaved(
     candidates: Candidates, stream: torch.cuda.Stream, rounds: int = 15, warm: int = 3
 ) -> dict[str, float]:
     """Median milliseconds of each candidate on `stream`; one call of each per round."""
@@ -65,7 +65,7 @@ def take_turns(
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def captured(
+def capture_calls(
     run: Callable[[int], object], calls: int, stream: torch.cuda.Stream
 ) -> Callable[[int], None]:
     """A graph, captured on `stream`, of `calls` calls over the buffer sets in turn: no launch costs. Keeps `run` alive."""
@@ -91,7 +91,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, dict[str, float]]:
     """GB/s that each partition reads from a buffer of 2 GiB: pieces dealt out to the warps in turn, or claimed by them."""
-    launch = load("read", architecture(device)).counterpoint_read
+    launch = load_library("read", architecture(device)).counterpoint_read
     launch.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -116,17 +116,17 @@ def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, di
             claimed,
             part.stream.cuda_stream,
         )
-        return lambda _: check(launch(*arguments), "read")
+        return lambda _: check_launch(launch(*arguments), "read")
 
     for name, part in parts.items():
-        times = take_turns(
+        times = time_interleaved(
             {"dealt": reader(part, 0), "claimed": reader(part, 1)}, part.stream, rounds=9
         )
         table[name] = {k: buffer.nbytes / t / 1e6 for k, t in times.items()}
     return table
 
 
-class Problem:
+class AttentionProblem:
     """A decode attention problem: `sets` pools of KV for `batch` sequences of `context` tokens in shuffled pages."""
 
     def __init__(self, batch: int, context: int, sets: int, layout: Layout) -> None:
@@ -158,7 +158,7 @@ class Problem:
         return torch.stack(rows)
 
 
-def flashinfer_decode(problem: Problem) -> Callable[[int, torch.Tensor], Any]:
+def flashinfer_decode(problem: AttentionProblem) -> Callable[[int, torch.Tensor], Any]:
     """FlashInfer's tensor-core decode as released, planned once (its plan doesn't know the partition)."""
     import flashinfer  # pyright: ignore[reportMissingImports]
 
@@ -183,12 +183,12 @@ def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
     torch.cuda.synchronize()
     table = {}
     for name, part in parts.items():
-        time = take_turns({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)["mm"]
+        time = time_interleaved({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)["mm"]
         table[name] = {"peak TFLOP/s": 2 * 8192 * 4096 * 4096 / time / 1e9}
     return table
 
 
-def attention_speed(
+def time_attention(
     parts: dict[str, SmPartition],
     problems: Sequence[tuple[int, int]],
     layouts: Sequence[Layout],
@@ -199,7 +199,7 @@ def attention_speed(
     for layout in layouts:
         for batch, context in problems:
             sets = max(2, min(24, -(-(256 << 20) // (batch * context * KV_HEADS * HEAD_DIM * 4))))
-            problem = Problem(batch, context, sets, layout)
+            problem = AttentionProblem(batch, context, sets, layout)
             for name, row in (
                 attention_fp8(parts, problem) if fp8 else attention_times(parts, problem)
             ).items():
@@ -207,7 +207,7 @@ def attention_speed(
     return table
 
 
-def attention_fp8(parts: dict[str, SmPartition], problem: Problem) -> dict[str, dict[str, float]]:
+def attention_fp8(parts: dict[str, SmPartition], problem: AttentionProblem) -> dict[str, dict[str, float]]:
     problem.kv = [to_fp8(kv) for kv in problem.kv]
     problem.bytes //= 2
     sets, some = len(problem.kv), sorted({0, problem.batch // 2, problem.batch - 1})
@@ -217,10 +217,10 @@ def attention_fp8(parts: dict[str, SmPartition], problem: Problem) -> dict[str, 
     )
     table = {}
     for name, part in parts.items():
-        run, out = our_decode(problem, part), torch.full_like(problem.q, float("nan"))
+        run, out = make_our_decode(problem, part), torch.full_like(problem.q, float("nan"))
         torch.cuda.synchronize()
-        time = take_turns(
-            {"ours": captured(bound(run, out, sets), sets, part.stream)}, part.stream
+        time = time_interleaved(
+            {"ours": capture_calls(bind_output(run, out, sets), sets, part.stream)}, part.stream
         )["ours"]
         table[name] = {
             f"{label} GB/s": problem.bytes * sets / time / 1e6,
@@ -229,11 +229,11 @@ def attention_fp8(parts: dict[str, SmPartition], problem: Problem) -> dict[str, 
         with torch.cuda.stream(part.stream):
             run(0, out.fill_(float("nan")))
         part.stream.synchronize()
-        told(f"{label} on {name} SMs", out[some], reference, 6e-3)
+        check_output(f"{label} on {name} SMs", out[some], reference, 6e-3)
     return table
 
 
-def attention_times(parts: dict[str, SmPartition], problem: Problem) -> dict[str, dict[str, float]]:
+def attention_times(parts: dict[str, SmPartition], problem: AttentionProblem) -> dict[str, dict[str, float]]:
     sets = len(problem.kv)
     some = sorted({0, problem.batch // 2, problem.batch - 1})
     reference = problem.reference(0, some)
@@ -244,17 +244,17 @@ def attention_times(parts: dict[str, SmPartition], problem: Problem) -> dict[str
         print("FlashInfer is not installed: measured without it")
     table: dict[str, dict[str, float]] = {}
     for name, part in parts.items():
-        runs = {"ours": our_decode(problem, part)}
+        runs = {"ours": make_our_decode(problem, part)}
         if rival is not None:
             runs["FlashInfer"] = rival
         outs = {who: torch.full_like(problem.q, float("nan")) for who in runs}
         torch.cuda.synchronize()
         graphs = {
-            who: captured(bound(run, outs[who], sets), sets, part.stream)
+            who: capture_calls(bind_output(run, outs[who], sets), sets, part.stream)
             for who, run in runs.items()
         }
         table[name] = {}
-        for who, time in take_turns(graphs, part.stream).items():
+        for who, time in time_interleaved(graphs, part.stream).items():
             label = f"{problem.layout} {problem.batch} x {problem.context} {who}"
             table[name] |= {
                 f"{label} GB/s": problem.bytes * sets / time / 1e6,
@@ -263,24 +263,24 @@ def attention_times(parts: dict[str, SmPartition], problem: Problem) -> dict[str
             with torch.cuda.stream(part.stream):
                 runs[who](0, outs[who].fill_(float("nan")))
             part.stream.synchronize()
-            told(f"{label} on {name} SMs", outs[who][some], reference, 6e-3)
+            check_output(f"{label} on {name} SMs", outs[who][some], reference, 6e-3)
     return table
 
 
-def told(what: str, out: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
+def check_output(what: str, out: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
     error = relative_error(out, reference)
     if not error < limit:
         print(f"WRONG: {what}: relative error {error:.2e}")
 
 
-def bound(
+def bind_output(
     run: Callable[[int, torch.Tensor], object], out: torch.Tensor, sets: int
 ) -> Callable[[int], object]:
     return lambda i: run(i % sets, out)
 
 
-def our_decode(
-    problem: Problem, part: SmPartition, chained: bool = False
+def make_our_decode(
+    problem: AttentionProblem, part: SmPartition, chained: bool = False
 ) -> Callable[[int, torch.Tensor], object]:
     kernel = DecodeAttention(
         heads=HEADS,
@@ -300,7 +300,7 @@ def our_decode(
     return run
 
 
-def gemm_speed(
+def time_gemms(
     parts: dict[str, SmPartition], batches: Sequence[int], shapes: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """Microseconds of each product of a decode step in each partition: cuBLAS through torch and ours."""
@@ -313,7 +313,7 @@ def gemm_speed(
             x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
             reference = x.float() @ weights[0].float().T
             for name, part in parts.items():
-                runs = {"cublas": cublas_product(x, weights), "ours": our_product(x, weights, part)}
+                runs = {"cublas": make_cublas_matmul(x, weights), "ours": make_our_matmul(x, weights, part)}
                 outs = {
                     label: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
                     for label in runs
@@ -323,18 +323,18 @@ def gemm_speed(
                     with torch.cuda.stream(part.stream):
                         run(0, outs[label])
                     part.stream.synchronize()
-                    told(f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3)
+                    check_output(f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3)
                 calls = 2 * sets
                 graphs = {
-                    label: captured(bound(run, outs[label], sets), calls, part.stream)
+                    label: capture_calls(bind_output(run, outs[label], sets), calls, part.stream)
                     for label, run in runs.items()
                 }
-                for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
+                for label, t in time_interleaved(graphs, part.stream, rounds=7, warm=1).items():
                     table[name][f"{shape} M={m} {label} us"] = t / calls * 1e3
     return table
 
 
-def gemm_fp8_speed(
+def time_fp8_gemms(
     parts: dict[str, SmPartition], batches: Sequence[int], shapes: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """The same in e4m3: torch's scaled product and ours."""
@@ -354,39 +354,39 @@ def gemm_fp8_speed(
                     torch.empty(m, n, dtype=torch.bfloat16, device="cuda"),
                 )
                 runs: dict[str, Callable[[int], object]] = {
-                    "scaled": lambda i, x=x: scaled(x, weights[i % sets]),
+                    "scaled": lambda i, x=x: scaled_matmul(x, weights[i % sets]),
                     "ours": lambda i, x=x, kernel=kernel, out=out: kernel(
                         x, weights[i % sets], out
                     ),
                 }
                 torch.cuda.synchronize()
                 graphs = {
-                    label: captured(run, 2 * sets, part.stream) for label, run in runs.items()
+                    label: capture_calls(run, 2 * sets, part.stream) for label, run in runs.items()
                 }
-                for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
+                for label, t in time_interleaved(graphs, part.stream, rounds=7, warm=1).items():
                     table[name][f"{shape} M={m} {label} us"] = t / (2 * sets) * 1e3
     return table
 
 
-def cublas_product(
+def make_cublas_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> Callable[[int, torch.Tensor], object]:
     return lambda i, out: torch.mm(x, weights[i].T, out=out)
 
 
-def our_product(
+def make_our_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], part: SmPartition, chained: bool = False
 ) -> Callable[[int, torch.Tensor], object]:
     kernel = SkinnyGemm(part.sms, chained=chained)
     return lambda i, out: kernel(x, weights[i], out)
 
 
-def layer_speed(
+def time_layers(
     parts: dict[str, SmPartition], batch: int, context: int, layers: int = 8
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of the four products and the attention of 32 layers (measured on fewer), without what is between them: ours,
     ours with chained launches, and cuBLAS with FlashInfer. `bound`: sum of max(bytes / bandwidth, FLOPs / peak) in this run."""
-    problem = Problem(batch, context, layers, "HND")
+    problem = AttentionProblem(batch, context, layers, "HND")
     shapes = {name: nk for name, nk in GEMMS_NK.items() if name != "lm_head"}
     weights = {
         name: [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
@@ -424,20 +424,20 @@ def layer_speed(
                     for shape in ("o", "gate_up", "down"):
                         products[shape](layer, outs[shape])
 
-            return captured(run, 1, part.stream)
+            return capture_calls(run, 1, part.stream)
 
         candidates = {}
         for chained in (False, True):
             products = {
-                shape: our_product(x[shape], weights[shape], part, chained) for shape in shapes
+                shape: make_our_matmul(x[shape], weights[shape], part, chained) for shape in shapes
             }
             candidates["ours" + " chained" * chained] = steps(
-                products, our_decode(problem, part, chained)
+                products, make_our_decode(problem, part, chained)
             )
         if flashinfer is not None:
-            rivals = {shape: cublas_product(x[shape], weights[shape]) for shape in shapes}
+            rivals = {shape: make_cublas_matmul(x[shape], weights[shape]) for shape in shapes}
             candidates["cuBLAS + FlashInfer"] = steps(rivals, flashinfer)
-        times = take_turns(candidates, part.stream, rounds=7)
+        times = time_interleaved(candidates, part.stream, rounds=7)
         table[name] = {f"{who} ms": time / layers * LAYERS for who, time in times.items()} | {
             "bound ms": bound_s * 1e3 * LAYERS
         }
@@ -497,14 +497,14 @@ def main() -> None:
         result["ceilings"] = {name: read[name] | peak[name] for name in parts}
         show("ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"])
     if "attention" in args.what:
-        result["attention"] = attention_speed(parts, problems, layouts, args.fp8)
+        result["attention"] = time_attention(parts, problems, layouts, args.fp8)
         show("decode attention: layout, batch x context", result["attention"])
     if "gemm" in args.what:
-        result["gemm"] = (gemm_fp8_speed if args.fp8 else gemm_speed)(parts, args.rows, args.shapes)
+        result["gemm"] = (time_fp8_gemms if args.fp8 else time_gemms)(parts, args.rows, args.shapes)
         show("products of a decode step", result["gemm"])
     if "layer" in args.what:
         for batch, context in ((64, 2048), (64, 4096)):
-            result[f"layer {batch} x {context}"] = layer_speed(parts, batch, context)
+            result[f"layer {batch} x {context}"] = time_layers(parts, batch, context)
             show(
                 f"products and attention of 32 layers, batch {batch}, context {context}",
                 result[f"layer {batch} x {context}"],

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda_limits import ceilings, decode_bytes, floor_s, parts_table
-from benchmarks.cuda_steps import GREEDY, PREFILL_SLOT, Bench, Meter, Tap, show
+from benchmarks.cuda_limits import ceilings, decode_read_bytes, decode_floor_s, parts_table
+from benchmarks.cuda_steps import GREEDY, PREFILL_SLOT, StepBench, PowerMeter, StepRecorder, print_table
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import Multiplex, Serial
 from counterpoint.device.cuda.device_setup import CudaDevice, open_cuda, weights_by_shape
-from counterpoint.device.cuda.gemm_autotune import by_cublas, by_cublas_limited, captured_ms
+from counterpoint.device.cuda.gemm_autotune import by_cublas, by_cublas_limited, time_in_graph_ms
 from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.spec.source import resolve_model
@@ -49,14 +49,14 @@ from counterpoint.types import (
     StepDone,
 )
 
-SMALL = (16, 64, 128, 200, 256, 320, 384, 512, 600, 768, 1024, 1100, 1536, 2048)
+SMALL_PASSES = (16, 64, 128, 200, 256, 320, 384, 512, 600, 768, 1024, 1100, 1536, 2048)
 CASES = ("1x2048", "8x2048", "64x2048", "100x8192")  # batch, context
 Cases = Sequence[tuple[int, int]]
 
 # ---------------------------------------------------------------- tables
 
 
-def decode_table(bench: Bench, levels: Sequence[int], cases: Cases) -> dict[str, Any]:
+def decode_table(bench: StepBench, levels: Sequence[int], cases: Cases) -> dict[str, Any]:
     """`floor %`: of the time, what the ceilings of that partition, measured here, leave no way around (floors.py)."""
     limits = ceilings(bench, levels)
     result: dict[str, Any] = {
@@ -68,26 +68,26 @@ def decode_table(bench: Bench, levels: Sequence[int], cases: Cases) -> dict[str,
         for units, c in limits.items()
     }
     for batch, context in cases:
-        bench.open_batch(batch, context)
+        bench.open_decode_batch(batch, context)
         for units in (*levels, bench.device.units):
-            took = bench.decode_s(batch, units)
-            floor = floor_s(bench, batch, context, limits[units])
+            took = bench.measure_decode_s(batch, units)
+            floor = decode_floor_s(bench, batch, context, limits[units])
             result[f"{batch} x {context}, {units} SMs"] = {
                 "ms": took * 1e3,
-                "GB/s": decode_bytes(bench, batch, context) / took / 1e9,
+                "GB/s": decode_read_bytes(bench, batch, context) / took / 1e9,
                 "floor ms": floor * 1e3,
                 "floor %": 100 * floor / took,
             }
-    show("decode step", result)
+    print_table("decode step", result)
     return result
 
 
-def prefill_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
+def prefill_table(bench: StepBench, levels: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
     result = {}
     for units in (bench.device.units, *(bench.device.units - level for level in levels)):
         for tokens in sizes:
-            with Meter() as meter:
-                took = bench.prefill_s(tokens, units)
+            with PowerMeter() as meter:
+                took = bench.measure_prefill_s(tokens, units)
             rates = {
                 "TFLOP/s": bench.prefill_flops(tokens) / took / 1e12,
                 "tokens/s": tokens / took,
@@ -95,27 +95,27 @@ def prefill_table(bench: Bench, levels: Sequence[int], sizes: Sequence[int]) -> 
             result[f"{tokens} tokens, {units} SMs"] = {
                 "ms": took * 1e3,
                 **rates,
-                **(meter.seen if tokens >= 4096 else {}),
+                **(meter.summary if tokens >= 4096 else {}),
             }
-    show("prefill, whole passes", result)
+    print_table("prefill, whole passes", result)
     return result
 
 
-def groups_table(bench: Bench) -> dict[str, Any]:
+def groups_table(bench: StepBench) -> dict[str, Any]:
     result = {}
     for tokens in (1024, 4096):
-        whole = bench.prefill_s(tokens, bench.device.units)
+        whole = bench.measure_prefill_s(tokens, bench.device.units)
         for group in (1, 2, 4, 8):
-            took = bench.prefill_s(tokens, bench.device.units, group)
+            took = bench.measure_prefill_s(tokens, bench.device.units, group)
             result[f"{tokens} tokens, {group} layers at a time"] = {
                 "ms": took * 1e3,
                 "slower %": (took / whole - 1) * 100,
             }
-    show("prefill in layer groups against whole passes, full device", result)
+    print_table("prefill in layer groups against whole passes, full device", result)
     return result
 
 
-def small_table(bench: Bench, sizes: Sequence[int], passes: int = 6) -> dict[str, Any]:
+def small_table(bench: StepBench, sizes: Sequence[int], passes: int = 6) -> dict[str, Any]:
     """Whole prompts on the full device, as graphs and operation by operation: one after another without a gap, and one alone."""
     result: dict[str, Any] = {}
     device = bench.device
@@ -124,31 +124,31 @@ def small_table(bench: Bench, sizes: Sequence[int], passes: int = 6) -> dict[str
         "eager": PiecewiseGraphs(device.decoder, device.kv, device.tables, device.driver, ()),
     }
     for way, used in ways.items():
-        bench.use(dataclasses.replace(device, piecewise_graphs=used))
+        bench.use_device(dataclasses.replace(device, piecewise_graphs=used))
         for tokens in sizes:
-            bench.play(bench.prompts(2, tokens))
-            queued, host_s = bench.prompts(passes, tokens), []
+            bench.run_steps(bench.prompt_steps(2, tokens))
+            queued, host_s = bench.prompt_steps(passes, tokens), []
             for step in queued:
                 began_s = time.perf_counter()
                 bench.executor.submit(step)
                 host_s.append(time.perf_counter() - began_s)
             dones: list[StepDone] = []
             while len(dones) < passes:
-                dones += bench.done()
-            alone = [bench.play([step])[0] for step in bench.prompts(passes, tokens)]
+                dones += bench.wait_done()
+            alone = [bench.run_steps([step])[0] for step in bench.prompt_steps(passes, tokens)]
             row = result.setdefault(f"{tokens} tokens", {})
             row[f"{way}: ms"] = (dones[-1].ended_s - dones[0].ended_s) / (passes - 1) * 1e3
             row[f"{way}: alone"] = (
                 statistics.median(done.ended_s - done.started_s for done in alone) * 1e3
             )
             row[f"{way}: launch"] = statistics.median(host_s) * 1e3
-    bench.use(device)
-    show("small prefill passes, full device", result)
+    bench.use_device(device)
+    print_table("small prefill passes, full device", result)
     return result
 
 
 def products_table(
-    bench: Bench, levels: Sequence[int], sizes: Sequence[int] = (256, 512, 1024, 2048)
+    bench: StepBench, levels: Sequence[int], sizes: Sequence[int] = (256, 512, 1024, 2048)
 ) -> dict[str, Any]:
     """Products of all layers on the rest of each split: by cuBLAS as it is, told of those SMs, and as the place has chosen."""
     result: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def products_table(
         ways = {
             "as it is": by_cublas,
             "told": by_cublas_limited(units),
-            "chosen": lambda x, w, place=place: place.ops.linear(x, (w, None)),
+            "chosen": lambda x, w, place=place: place.decode_ops.linear(x, (w, None)),
         }
         for rows in sizes:
             row = result.setdefault(f"{rows} rows, {units} SMs", {})
@@ -169,32 +169,32 @@ def products_table(
                         same[0].dtype
                     )
                     row[f"{way}: ms"] += (
-                        captured_ms(product, x, same[:4], place.stream) / 4 * bench.layers
+                        time_in_graph_ms(product, x, same[:4], place.stream) / 4 * bench.layers
                     )
                     torch.cuda.empty_cache()
-    show("products of all layers", result)
+    print_table("products of all layers", result)
     return result
 
 
 def together_table(
-    bench: Bench, levels: Sequence[int], cases: Cases, tokens: int = 4096
+    bench: StepBench, levels: Sequence[int], cases: Cases, tokens: int = 4096
 ) -> dict[str, Any]:
     result, units = {}, bench.device.units
-    prefill_s = bench.prefill_s(tokens, units)
+    prefill_s = bench.measure_prefill_s(tokens, units)
     for batch, context in cases:
-        bench.open_batch(batch, context)
-        alone_s = bench.decode_s(batch, units)
+        bench.open_decode_batch(batch, context)
+        alone_s = bench.measure_decode_s(batch, units)
         for level in levels:
             split_alone_s, rest_s = (
-                bench.decode_s(batch, level, 8),
-                bench.prefill_s(tokens, units - level, times=1),
+                bench.measure_decode_s(batch, level, 8),
+                bench.measure_prefill_s(tokens, units - level, times=1),
             )
             group = max(
                 1,
                 min(bench.layers, -(-int(1e6 * split_alone_s) * bench.layers // int(1e6 * rest_s))),
             )
-            with Meter() as meter:
-                got = bench.together(batch, level, tokens, group)
+            with PowerMeter() as meter:
+                got = bench.measure_overlap(batch, level, tokens, group)
             in_turns_s = prefill_s + alone_s * got["prefill_s"] / got["decode_s"]
             result[f"{batch} x {context}, split {level}"] = {
                 "gain": in_turns_s / got["prefill_s"],
@@ -204,26 +204,26 @@ def together_table(
                 "alone there.": rest_s * 1e3,
                 "prefill tokens/s": tokens / got["prefill_s"],
                 "layers/group": group,
-                **meter.seen,
+                **meter.summary,
             }
         result[f"{batch} x {context}, in turns"] = {
             "decode ms": alone_s * 1e3,
             "prefill ms": prefill_s * 1e3,
             "gain": 1.0,
         }
-    show(f"prefill of {tokens} and decode together", result)
+    print_table(f"prefill of {tokens} and decode together", result)
     return result
 
 
 def chunk_table(
-    bench: Bench, cases: Cases, chunks: Sequence[int] = (512, 1024, 2048), start: int = 1536
+    bench: StepBench, cases: Cases, chunks: Sequence[int] = (512, 1024, 2048), start: int = 1536
 ) -> dict[str, Any]:
     """Fused passes: every decode and a piece of a prompt of 4096 tokens, from its middle on. `launch ms`: what launching costs the
     host; while it is less than the pass takes, a graph has nothing to save."""
     result = {}
     for batch, context in cases:
-        bench.open_batch(batch, context)
-        bench.decode_s(batch, bench.device.units, 4)
+        bench.open_decode_batch(batch, context)
+        bench.measure_decode_s(batch, bench.device.units, 4)
         for chunk in chunks:
             took, host = [], []
             for _ in range(4):
@@ -234,12 +234,12 @@ def chunk_table(
                     prefill_tokens=chunk, prefill_requests=1, decode_batch=batch, samples=batch
                 )
                 step, began_s = (
-                    bench.made(0, None, 0, bench.layers, bench.device.units, segments, work),
+                    bench.make_step(0, None, 0, bench.layers, bench.device.units, segments, work),
                     time.perf_counter(),
                 )
                 bench.executor.submit(step)
                 host.append(time.perf_counter() - began_s)
-                (done,) = bench.done()
+                (done,) = bench.wait_done()
                 took.append(done.ended_s - done.started_s)
             step_s, rates = (
                 statistics.median(took[1:]),
@@ -250,7 +250,7 @@ def chunk_table(
                 "prefill tokens/s": chunk / step_s,
                 **rates,
             }
-    show("fused passes", result)
+    print_table("fused passes", result)
     return result
 
 
@@ -272,21 +272,21 @@ SAMPLINGS = {
 }
 
 
-def sampling_table(bench: Bench, batch: int = 64, context: int = 2048) -> dict[str, Any]:
+def sampling_table(bench: StepBench, batch: int = 64, context: int = 2048) -> dict[str, Any]:
     """A decode step by how its rows are sampled, and what launching it costs the host."""
     result = {}
     for name, sampling in SAMPLINGS.items():
-        bench.open_batch(batch, context, sampling)
-        took = bench.decode_s(batch, bench.device.units)
+        bench.open_decode_batch(batch, context, sampling)
+        took = bench.measure_decode_s(batch, bench.device.units)
         steps, host = [bench.decode_step(batch, bench.device.units) for _ in range(6)], []
         for step in steps:
             began_s = time.perf_counter()
             bench.executor.submit(step)
             host.append(time.perf_counter() - began_s)
-            while not bench.done():
+            while not bench.wait_done():
                 pass
         result[name] = {"ms": took * 1e3, "launch ms": statistics.median(host) * 1e3}
-    show(f"decode step of {batch} x {context} by sampling", result)
+    print_table(f"decode step of {batch} x {context} by sampling", result)
     return result
 
 
@@ -300,7 +300,7 @@ def loop_table(
         ("serial", Serial(8192, units, 2)),
         ("multiplex 32", Multiplex(8192, units, 32, layers, depth=2)),
     ):
-        tap = Tap(device, policy.lanes)
+        tap = StepRecorder(device, policy.lanes)
         inbox = tap.inbox
         limits = EngineLimits(
             device.pages,
@@ -355,7 +355,7 @@ def loop_table(
             "steps": len(full),
             "wall s": wall_s,
         }
-    show(f"engine loop, {batch} requests of {prompt} + {answer} tokens", result)
+    print_table(f"engine loop, {batch} requests of {prompt} + {answer} tokens", result)
     return result
 
 
@@ -421,25 +421,25 @@ def main() -> None:
     print(*device.notes, sep="\n")
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
-        "power limit W": Meter().limit_w,
+        "power limit W": PowerMeter().limit_w,
         "torch": torch.__version__,
         "ops": device.decoder.ops.name,
-        "graphs": {"count": device.decode_graphs.count, "seconds": device.decode_graphs.capture_s},
+        "graphs": {"count": device.decode_graphs.num_graphs, "seconds": device.decode_graphs.capture_s},
         "graphs of passes": {
-            "count": device.piecewise_graphs.count,
+            "count": device.piecewise_graphs.num_graphs,
             "seconds": device.piecewise_graphs.capture_s,
         },
     }
     if "loop" in args.what:
         result["loop"] = loop_table(device)
-    bench = Bench(device)
+    bench = StepBench(device)
     tables = {
         "decode": lambda: decode_table(bench, args.levels, cases),
         "sampling": lambda: sampling_table(bench),
         "prefill": lambda: prefill_table(bench, args.levels, args.tokens),
-        "parts": lambda: shown("a prefill pass of 4096 tokens, taken apart", parts_table(bench)),
+        "parts": lambda: print_and_return("a prefill pass of 4096 tokens, taken apart", parts_table(bench)),
         "groups": lambda: groups_table(bench),
-        "small": lambda: small_table(bench, SMALL),
+        "small": lambda: small_table(bench, SMALL_PASSES),
         "products": lambda: products_table(bench, (16, *args.levels, 64)),
         "together": lambda: together_table(bench, args.levels, cases[-2:]),
         "chunk": lambda: chunk_table(bench, cases[-2:]),
@@ -457,8 +457,8 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=1))
 
 
-def shown(title: str, table: dict[str, Any]) -> dict[str, Any]:
-    show(title, table)
+def print_and_return(title: str, table: dict[str, Any]) -> dict[str, Any]:
+    print_table(title, table)
     return table
 
 

@@ -41,36 +41,36 @@ PREFILL_SLOT = 0
 
 
 @dataclass
-class Bench:
+class StepBench:
     """A device, an executor and steps by hand. Decode rows are slots 1, 2, …, over shuffled pages; slot 0 is for prefills."""
 
     device: CudaDevice
     inbox: WallClockEventQueue = field(default_factory=WallClockEventQueue)
-    serial: int = 0
+    last_id: int = 0
     context: int = 0
 
     def __post_init__(self) -> None:
         self.executor = self.device.executor(LANES, self.inbox)
         self.layers = self.device.spec.layers
-        self.size = self.device.tables.page_tokens
+        self.page_tokens = self.device.tables.page_tokens
         torch.manual_seed(0)
         for pool in (*self.device.kv.k, *self.device.kv.v):
-            fill(pool)
+            fill_random(pool)
         torch.cuda.synchronize()
-        self.order = torch.randperm(self.device.pages).tolist()
+        self.page_order = torch.randperm(self.device.pages).tolist()
 
-    def use(self, device: CudaDevice) -> None:
+    def use_device(self, device: CudaDevice) -> None:
         """The same device with other settings: nothing is in flight."""
         self.executor.close()
         self.device, self.executor = device, device.executor(LANES, self.inbox)
 
     # ---------------------------------------------------------------- setting up
 
-    def open_batch(self, batch: int, context: int, sampling: Sampling = GREEDY) -> None:
+    def open_decode_batch(self, batch: int, context: int, sampling: Sampling = GREEDY) -> None:
         """Slots 1 to `batch` with `context` tokens each, in the cache."""
-        per_slot = -(-(context + 1) // self.size)
+        per_slot = -(-(context + 1) // self.page_tokens)
         for slot in range(1, batch + 1):
-            pages = tuple(self.order[-slot * per_slot :][:per_slot])
+            pages = tuple(self.page_order[-slot * per_slot :][:per_slot])
             tokens = [random.randrange(1000, 30000) for _ in range(context)]
             self.executor.submit(InitSlot(slot, tuple(tokens), context, pages, sampling))
         self.context = context
@@ -80,7 +80,7 @@ class Bench:
         prompt = tuple(random.randrange(1000, 30000) for _ in range(tokens))
         self.executor.submit(FreeSlot(PREFILL_SLOT))
         self.executor.submit(InitSlot(PREFILL_SLOT, prompt, tokens, (), GREEDY))
-        return tuple(self.order[: -(-tokens // self.size)])
+        return tuple(self.page_order[: -(-tokens // self.page_tokens)])
 
     # ---------------------------------------------------------------- steps
 
@@ -94,7 +94,7 @@ class Bench:
             last_layer=self.layers,
             layers=self.layers,
         )
-        return self.made(0, None, 0, self.layers, units, segments, work)
+        return self.make_step(0, None, 0, self.layers, units, segments, work)
 
     def prefill_steps(self, tokens: int, units: int, group: int) -> list[Step]:
         segments = (Segment(PREFILL_SLOT, 0, tokens, True, self.open_prefill(tokens)),)
@@ -105,14 +105,14 @@ class Bench:
             samples=1,
             layers=self.layers,
         )
-        self.serial += 1
-        batch, edges = self.serial, range(0, self.layers, group)
+        self.last_id += 1
+        batch, edges = self.last_id, range(0, self.layers, group)
         return [
-            self.made(1, batch, a, min(a + group, self.layers), units, segments, work)
+            self.make_step(1, batch, a, min(a + group, self.layers), units, segments, work)
             for a in edges
         ]
 
-    def prompts(self, count: int, tokens: int) -> list[Step]:
+    def prompt_steps(self, count: int, tokens: int) -> list[Step]:
         """Whole prompts in slots 0, 1, …, each a pass of the full device."""
         work = BatchShape(
             prefill_tokens=tokens,
@@ -121,17 +121,17 @@ class Bench:
             samples=1,
             layers=self.layers,
         )
-        each, steps = -(-tokens // self.size), []
+        each, steps = -(-tokens // self.page_tokens), []
         for slot in range(count):
             self.executor.submit(FreeSlot(slot))
             prompt = tuple(random.randrange(1000, 30000) for _ in range(tokens))
             self.executor.submit(InitSlot(slot, prompt, tokens, (), GREEDY))
-            pages = tuple(self.order[slot * each :][:each])
+            pages = tuple(self.page_order[slot * each :][:each])
             segments = (Segment(slot, 0, tokens, True, pages),)
-            steps.append(self.made(1, None, 0, self.layers, self.device.units, segments, work))
+            steps.append(self.make_step(1, None, 0, self.layers, self.device.units, segments, work))
         return steps
 
-    def made(
+    def make_step(
         self,
         lane: int,
         batch: int | None,
@@ -141,11 +141,11 @@ class Bench:
         segments: Any,
         work: BatchShape,
     ) -> Step:
-        self.serial += 1
+        self.last_id += 1
         return Step(
-            self.serial,
+            self.last_id,
             lane,
-            self.serial if batch is None else batch,
+            self.last_id if batch is None else batch,
             first,
             last,
             units,
@@ -153,7 +153,7 @@ class Bench:
             work,
         )
 
-    def done(self) -> list[StepDone]:
+    def wait_done(self) -> list[StepDone]:
         got = self.inbox.get()
         assert got is not None
         dones = [event for event in got[1] if isinstance(event, StepDone)]
@@ -162,13 +162,13 @@ class Bench:
                 raise RuntimeError(done.error)
         return dones
 
-    def play(self, steps: Sequence[Step], depth: int = 2) -> list[StepDone]:
+    def run_steps(self, steps: Sequence[Step], depth: int = 2) -> list[StepDone]:
         """One lane, `depth` steps in flight."""
         waiting, finished = list(steps), []
         for _ in range(min(depth, len(waiting))):
             self.executor.submit(waiting.pop(0))
         while len(finished) < len(steps):
-            for done in self.done():
+            for done in self.wait_done():
                 finished.append(done)
                 if waiting:
                     self.executor.submit(waiting.pop(0))
@@ -176,9 +176,9 @@ class Bench:
 
     # ---------------------------------------------------------------- what is measured
 
-    def decode_s(self, batch: int, units: int, steps: int = 16) -> float:
+    def measure_decode_s(self, batch: int, units: int, steps: int = 16) -> float:
         """A decode step, one always queued ahead: from end to end."""
-        dones = self.play([self.decode_step(batch, units) for _ in range(steps)])
+        dones = self.run_steps([self.decode_step(batch, units) for _ in range(steps)])
         ends = [done.ended_s for done in dones[2:]]
         return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
@@ -190,14 +190,14 @@ class Bench:
             + 2 * spec.vocab * spec.hidden
         )
 
-    def prefill_s(self, tokens: int, units: int, group: int | None = None, times: int = 3) -> float:
+    def measure_prefill_s(self, tokens: int, units: int, group: int | None = None, times: int = 3) -> float:
         took = []
         for _ in range(times + 1):
-            dones = self.play(self.prefill_steps(tokens, units, group or self.layers))
+            dones = self.run_steps(self.prefill_steps(tokens, units, group or self.layers))
             took.append(dones[-1].ended_s - dones[0].started_s)
         return statistics.median(took[1:])
 
-    def together(
+    def measure_overlap(
         self, batch: int, level: int, tokens: int, group: int, passes: int = 3
     ) -> dict[str, float]:
         """Prefills one after another on the rest of the device, decode steps all the while on `level` SMs."""
@@ -209,7 +209,7 @@ class Bench:
             self.executor.submit(queue.pop(0))
         in_flight = 2
         while len(prefill_dones) < total or in_flight:
-            for done in self.done():
+            for done in self.wait_done():
                 if done.lane == 1:
                     prefill_dones.append(done)
                     if queue:
@@ -226,7 +226,7 @@ class Bench:
         return {"prefill_s": (ended - began) / passes, "decode_s": period}
 
 
-def fill(pool: torch.Tensor, pages: int = 4096) -> None:
+def fill_random(pool: torch.Tensor, pages: int = 4096) -> None:
     """Random numbers, some pages at a time: of what e4m3 has, if it is such a pool."""
     for part in pool.split(pages):
         if part.dtype.itemsize > 1:
@@ -235,7 +235,7 @@ def fill(pool: torch.Tensor, pages: int = 4096) -> None:
             part.copy_(to_fp8(torch.randn(part.shape, device=part.device)))
 
 
-class Meter:
+class PowerMeter:
     """The card's SM clock and power, read every few milliseconds by a thread of its own, as NVML has them."""
 
     EVERY_S = 0.004
@@ -247,47 +247,47 @@ class Meter:
         self._nvml = pynvml
         self._card = pynvml.nvmlDeviceGetHandleByIndex(device)
         self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / 1e3
-        self._over = threading.Event()
-        self._read: list[tuple[float, float]] = []  # MHz, W
-        self._reasons = 0
+        self._stopped = threading.Event()
+        self._readings: list[tuple[float, float]] = []  # MHz, W
+        self._num_capped = 0
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Meter:
-        self._read, self._reasons = [], 0
-        self._over.clear()
+    def __enter__(self) -> PowerMeter:
+        self._readings, self._num_capped = [], 0
+        self._stopped.clear()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         assert self._thread is not None
         self._thread.join()
 
     @property
-    def seen(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """Medians, the share of readings at which the power limit held the clock down as NVML says so, since the last entering."""
-        if not self._read:
+        if not self._readings:
             return {}
-        clocks, watts = zip(*self._read, strict=True)
+        clocks, watts = zip(*self._readings, strict=True)
         return {
             "MHz": statistics.median(clocks),
             "W": statistics.median(watts),
-            "power-capped %": 100 * self._reasons / len(clocks),
+            "power-capped %": 100 * self._num_capped / len(clocks),
         }
 
     def _loop(self) -> None:
         nvml, card = self._nvml, self._card
-        while not self._over.wait(self.EVERY_S):
+        while not self._stopped.wait(self.EVERY_S):
             clock = nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)
-            self._read.append((clock, nvml.nvmlDeviceGetPowerUsage(card) / 1e3))
-            self._reasons += bool(
+            self._readings.append((clock, nvml.nvmlDeviceGetPowerUsage(card) / 1e3))
+            self._num_capped += bool(
                 nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)
                 & nvml.nvmlClocksThrottleReasonSwPowerCap
             )
 
 
-class Tap:
+class StepRecorder:
     """Stands between loop and device, and keeps what passes."""
 
     def __init__(self, device: CudaDevice, lanes: Sequence[Lane]) -> None:
@@ -314,7 +314,7 @@ class Tap:
         self.executor.close()
 
 
-def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     print(f"\n{title}\n{'':36s}" + "".join(f"{name.rstrip('.'):>18s}" for name in columns))
     for label, row in rows.items():

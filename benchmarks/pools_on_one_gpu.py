@@ -32,7 +32,7 @@ POOLS = {
     "1+1, whole prompts": [*PAIR, "--kv-grain", "prompt"],
     "1+1, 4 layers at a time": [*PAIR, "--layer-group", "4", "--kv-grain", "layer"],
 }
-FIGURES = (
+COLUMNS = (
     "p50_ttft_ms",
     "p90_ttft_ms",
     "p50_tpot_ms",
@@ -92,7 +92,7 @@ class Server:
             self.process.kill()
 
 
-def play(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any]:
+def run_load(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any]:
     """One load; what `bench` found, and what the server says of its handoffs."""
     path = args.out / f"{server.number}_{rate:g}.json"
     command = [
@@ -120,11 +120,11 @@ def play(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any
         command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120
     )
     found = json.loads(path.read_text()) if path.exists() else {}
-    found["handoffs"] = handoffs(server)
+    found["handoffs"] = read_handoff_metrics(server)
     return found
 
 
-def handoffs(server: Server) -> dict[str, float]:
+def read_handoff_metrics(server: Server) -> dict[str, float]:
     from urllib.request import urlopen
 
     text = urlopen(f"{server.url}/metrics", timeout=10).read().decode()
@@ -135,10 +135,10 @@ def handoffs(server: Server) -> dict[str, float]:
     return sums
 
 
-def row(name: str, rate: float, found: dict[str, Any]) -> str:
+def format_row(name: str, rate: float, found: dict[str, Any]) -> str:
     cells = [
         f"{found.get(figure):.3g}" if isinstance(found.get(figure), int | float) else "-"
-        for figure in FIGURES
+        for figure in COLUMNS
     ]
     done, count = (
         found.get("completed", "-"),
@@ -166,8 +166,8 @@ def main() -> None:
     os.environ.setdefault("NO_COLOR", "1")
     results: dict[str, Any] = {}
     lines = [
-        "| mode | requests/s | answered | " + " | ".join(FIGURES) + " | visible ms |",
-        "|---" * (len(FIGURES) + 4) + "|",
+        "| mode | requests/s | answered | " + " | ".join(COLUMNS) + " | visible ms |",
+        "|---" * (len(COLUMNS) + 4) + "|",
     ]
     print("\n".join(lines), flush=True)
     number = 0
@@ -181,8 +181,8 @@ def main() -> None:
             for server in servers:
                 server.wait()
                 for rate in args.rates:
-                    found = results[f"{server.name} at {rate:g}"] = play(server, rate, args)
-                    print(row(server.name, rate, found), flush=True)
+                    found = results[f"{server.name} at {rate:g}"] = run_load(server, rate, args)
+                    print(format_row(server.name, rate, found), flush=True)
                     (args.out / "pools.json").write_text(json.dumps(results, indent=1))
         finally:
             for server in servers:

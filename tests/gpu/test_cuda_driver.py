@@ -38,9 +38,9 @@ def test_nobody_has_what_another_has(asked):
     for number, (what, size) in enumerate(asked):
         if what == "give back":
             if held and held[size % len(held)][1]:
-                slabs.give_back(held.pop(size % len(held))[0])
+                slabs.free(held.pop(size % len(held))[0])
             continue
-        block = slabs.cut(size) if what == "cut" else slabs.borrow(size)
+        block = slabs.alloc_permanent(size) if what == "cut" else slabs.alloc(size)
         assert len(block) >= size and block.data_ptr() % 256 == held_offset(block)
         block.fill_(number % 251 + 1)
         held.append((block, what == "borrow"))
@@ -56,23 +56,23 @@ def held_offset(block: Tensor) -> int:
 def test_what_was_given_back_is_taken_before_anything_new():
     slabs, got = made()
     for _ in range(100):
-        blocks = [slabs.borrow(size) for size in (1, 300, 1000)]
+        blocks = [slabs.alloc(size) for size in (1, 300, 1000)]
         for block in blocks:
-            slabs.give_back(block)
+            slabs.free(block)
     assert len(got) == 1, "three blocks of 256, 512 and 1,024 bytes fit one slab of 4,096"
 
 
 def test_more_than_a_slab_is_got_by_itself():
     slabs, got = made()
-    assert len(slabs.cut(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
+    assert len(slabs.alloc_permanent(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
 
 
 def test_a_slab_that_was_got_in_inference_mode_is_written_in_any():
     slabs, _ = made()
     with torch.inference_mode():
-        slabs.cut(4000)
-        inside = slabs.cut(1000)
+        slabs.alloc_permanent(4000)
+        inside = slabs.alloc_permanent(1000)
     inside.fill_(1)
-    slabs.borrow(1000).fill_(2)
+    slabs.alloc(1000).fill_(2)
     with torch.inference_mode():
         inside.fill_(3)

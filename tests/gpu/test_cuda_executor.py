@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Service, make_parts, requests, rig
+from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, EngineService, make_parts, random_requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.attention import decode_by_torch
+from counterpoint.device.cuda.attention import reference_decode
 from counterpoint.device.cuda.device_tables import buckets_for
-from counterpoint.device.cuda.sampling import MOST_TOP, SamplingMode, tail_for
+from counterpoint.device.cuda.sampling import MAX_TOP_LOGPROBS, SamplingMode, sampling_mode_for
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.interfaces import Policy
@@ -96,7 +96,7 @@ def test_a_prefill_in_layer_groups_whose_place_changes(wanted: list[int]):
         pages = tuple(range(10, 14))
         small = r.parts.units - (4 if not HAS_GPU else 32)
         for first, units in enumerate([small, r.parts.units, small, r.parts.units]):
-            step = r.step(
+            step = r.submit_step(
                 [Segment(0, 0, len(PROMPT), True, pages)],
                 lane=1,
                 layers=(first, first + 1),
@@ -136,7 +136,7 @@ def test_two_steps_ahead_of_the_host(wanted: list[int]):
         r.run([Segment(0, 0, length, True, (0, 1, 2, 3))], lane=1)
         units = [r.parts.units, 4 if not HAS_GPU else 32]
         steps = [
-            r.step([Segment(0, length + n, 1, True)], decode=True, units=units[n % 2])
+            r.submit_step([Segment(0, length + n, 1, True)], decode=True, units=units[n % 2])
             for n in range(8)
         ]
         assert [r.wait(step).tokens[0] for step in steps] == wanted[1:9]
@@ -242,18 +242,18 @@ def test_a_row_without_finite_logits_fails_alone(wanted: list[int]):
 
 
 def test_every_way_of_sampling_has_its_tail():
-    assert tail_for(SamplingStage.NONE) is SamplingMode.GREEDY
-    assert tail_for(SamplingStage.TOP_K) is SamplingMode.GREEDY  # of rows that are not drawn
-    assert tail_for(SamplingStage.DRAW | SamplingStage.MIN_P) is SamplingMode.DRAWN
+    assert sampling_mode_for(SamplingStage.NONE) is SamplingMode.GREEDY
+    assert sampling_mode_for(SamplingStage.TOP_K) is SamplingMode.GREEDY  # of rows that are not drawn
+    assert sampling_mode_for(SamplingStage.DRAW | SamplingStage.MIN_P) is SamplingMode.RANDOM
     assert (
-        tail_for(SamplingStage.DRAW | SamplingStage.TOP_P)
-        == SamplingMode.DRAWN | SamplingMode.FILTERED
+        sampling_mode_for(SamplingStage.DRAW | SamplingStage.TOP_P)
+        == SamplingMode.RANDOM | SamplingMode.FILTERED
     )
     for stage in (SamplingStage.PENALTIES, SamplingStage.BIAS, SamplingStage.MIN_TOKENS):
-        assert tail_for(SamplingStage.DRAW | stage) == SamplingMode.DRAWN | SamplingMode.ADJUSTED
-        assert tail_for(stage) is SamplingMode.ADJUSTED
-    assert tail_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS) is SamplingMode.LOGPROBS
-    assert tail_for(1 << 40) is SamplingMode.ANY, "what a graph does not know is done outside"
+        assert sampling_mode_for(SamplingStage.DRAW | stage) == SamplingMode.RANDOM | SamplingMode.PROCESSED
+        assert sampling_mode_for(stage) is SamplingMode.PROCESSED
+    assert sampling_mode_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS) is SamplingMode.LOGPROBS
+    assert sampling_mode_for(1 << 40) is SamplingMode.EAGER, "what a graph does not know is done outside"
 
 
 HARD = Sampling(
@@ -274,7 +274,7 @@ HARD = Sampling(
 def test_a_graph_samples_as_the_host_would(sampling: Sampling):
     """More alternatives than a graph has send a row through the host's settings: the same tokens, the same log-probabilities."""
     answers = []
-    for top in (3, MOST_TOP + 1):
+    for top in (3, MAX_TOP_LOGPROBS + 1):
         with rig() as r:
             r.open(0, PROMPT, msgspec.structs.replace(sampling, logprobs=top))
             answers.append(r.generate(0, len(PROMPT), 9))
@@ -282,7 +282,7 @@ def test_a_graph_samples_as_the_host_would(sampling: Sampling):
     for ours, theirs in zip(*answers, strict=True):
         (one,), (other,) = ours.logprobs, theirs.logprobs
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert one.top_ids == other.top_ids[:3] and len(other.top_ids) == MOST_TOP + 1
+        assert one.top_ids == other.top_ids[:3] and len(other.top_ids) == MAX_TOP_LOGPROBS + 1
 
 
 def test_a_request_that_begins_with_a_decode():
@@ -333,7 +333,7 @@ def test_what_was_counted_is_forgotten_with_its_request():
 def test_a_failing_step_says_so_and_the_next_runs(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
-        done = r.wait(r.step([Segment(0, 0, 8, False, (0, 1, 2))], lane=1, layers=(2, 4), batch=77))
+        done = r.wait(r.submit_step([Segment(0, 0, 8, False, (0, 1, 2))], lane=1, layers=(2, 4), batch=77))
         assert "no hidden states" in done.error and not done.tokens
         assert (
             list(r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1).tokens) == wanted[:1]
@@ -358,7 +358,7 @@ def test_times_are_in_order():
 
 def test_a_place_is_never_larger_than_granted():
     def place(name: str, units: int) -> StreamPartition:
-        return StreamPartition(f"{name} {units}", None, units, decode_by_torch, None, None)  # pyright: ignore[reportArgumentType]
+        return StreamPartition(f"{name} {units}", None, units, reference_decode, None, None)  # pyright: ignore[reportArgumentType]
 
     places = StreamPartitions(
         {n: place("decode", n) for n in (16, 32, 132)},
@@ -411,10 +411,10 @@ def policies(units: int) -> dict[str, Policy]:
 def truth() -> dict[str, list[int]]:
     """Each request alone on the device."""
     parts = make_parts(pages=128)
-    service = Service(parts, Serial(160, parts.units))
+    service = EngineService(parts, Serial(160, parts.units))
     answers = {}
-    for arrive in requests():
-        answers |= service.ask([arrive])
+    for arrive in random_requests():
+        answers |= service.run_requests([arrive])
     service.close()
     parts.close()
     return answers
@@ -424,8 +424,8 @@ def truth() -> dict[str, list[int]]:
 @pytest.mark.parametrize("pages", [256, 30], ids=["much memory", "little memory"])
 def test_answers_do_not_depend_on_the_policy(truth: dict[str, list[int]], name: str, pages: int):
     parts = make_parts(pages=pages)
-    service = Service(parts, policies(parts.units)[name], overlap=HAS_GPU)
+    service = EngineService(parts, policies(parts.units)[name], overlap=HAS_GPU)
     for round in ("cold", "with prefix hits"):
-        assert service.ask(requests()) == truth, round
+        assert service.run_requests(random_requests()) == truth, round
     service.close()
     parts.close()

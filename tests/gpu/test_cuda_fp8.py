@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, rig
 from test_cuda_executor import reference_logits, tokens_of
-from test_cuda_gpu import LLAMA, drawn, error, layer_kernels
+from test_cuda_gpu import LLAMA, random_tensor, relative_error, layer_kernels
 
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 from counterpoint.model.ops import Ops, reference_ops
@@ -25,7 +25,7 @@ SIXTEEN = [torch.bfloat16, torch.float16]
 )
 def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: int):
     kernels = layer_kernels(dtype, min(size, 16384), 128, chained)
-    x = drawn(rows, size, dtype=dtype) * 7
+    x = random_tensor(rows, size, dtype=dtype) * 7
     x[0, : size // 2] = 0
     got, truth = kernels.quantise(x), quantise_rows(x)
     assert torch.allclose(got.scale_R, truth.scale_R, rtol=1e-6)
@@ -36,10 +36,10 @@ def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: 
     assert float((apart > 0).float().mean()) < 1e-2, (
         "and that where the quotient was all but between two"
     )
-    gates = drawn(rows, 2 * size, dtype=dtype)
+    gates = random_tensor(rows, 2 * size, dtype=dtype)
     assert same(kernels.silu_mul_quantised(gates), kernels.quantise(kernels.silu_mul(gates)))
     if size <= 16384:
-        delta, weight = drawn(rows, size, dtype=dtype), drawn(size, dtype=dtype)
+        delta, weight = random_tensor(rows, size, dtype=dtype), random_tensor(size, dtype=dtype)
         total, normed = kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
         total8, normed8 = kernels.add_rms_norm_quantised(x.clone(), delta.clone(), weight, 1e-5)
         assert torch.equal(total, total8)
@@ -54,7 +54,7 @@ def same(a, b) -> bool:
 
 def test_a_row_that_is_not_finite_stays_alone():
     kernels = layer_kernels(torch.bfloat16, 512, 128, True)
-    x = drawn(3, 512, dtype=torch.bfloat16)
+    x = random_tensor(3, 512, dtype=torch.bfloat16)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
     wide = kernels.quantise(x).dequantise()
     assert (
@@ -70,7 +70,7 @@ def test_a_row_that_is_not_finite_stays_alone():
 def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int):
     """What is written is the rounded K and V, and nothing beside it; what is gathered is what was written."""
     from counterpoint.device.cuda import triton_kernels
-    from counterpoint.device.cuda.attention import decode_by_torch
+    from counterpoint.device.cuda.attention import reference_decode
     from counterpoint.device.cuda.ops import rope_angles
 
     kernels = layer_kernels(dtype, 512, size, True)
@@ -78,7 +78,7 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
     shape = (pages, PAGE, kv_heads, size)
     plain = [torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(2)]
     eight = [torch.full(shape, float("nan"), device="cuda").to(FP8) for _ in range(2)]
-    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype) * 3
+    x = random_tensor(rows, (heads + 2 * kv_heads) * size, dtype=dtype) * 3
     x[0, -1] = 1000.0  # saturates
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     angles = rope_angles(torch.arange(rows).cuda() + 5, torch.rand(size // 2).cuda(), 1.0)
@@ -101,13 +101,13 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
     ):
         assert got.dtype == dtype and torch.equal(got.float(), narrow.flatten(0, 1).float()[at])
 
-    k, v = (to_fp8(drawn(*shape)) for _ in range(2))
+    k, v = (to_fp8(random_tensor(*shape)) for _ in range(2))
     lengths = torch.tensor([1, 16, 17, 200, 333], dtype=torch.int32)
     tables = torch.stack([torch.randperm(pages)[:24] for _ in lengths]).int()
-    q = drawn(len(lengths), heads, size, dtype=dtype)
-    truth = decode_by_torch(q.float().cpu(), k.float().cpu(), v.float().cpu(), tables, lengths)
+    q = random_tensor(len(lengths), heads, size, dtype=dtype)
+    truth = reference_decode(q.float().cpu(), k.float().cpu(), v.float().cpu(), tables, lengths)
     assert (
-        error(triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth)
+        relative_error(triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth)
         < 1e-2
     )
 

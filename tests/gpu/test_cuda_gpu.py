@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, LEVELS, PAGE, TINY, VOCAB, Service, make_parts, requests, rig
+from cuda_rig import GREEDY, HAS_GPU, LEVELS, PAGE, TINY, VOCAB, EngineService, make_parts, random_requests, rig
 from test_cuda_executor import PROMPT, greedy_by_reference, reference_logits, tokens_of
 
 from counterpoint.config import Config, ConfigError
@@ -33,11 +33,11 @@ FAMILIES = {
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours.cpu().double() - truth.double()).norm() / truth.double().norm())
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
@@ -51,19 +51,19 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, size: int):
 
     truth = reference_ops()
     x, delta, gates = (
-        drawn(rows, size, dtype=dtype),
-        drawn(rows, size, dtype=dtype),
-        drawn(rows, 2 * size, dtype=dtype),
+        random_tensor(rows, size, dtype=dtype),
+        random_tensor(rows, size, dtype=dtype),
+        random_tensor(rows, 2 * size, dtype=dtype),
     )
-    weight = drawn(size, dtype=dtype)
+    weight = random_tensor(size, dtype=dtype)
     cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
     assert (
-        error(triton_kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
+        relative_error(triton_kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
         < BOUND[dtype]
     )
-    assert error(triton_kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
+    assert relative_error(triton_kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
     total, normed = triton_kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
-    assert error(total, cpu[0] + cpu[1]) < BOUND[dtype]
+    assert relative_error(total, cpu[0] + cpu[1]) < BOUND[dtype]
     assert torch.equal(total, x + delta)
     assert torch.equal(normed, triton_kernels.rms_norm(x + delta, weight, 1e-5)), (
         "an add and a norm, bit for bit"
@@ -79,7 +79,7 @@ def test_rope_append_gather_and_decode(
     dtype: torch.dtype, by_head: bool, heads: int, kv_heads: int, size: int
 ):
     from counterpoint.device.cuda import triton_kernels
-    from counterpoint.device.cuda.attention import decode_by_torch
+    from counterpoint.device.cuda.attention import reference_decode
     from counterpoint.device.cuda.ops import rope_angles
 
     rows, pages = 33, 40
@@ -87,8 +87,8 @@ def test_rope_append_gather_and_decode(
     k, v = (torch.full(shape, float("nan"), device="cuda", dtype=dtype) for _ in range(2))
     if by_head:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
-    norms = [drawn(size, dtype=dtype) for _ in range(2)]
+    x = random_tensor(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+    norms = [random_tensor(size, dtype=dtype) for _ in range(2)]
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     frequencies = torch.rand(size // 2)
     angles = rope_angles(torch.arange(rows).cuda() + 5, frequencies.cuda(), 1.2)
@@ -100,22 +100,22 @@ def test_rope_append_gather_and_decode(
     q_truth = truth.rope_and_append(
         x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu()
     )
-    assert error(q, q_truth) < max(BOUND[dtype], 1e-5)
+    assert relative_error(q, q_truth) < max(BOUND[dtype], 1e-5)
     k_got, v_got = triton_kernels.gather_context(k, v, at.int())
-    assert error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < max(BOUND[dtype], 1e-5)
-    assert error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
+    assert relative_error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < max(BOUND[dtype], 1e-5)
+    assert relative_error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
 
-    k.copy_(drawn(*k.shape, dtype=dtype))
-    v.copy_(drawn(*v.shape, dtype=dtype))
+    k.copy_(random_tensor(*k.shape, dtype=dtype))
+    v.copy_(random_tensor(*v.shape, dtype=dtype))
     lengths = torch.tensor([1, 16, 17, 200, 333], dtype=torch.int32)
     tables = torch.stack([torch.randperm(pages)[:24] for _ in lengths]).int()
-    q = drawn(len(lengths), heads, size, dtype=dtype)
+    q = random_tensor(len(lengths), heads, size, dtype=dtype)
     cpu = [t.float().cpu() for t in (q, k, v)]
-    truth_out = decode_by_torch(*cpu, tables, lengths)
+    truth_out = reference_decode(*cpu, tables, lengths)
     for units in (8, 132):
         out = torch.full((len(lengths), heads * size), float("nan"), device="cuda", dtype=dtype)
         triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), units, out)
-        assert error(out, truth_out) < max(BOUND[dtype], 1e-5)
+        assert relative_error(out, truth_out) < max(BOUND[dtype], 1e-5)
 
 
 SIXTEEN = [torch.bfloat16, torch.float16]
@@ -135,17 +135,17 @@ def test_layer_kernels_norms_and_activation(
 ):
     kernels, truth = layer_kernels(dtype, size, 64, chained), reference_ops()
     x, delta, gates = (
-        drawn(rows, size, dtype=dtype),
-        drawn(rows, size, dtype=dtype),
-        drawn(rows, 2 * size, dtype=dtype),
+        random_tensor(rows, size, dtype=dtype),
+        random_tensor(rows, size, dtype=dtype),
+        random_tensor(rows, 2 * size, dtype=dtype),
     )
-    weight = drawn(size, dtype=dtype)
+    weight = random_tensor(size, dtype=dtype)
     cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
     assert (
-        error(kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
+        relative_error(kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
         < BOUND[dtype]
     )
-    assert error(kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
+    assert relative_error(kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
     total, normed = kernels.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
     assert torch.equal(total, x + delta)
     assert torch.equal(normed, kernels.rms_norm(x + delta, weight, 1e-5)), (
@@ -170,8 +170,8 @@ def test_layer_kernels_rope_append_and_gather(
     k, v = (torch.full(shape, float("nan"), device="cuda", dtype=dtype) for _ in range(2))
     if by_head:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
-    norms = [drawn(size, dtype=dtype) if normed else None for _ in range(2)]
+    x = random_tensor(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+    norms = [random_tensor(size, dtype=dtype) if normed else None for _ in range(2)]
     at = torch.randperm(pages * PAGE)[:rows].cuda()
     frequencies = torch.rand(size // 2)
     q = kernels.rope_and_append(
@@ -189,10 +189,10 @@ def test_layer_kernels_rope_append_and_gather(
     q_truth = truth.rope_and_append(
         x.float().cpu(), cpu_angles, *cpu_norms, 1e-5, k_truth, v_truth, at.cpu()
     )
-    assert error(q, q_truth) < BOUND[dtype]
+    assert relative_error(q, q_truth) < BOUND[dtype]
     k_got, v_got = kernels.gather_context(k, v, at.int())
-    assert error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < BOUND[dtype]
-    assert error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
+    assert relative_error(k_got, k_truth.flatten(0, 1)[at.cpu()]) < BOUND[dtype]
+    assert relative_error(v_got, v_truth.flatten(0, 1)[at.cpu()]) == 0
     assert int(k.isfinite().sum()) == rows * kv_heads * size, "a write beside the rows"
 
 
@@ -201,26 +201,26 @@ def test_layer_kernels_rope_append_and_gather(
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 576), (17, 8)])
 def test_products_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int):
     kernels = layer_kernels(dtype, 512, 64, True)
-    x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
+    x, weight = random_tensor(rows, inputs, dtype=dtype), random_tensor(outputs, inputs, dtype=dtype)
     got = kernels.few_rows(x, weight)
-    assert error(got, x.float().cpu() @ weight.float().cpu().T) < BOUND[dtype]
+    assert relative_error(got, x.float().cpu() @ weight.float().cpu().T) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("units", [16, 132])
 def test_every_measured_product_is_right(units: int):
-    from counterpoint.device.cuda.gemm_autotune import MANY, PROBES, GemmAutotuner
+    from counterpoint.device.cuda.gemm_autotune import PREFILL_PROBES, DECODE_PROBES, GemmAutotuner
 
     kernels = layer_kernels(torch.bfloat16, 512, 64, True)
     products = GemmAutotuner(units, kernels, torch.device("cuda", 0), chained=True)
-    weights = [[drawn(1536, 1024, dtype=torch.bfloat16) * 0.05 for _ in range(3)]]
-    products.measure(weights, torch.cuda.Stream(), PROBES + MANY)
-    assert len(products.names) == len(PROBES) + len(MANY)
+    weights = [[random_tensor(1536, 1024, dtype=torch.bfloat16) * 0.05 for _ in range(3)]]
+    products.tune(weights, torch.cuda.Stream(), DECODE_PROBES + PREFILL_PROBES)
+    assert len(products.names) == len(DECODE_PROBES) + len(PREFILL_PROBES)
     for rows in (1, 2, 3, 4, 7, 64, 100, 128, 200, 256, 700, 1024, 1500):
-        x = drawn(rows, 1024, dtype=torch.bfloat16)
+        x = random_tensor(rows, 1024, dtype=torch.bfloat16)
         truth = x.float().cpu() @ weights[0][0].float().cpu().T
-        assert error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]
+        assert relative_error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]
         for name, product in products.candidates(weights[0][0], rows).items():
-            assert error(product(x, weights[0][0]), truth) < BOUND[torch.bfloat16], name
+            assert relative_error(product(x, weights[0][0]), truth) < BOUND[torch.bfloat16], name
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 300), (7, 32003), (64, 128256)])
@@ -228,7 +228,7 @@ def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
     from counterpoint.device.cuda.kernels.floor import FilterFloor
     from counterpoint.model.sample import filter_floor
 
-    x = drawn(rows, vocab) * torch.rand(rows, 1, device="cuda") * 6
+    x = random_tensor(rows, vocab) * torch.rand(rows, 1, device="cuda") * 6
     x = (x * 8).round() / 8 if rows == 7 else x  # with ties
     x[:, vocab // 2 :: 3] = -torch.inf
     x -= x.amax(1, keepdim=True)
@@ -282,7 +282,7 @@ def test_sixteen_bits_choose_tokens_that_are_best_or_nearly(dtype: torch.dtype, 
 # ---------------------------------------------------------------- stress
 
 
-class Restless(Multiplex):
+class MovingSplit(Multiplex):
     """Multiplex whose split is another one every few steps."""
 
     def __init__(self, units: int, depth: int = 2) -> None:
@@ -297,13 +297,13 @@ class Restless(Multiplex):
 
 def test_aborts_and_moving_splits():
     """No leak, no wrong answer, no illegal access."""
-    arrivals = requests(400, longest=150)
+    arrivals = random_requests(400, max_prompt_tokens=150)
     chance = random.Random(1)
     parts = make_parts(pages=200, slots=32)
-    service = Service(parts, Serial(400, parts.units, depth=2), slots=32, max_pass_tokens=400)
-    truth = service.ask(arrivals)
+    service = EngineService(parts, Serial(400, parts.units, depth=2), slots=32, max_pass_tokens=400)
+    truth = service.run_requests(arrivals)
     service.close()
-    service = Service(parts, Restless(parts.units), slots=32, overlap=True)
+    service = EngineService(parts, MovingSplit(parts.units), slots=32, overlap=True)
     aborted = {a.id for a in arrivals if chance.random() < 0.3}
     service.abort_after = {id: chance.randrange(8) for id in sorted(aborted)}
     events = [
@@ -311,7 +311,7 @@ def test_aborts_and_moving_splits():
         for arrive in arrivals
         for event in (arrive, *[Abort(arrive.id)] * (service.abort_after.get(arrive.id) == 7))
     ]
-    answers = service.ask(events, expected=len(arrivals))
+    answers = service.run_requests(events, expected=len(arrivals))
     for arrive in arrivals:
         if arrive.id in aborted:
             assert answers.get(arrive.id, []) == truth[arrive.id][: len(answers.get(arrive.id, []))]
@@ -348,9 +348,9 @@ def test_the_whole_start():
     assert any("decode on SMs" in note for note in device.notes)
     inbox = WallClockEventQueue()
     executor = device.executor((Lane(0, Role.DECODE, 2), Lane(1, Role.PREFILL, 2)), inbox)
-    from cuda_rig import Rig
+    from cuda_rig import StepRig
 
-    r = Rig(device, executor, inbox)  # pyright: ignore[reportArgumentType]
+    r = StepRig(device, executor, inbox)  # pyright: ignore[reportArgumentType]
     r.open(0, PROMPT)
     assert len(tokens_of(r.generate(0, len(PROMPT), 6, units=32))) == 6
     executor.close()
@@ -373,7 +373,7 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
         config(policy=policy, device="cuda", **flags), inbox, lambda _: None
     )
     assert "SMs" in system.lanes
-    arrivals, answers, ended = requests(20, vocab=40000, longest=200), {}, []
+    arrivals, answers, ended = random_requests(20, vocab=40000, max_prompt_tokens=200), {}, []
 
     def deliver(outputs, engine) -> None:
         for output in outputs:

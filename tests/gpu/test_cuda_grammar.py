@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
+from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, StepRig, EngineService, make_parts, random_requests, rig
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.sampling import SamplingMode, tail_for
+from counterpoint.device.cuda.sampling import SamplingMode, sampling_mode_for
 from counterpoint.device.grammar import Vocabulary
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.interfaces import Policy
@@ -44,13 +44,13 @@ def decode(tokens: list[int]) -> str:
 
 
 @pytest.fixture
-def device() -> Iterator[Rig]:
+def device() -> Iterator[StepRig]:
     with rig() as made:
         made.parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
         yield made
 
 
-def said(device: Rig, slot: int, sampling: Sampling, count: int) -> list[int]:
+def said(device: StepRig, slot: int, sampling: Sampling, count: int) -> list[int]:
     device.open(slot, PROMPT, sampling)
     dones = device.generate(slot, len(PROMPT), count, first_page=slot * 6)
     return [token for done in dones for token in done.tokens]
@@ -58,9 +58,9 @@ def said(device: Rig, slot: int, sampling: Sampling, count: int) -> list[int]:
 
 def test_a_mask_is_outside_the_graph():
     assert (
-        tail_for(SamplingStage.GRAMMAR) is SamplingMode.ANY
-        and tail_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
-        is SamplingMode.ANY
+        sampling_mode_for(SamplingStage.GRAMMAR) is SamplingMode.EAGER
+        and sampling_mode_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
+        is SamplingMode.EAGER
     )
 
 
@@ -79,7 +79,7 @@ def test_a_mask_is_outside_the_graph():
         },
     ],
 )
-def test_an_answer_obeys(device: Rig, how: dict):
+def test_an_answer_obeys(device: StepRig, how: dict):
     tokens = said(
         device, 0, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8
     )
@@ -89,7 +89,7 @@ def test_an_answer_obeys(device: Rig, how: dict):
     )
 
 
-def test_in_company(device: Rig):
+def test_in_company(device: StepRig):
     """Two bound to different things, one free, one that cannot be followed, in one step: each gets what it gets alone."""
     samplings = [
         Sampling(max_tokens=16, temperature=0.0, grammar=from_regex("[0-9]{6,}")),
@@ -122,7 +122,7 @@ def test_in_company(device: Rig):
     )
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
+def test_an_answer_that_has_begun_is_gone_on_with(device: StepRig):
     sampling = Sampling(
         max_tokens=16, temperature=0.0, grammar=from_choice(["abcdefgh", "hgfedcba"])
     )
@@ -138,7 +138,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
 def asks() -> list[AddRequest]:
     """Every other one of these is bound."""
     arrivals = []
-    for n, arrive in enumerate(requests(most_tokens=40)):
+    for n, arrive in enumerate(random_requests(max_tokens=40)):
         arrivals.append(
             msgspec.structs.replace(
                 arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=PATTERN * (n % 2))
@@ -150,8 +150,8 @@ def asks() -> list[AddRequest]:
 def answers(policy: Policy, pages: int) -> tuple[dict[str, list[int]], int]:
     parts = make_parts(pages=pages)
     parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
-    service = Service(parts, policy, overlap=HAS_GPU)
-    found = service.ask(asks())
+    service = EngineService(parts, policy, overlap=HAS_GPU)
+    found = service.run_requests(asks())
     service.close()
     parts.close()
     return found, service.engine.stats().preemptions

@@ -19,7 +19,7 @@ from counterpoint.device.cuda.green_contexts import (
     check_levels,
     granularity,
 )
-from counterpoint.device.cuda.kernels.nvcc import KernelError, load
+from counterpoint.device.cuda.kernels.nvcc import KernelError, load_library
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -65,7 +65,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path):
 def test_a_kernel_that_cannot_be_kept_is_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: "nvcc")
     with pytest.raises(KernelError, match="/dev/null/kernels"):
-        load("smid", "90a", cache=Path("/dev/null/kernels"))
+        load_library("smid", "90a", cache=Path("/dev/null/kernels"))
 
 
 @pytest.mark.usefixtures("bare")

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from counterpoint.device.cuda.kernels.attention import DecodeAttention, refuse_shape
-from counterpoint.device.cuda.kernels.gemm import fit
+from counterpoint.device.cuda.kernels.attention import DecodeAttention, check_shape
+from counterpoint.device.cuda.kernels.gemm import fit_tile
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 
 pytest_gpu = pytest.mark.gpu
@@ -30,14 +30,14 @@ GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tenso
 )
 def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, head_dim):
     with pytest.raises((ValueError, ZeroDivisionError)):
-        refuse_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
+        check_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sms", [8, 16, 24, 32, 48, 64, 100, 132])
 @pytest.mark.parametrize("n", [4096, 6144, 28672, 128256])
 @pytest.mark.parametrize("m", [1, 64, 128])
 def test_the_fitted_tile_keeps_every_sm_within_a_tenth_of_its_share(n, sms, m):
-    tile = fit(n, sms, m)
+    tile = fit_tile(n, sms, m)
     rows = tile.rows(m > 64)
     assert tile.height % 8 == 0 and 32 <= tile.height <= 256
     per_sm = math.ceil(math.ceil(n / rows) / sms) * rows
@@ -324,7 +324,7 @@ class TestGemm:
         ("n", "k"), [(4096, 4096), (6144, 512), (4112, 128), (16, 256), (1008, 1152), (1024, 28672)]
     )
     def test_e4m3(self, partitions, m, n, k):
-        from counterpoint.device.cuda.gemm_autotune import scaled
+        from counterpoint.device.cuda.gemm_autotune import scaled_matmul
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 
         if torch.cuda.get_device_capability()[0] != 9:
@@ -342,7 +342,7 @@ class TestGemm:
             torch.cuda.synchronize()
             with torch.cuda.stream(part.stream):
                 kernel(x, w, out)
-                by_torch = scaled(x, w)
+                by_torch = scaled_matmul(x, w)
             part.stream.synchronize()
             assert_close(out, reference, GEMM_BOUND_FP8, f"{m} x {n} x {k} on {sms} SMs")
             assert_close(

@@ -23,9 +23,9 @@ from counterpoint.device.contract_checker import ContractChecker
 from counterpoint.device.cuda.attention import (
     Attention,
     TorchPlanner,
-    best_decode,
-    best_planner,
-    decode_by_torch,
+    choose_decode_kernel,
+    choose_planner,
+    reference_decode,
 )
 from counterpoint.device.cuda.decode_graphs import DecodeGraphs
 from counterpoint.device.cuda.device_tables import DeviceTables, buckets_for
@@ -34,8 +34,8 @@ from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.gemm_autotune import GemmAutotuner
 from counterpoint.device.cuda.green_contexts import Partitions
 from counterpoint.device.cuda.kernels.floor import FilterFloor
-from counterpoint.device.cuda.ops import cuda_ops, decode_ops, layer_kernels
-from counterpoint.device.cuda.piecewise_graphs import SIZES, PiecewiseGraphs
+from counterpoint.device.cuda.ops import cuda_ops, make_decode_ops, layer_kernels
+from counterpoint.device.cuda.piecewise_graphs import GRAPH_SIZES, PiecewiseGraphs
 from counterpoint.device.cuda.stream_partitions import (
     StreamPartition,
     StreamPartitions,
@@ -84,22 +84,22 @@ class InPlaceDriver:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def use(self, stream: Any) -> None:
+    def set_stream(self, stream: Any) -> None:
         pass
 
-    def mark(self, stream: Any) -> float:
+    def record_event(self, stream: Any) -> float:
         return time.monotonic()
 
-    def follow(self, stream: Any, event: float) -> None:
+    def wait_event(self, stream: Any, event: float) -> None:
         pass
 
-    def wait(self, event: float) -> None:
+    def synchronize(self, event: float) -> None:
         pass
 
-    def seconds(self, first: float, second: float) -> float:
+    def elapsed_s(self, first: float, second: float) -> float:
         return second - first
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
@@ -109,16 +109,16 @@ class InPlaceDriver:
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         to.copy_(source)
 
-    def borrowed(self) -> list[Tensor]:
+    def take_staging(self) -> list[Tensor]:
         return []
 
-    def give_back(self, borrowed: list[Tensor]) -> None:
+    def free_staging(self, staging: list[Tensor]) -> None:
         pass
 
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
@@ -134,21 +134,21 @@ def in_place_ops() -> Ops:
 
 
 @functools.cache
-def made_once(levels: tuple[int, ...]) -> Partitions:
+def shared_partitions(levels: tuple[int, ...]) -> Partitions:
     """The same contexts for all tests of a process: what was captured or allocated on their streams may outlive a test."""
     return Partitions(levels)
 
 
 @dataclasses.dataclass
-class Parts:
+class CudaParts:
     """A model on a device, without its executor."""
 
     decoder: Decoder
     kv: KVPool
     tables: DeviceTables
-    graphs: DecodeGraphs
-    passes: PiecewiseGraphs
-    places: StreamPartitions
+    decode_graphs: DecodeGraphs
+    piecewise_graphs: PiecewiseGraphs
+    stream_partitions: StreamPartitions
     driver: Driver
     units: int
     close: Callable[[], None]
@@ -158,9 +158,9 @@ class Parts:
             self.decoder,
             self.kv,
             self.tables,
-            self.graphs,
-            self.passes,
-            self.places,
+            self.decode_graphs,
+            self.piecewise_graphs,
+            self.stream_partitions,
             lanes,
             self.driver,
             inbox,
@@ -174,35 +174,35 @@ def make_parts(
     dtype: torch.dtype = torch.float32,
     vocab: int = VOCAB,
     gpu: bool = HAS_GPU,
-    deviation: float = 0.15,
+    std: float = 0.15,
     split: bool = True,
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
-    fixed: bool = False,
-    sizes: Sequence[int] = SIZES,
-) -> Parts:
+    invariant: bool = False,
+    sizes: Sequence[int] = GRAPH_SIZES,
+) -> CudaParts:
     """`kv_dtype`, `quantise` and `fixed` (on a GPU) as `cuda_ops` has them; `sizes`: of the graphs of passes. `split` makes
     partitions; in place, the device has 8 units and splits of 2 and 4."""
     rows = buckets_for(slots)[-1]
     if gpu:
         driver: Driver = CudaDriver()
-        partitions = made_once(LEVELS if split else ())
-        ops, planner = cuda_ops(spec, dtype, driver.device, kv_dtype, quantise, fixed)
-        planners = (planner, planner if fixed else best_planner(spec, dtype, driver.device))
+        partitions = shared_partitions(LEVELS if split else ())
+        ops, planner = cuda_ops(spec, dtype, driver.device, kv_dtype, quantise, invariant)
+        planners = (planner, planner if invariant else choose_planner(spec, dtype, driver.device))
         units = partitions.total_sms
-        full = (partitions.full.stream, partitions.full_urgent.stream)
+        full = (partitions.full.stream, partitions.full_high_priority.stream)
 
         def kernels(sms: int):
-            if fixed:
+            if invariant:
                 from counterpoint.device.cuda import batch_invariant
 
-                return batch_invariant.decode, ops
+                return batch_invariant.decode_attention, ops
             layer = layer_kernels(spec, dtype, driver.device, sms, chained=True)
             products = GemmAutotuner(sms, layer, driver.device, chained=True)
-            kernel = best_decode(
+            kernel = choose_decode_kernel(
                 spec, dtype, driver.device, sms, rows, chained=True, kv_dtype=kv_dtype
             )[1]
-            return kernel, decode_ops(ops, layer, products)
+            return kernel, make_decode_ops(ops, layer, products)
 
         places = make_stream_partitions(full, units, partitions, kernels, planners)
         close = torch.cuda.synchronize
@@ -212,7 +212,7 @@ def make_parts(
         both = [
             {
                 n: StreamPartition(
-                    f"{name} {n}", (name, n), n, decode_by_torch, TorchPlanner(), ops
+                    f"{name} {n}", (name, n), n, reference_decode, TorchPlanner(), ops
                 )
                 for n in sides
             }
@@ -220,7 +220,7 @@ def make_parts(
         ]
         places = StreamPartitions(*both)
         close = lambda: None
-    decoder = build_decoder(spec, RandomCheckpoint(3, deviation=deviation), ops, driver.device)
+    decoder = build_decoder(spec, RandomCheckpoint(3, deviation=std), ops, driver.device)
     kv = KVPool(spec, pages + 1, PAGE, ops.kv_dtype, driver.device)
     tables = DeviceTables(
         slots,
@@ -235,14 +235,14 @@ def make_parts(
     close()  # what was made on this stream is there for those of the places
     graphs = DecodeGraphs(decoder, kv, tables, driver)
     passes = PiecewiseGraphs(decoder, kv, tables, driver, sizes)
-    return Parts(decoder, kv, tables, graphs, passes, places, driver, units, close)
+    return CudaParts(decoder, kv, tables, graphs, passes, places, driver, units, close)
 
 
 @dataclasses.dataclass
-class Rig:
+class StepRig:
     """An executor, and the steps an engine would make."""
 
-    parts: Parts
+    parts: CudaParts
     executor: CudaExecutor
     inbox: WallClockEventQueue
     ids: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -260,7 +260,7 @@ class Rig:
     def submit(self, command: Command) -> None:
         self.executor.submit(command)
 
-    def step(
+    def submit_step(
         self,
         segments: list[Segment],
         lane: int = 0,
@@ -301,7 +301,7 @@ class Rig:
         return self.finished[step]
 
     def run(self, segments: list[Segment], **how: Any) -> StepDone:
-        done = self.wait(self.step(segments, **how))
+        done = self.wait(self.submit_step(segments, **how))
         assert not done.error
         return done
 
@@ -320,28 +320,28 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(**how: Any) -> Iterator[Rig]:
+def rig(**how: Any) -> Iterator[StepRig]:
     parts = make_parts(**how)
     inbox = WallClockEventQueue()
     executor = parts.executor(LANES, inbox)
     try:
-        yield Rig(parts, executor, inbox)
+        yield StepRig(parts, executor, inbox)
     finally:
         executor.close()
         parts.close()
 
 
-def requests(
-    count: int = 32, vocab: int = VOCAB, seed: int = 4, longest: int = 60, most_tokens: int = 12
+def random_requests(
+    count: int = 32, vocab: int = VOCAB, seed: int = 4, max_prompt_tokens: int = 60, max_tokens: int = 12
 ) -> list[AddRequest]:
     """Greedy and seeded requests of 3 tokens and more; half begin alike."""
     chance = random.Random(seed)
     beginning = [chance.randrange(vocab) for _ in range(40)]
     arrivals = []
     for n in range(count):
-        prompt = [chance.randrange(vocab) for _ in range(chance.randrange(3, longest))]
+        prompt = [chance.randrange(vocab) for _ in range(chance.randrange(3, max_prompt_tokens))]
         sampling = Sampling(
-            max_tokens=most_tokens, temperature=0.8 * (n % 4 == 3), seed=n, ignore_eos=n % 2 == 0
+            max_tokens=max_tokens, temperature=0.8 * (n % 4 == 3), seed=n, ignore_eos=n % 2 == 0
         )
         arrivals.append(
             AddRequest(id=f"r{n}", prompt=tuple(beginning * (n % 2) + prompt), sampling=sampling)
@@ -349,12 +349,12 @@ def requests(
     return arrivals
 
 
-class Service:
+class EngineService:
     """An engine's thread with its device, as a server has it."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: CudaParts,
         policy: Policy,
         slots: int = 8,
         max_pass_tokens: int = 160,
@@ -364,7 +364,7 @@ class Service:
         self.inbox = WallClockEventQueue()
         executor = parts.executor(policy.lanes, self.inbox)
         shape = {"units": parts.units, "layers": spec.layers, "pages": pages, "page_tokens": PAGE}
-        self.watch = ContractChecker(
+        self.checker = ContractChecker(
             executor, self.inbox, **shape, lanes=policy.lanes, overlap=overlap
         )
         self.engine = Engine(
@@ -382,28 +382,28 @@ class Service:
             policy,
         )
         self.answers: dict[str, list[int]] = {}
-        self.chances: dict[str, list[TokenLogprobs | None]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.finishes: dict[str, FinishReason] = {}
         self.errors: list[str] = []
         self.abort_after: dict[str, int] = {}  # id -> tokens after which it is aborted
         self.expected = 0
-        self.all_there = threading.Event()
+        self.all_finished = threading.Event()
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
 
     def _loop(self) -> None:
         try:
-            run(self.engine, self.watch, self.watch, self._deliver)
+            run(self.engine, self.checker, self.checker, self._deliver)
         except BaseException as error:
             self.errors.append(repr(error))
-            self.all_there.set()
+            self.all_finished.set()
             raise
 
     def _deliver(self, outputs: list[Output], engine: Engine) -> None:
         for output in outputs:
             if isinstance(output, OutputDelta):
                 self.answers.setdefault(output.id, []).extend(output.tokens)
-                self.chances.setdefault(output.id, []).extend(output.logprobs)
+                self.logprobs.setdefault(output.id, []).extend(output.logprobs)
                 if (
                     output.id in self.abort_after
                     and len(self.answers[output.id]) >= self.abort_after[output.id]
@@ -414,18 +414,18 @@ class Service:
                 if output.finish_reason:
                     self.finishes[output.id] = output.finish_reason
         if self.expected and len(self.finishes) == self.expected and engine.idle:
-            self.all_there.set()
+            self.all_finished.set()
 
-    def ask(
+    def run_requests(
         self, arrivals: Sequence[Any], expected: int | None = None, timeout_s: float = 120
     ) -> dict[str, list[int]]:
         """Send events, wait until every request has its finish; the answers."""
-        self.answers, self.chances, self.finishes = {}, {}, {}
+        self.answers, self.logprobs, self.finishes = {}, {}, {}
         self.expected = len(arrivals) if expected is None else expected
         for arrive in arrivals:
             self.inbox.put(arrive)
-        assert self.all_there.wait(timeout_s), "requests are missing their finish"
-        self.all_there.clear()
+        assert self.all_finished.wait(timeout_s), "requests are missing their finish"
+        self.all_finished.clear()
         assert not self.errors, self.errors
         return self.answers
 
@@ -433,7 +433,7 @@ class Service:
         self.inbox.stop()
         self.thread.join(60)
         assert not self.thread.is_alive()
-        self.watch.close()
-        self.watch.check_idle()
+        self.checker.close()
+        self.checker.check_idle()
         stats = self.engine.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total, "pages leaked"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_GATHERED = (
+MAX_GATHERED_TOKENS = (
     1 << 16
 )  # context tokens of prompts that are gathered at once: 256 MiB of a layer of Llama-3.1-8B
 
@@ -87,11 +87,11 @@ class AttentionPlan:
             some.prefill.close()
 
 
-def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
+def group_for_gather(contexts: Sequence[int]) -> list[tuple[int, int]]:
     """Prompts [first, last) of these contexts whose copies are made at once: no more than MOST_GATHERED tokens, or one prompt."""
     edges, total = [0], 0
     for number, context in enumerate(contexts):
-        if total and total + context > MOST_GATHERED:
+        if total and total + context > MAX_GATHERED_TOKENS:
             edges.append(number)
             total = 0
         total += context
@@ -99,7 +99,7 @@ def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Attend = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
+RunLayer = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,12 +115,12 @@ class Attention:
         if len(plan.length_B) == len(q_THA):
             return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
         out_TE = torch.empty_like(q_THA).flatten(1)
-        self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
+        self.prepare_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
         return out_TE
 
-    def over_layers(
+    def prepare_layers(
         self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_TE: Tensor
-    ) -> Attend:
+    ) -> RunLayer:
         """Attention in one layer after another, whose queries and results lie in the same memory each time, and whose pages are all
         as these are: what does not change costs the host once."""
         decodes, out_THA = plan.length_B.shape[0], out_TE.view(q_THA.shape)
@@ -129,7 +129,7 @@ class Attention:
             for p in plan.prompts
         ]
         decode = (
-            decode_over_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes])
+            prepare_decode_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes])
             if decodes
             else None
         )
@@ -143,11 +143,11 @@ class Attention:
         return attend
 
 
-def decode_over_layers(
+def prepare_decode_layers(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_BHA: Tensor
-) -> Attend:
+) -> RunLayer:
     if isinstance(plan.decode, FewSmDecode):
-        return plan.decode.kernel.over_layers(
+        return plan.decode.kernel.prepare_layers(
             q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B, out_BHA
         )
     out_BE = out_BHA.flatten(1)
@@ -219,7 +219,7 @@ class FlashInferPlanner:
         self.name = f"FlashInfer {flashinfer.__version__} {self._backend}"
         self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._idle: list[ReusablePlan] = []
-        self._try(spec, device)
+        self._self_test(spec, device)
 
     def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> FlashInferPrefill:
         plan = (
@@ -227,13 +227,13 @@ class FlashInferPlanner:
             if self._idle
             else ReusablePlan(self._wrapper(self._workspace, "NHD", backend=self._backend))
         )
-        ends = plan.ends(queries, contexts)
+        ends = plan.indptrs(queries, contexts)
         plan.wrapper.plan(
             *ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype
         )
         return FlashInferPrefill(plan, self._idle)
 
-    def _try(self, spec: ModelSpec, device: torch.device) -> None:
+    def _self_test(self, spec: ModelSpec, device: torch.device) -> None:
         q, k, v = (
             torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device)
             for n in (spec.heads, *[spec.kv_heads] * 2)
@@ -248,17 +248,17 @@ class ReusablePlan:
     """FlashInfer's wrapper, and pinned memory for what it is planned with: enough for many prompts at once, as getting it waits for
     the device."""
 
-    PROMPTS = 1024
+    CAPACITY = 1024
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
-        self._ends_2S = self._pinned(self.PROMPTS)
+        self._indptr_2S = self._pinned(self.CAPACITY)
 
-    def ends(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def indptrs(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[0, a, a + b, …] of each, int32, where the device can read it."""
-        if len(queries) >= self._ends_2S.shape[1]:
-            self._ends_2S = self._pinned(2 * len(queries))
-        ends_2S = self._ends_2S[:, : len(queries) + 1]
+        if len(queries) >= self._indptr_2S.shape[1]:
+            self._indptr_2S = self._pinned(2 * len(queries))
+        ends_2S = self._indptr_2S[:, : len(queries) + 1]
         torch.cumsum(
             torch.tensor([queries, contexts], dtype=torch.int32),
             1,
@@ -284,7 +284,7 @@ class FlashInferPrefill:
         self.idle.append(self.plan)
 
 
-def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionPlanner:
+def choose_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionPlanner:
     """FlashInfer's if it is there and has the shape, else torch's."""
     try:
         return FlashInferPlanner(spec, dtype, device)
@@ -301,7 +301,7 @@ def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> A
 # ---------------------------------------------------------------- decode
 
 
-def best_decode(
+def choose_decode_kernel(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
@@ -350,7 +350,7 @@ class FewSmDecode:
         return self.kernel(q, k, v, table_BP, length_B).flatten(1)
 
 
-def decode_by_torch(
+def reference_decode(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
     """The reference of every decode kernel, in float32, one sequence after another; reads lengths on the host."""

@@ -63,7 +63,7 @@ def product_kernel(
     )
 
 
-def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
+def matmul(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     rows, (outputs, inputs) = x_RK.shape[0], weight_NK.shape
     out_RN = x_RK.new_empty(rows, outputs)
     if rows:
@@ -85,7 +85,7 @@ def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
 
 def linear(x_RK: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
     weight_NK, bias_N = packed
-    out_RN = product(x_RK, weight_NK)
+    out_RN = matmul(x_RK, weight_NK)
     return out_RN if bias_N is None else out_RN.add_(bias_N)
 
 
@@ -145,7 +145,7 @@ def attention_kernel(
     tl.store(out_ptr + place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def attend(
+def tiled_attention(
     q_THA: Tensor,
     k: Tensor,
     v: Tensor,
@@ -171,14 +171,14 @@ def attend(
     return out
 
 
-def decode(
+def decode_attention(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
     """A DecodeKernel (attend.py)."""
     row_B = torch.arange(q_BHA.shape[0], dtype=torch.int32, device=q_BHA.device)
     tiles = row_B, torch.ones_like(row_B), length_B - 1, row_B
     page, token, head = k_pages.stride()[:3]
-    return attend(
+    return tiled_attention(
         q_BHA.contiguous(), k_pages, v_pages, tiles, table_BP, (page, token, head), k_pages.shape[1]
     )
 
@@ -189,7 +189,7 @@ class InvariantPrefill:
 
     def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
         token, head = k_LKA.stride()[:2]
-        attend(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA)
+        tiled_attention(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA)
 
     def close(self) -> None:
         pass

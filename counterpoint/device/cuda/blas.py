@@ -28,7 +28,7 @@ def _setter() -> Callable[[int, int], int] | None:
     return found
 
 
-def count_on(units: int) -> bool:
+def set_sm_count(units: int) -> bool:
     """Products that this thread launches from now on are divided for so many SMs (0: all there are). False: cuBLAS can't be
     told."""
     tell = _setter()

@@ -22,7 +22,7 @@ from torch import Tensor
 from counterpoint.device.cuda.attention import AttentionPlan
 from counterpoint.device.cuda.device_tables import DeviceTables
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.cuda.sampling import MOST_TOP, SamplingMode, sample_in_graph, tail_for
+from counterpoint.device.cuda.sampling import MAX_TOP_LOGPROBS, SamplingMode, sample_in_graph, sampling_mode_for
 from counterpoint.device.cuda.stream_partitions import StreamPartition
 from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
@@ -30,19 +30,19 @@ from counterpoint.model.kv import KVPool
 from counterpoint.model.sample import logprobs
 from counterpoint.types import Segment
 
-Chosen = tuple[
+GraphLogprobs = tuple[
     Tensor, Tensor, Tensor
 ]  # of B rows: the token's log-probability, the best ids and their log-probabilities [B, N]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GraphInputs:
+class HostBuffers:
     """Host memory of one step: what goes in (`rows_3B` is `inputs_3B` for numpy) and what comes out."""
 
     inputs_3B: Tensor
-    rows_3B: np.ndarray
+    inputs_numpy_3B: np.ndarray
     ids_B: Tensor
-    chosen: Chosen | None
+    logprobs: GraphLogprobs | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +53,10 @@ class DecodeGraph:
 
     inputs_3B: Tensor
     ids_B: Tensor
-    chosen: Chosen | None
+    logprobs: GraphLogprobs | None
     logits_BV: Tensor | None
     replay: Callable[[], None]
-    idle: list[GraphInputs]
+    idle_buffers: list[HostBuffers]
 
 
 class DecodeGraphs:
@@ -70,106 +70,106 @@ class DecodeGraphs:
         self._graphs: dict[tuple[str, int, SamplingMode], DecodeGraph] = {}
 
     @property
-    def count(self) -> int:
+    def num_graphs(self) -> int:
         return len(self._graphs)
 
     def launch(
         self, place: StreamPartition, segments: Sequence[Segment]
-    ) -> tuple[DecodeGraph, GraphInputs]:
+    ) -> tuple[DecodeGraph, HostBuffers]:
         """Launch a step of decodes on the place's stream (which is current). The ids come to the feed's `ids_B`, or the logits
         stay in the graph's, until its next launch. The feed goes back to `graph.idle` when it has been read."""
         graph = self.graph(
-            place, self.tables.bucket(len(segments)), self._tail([s.slot for s in segments])
+            place, self.tables.pad_to_bucket(len(segments)), self._sampling_mode([s.slot for s in segments])
         )
-        feed = graph.idle.pop() if graph.idle else self._feed(graph)
-        self.tables.decode_inputs(segments, feed.rows_3B)
+        feed = graph.idle_buffers.pop() if graph.idle_buffers else self._make_buffers(graph)
+        self.tables.fill_decode_inputs(segments, feed.inputs_numpy_3B)
         self.driver.copy(feed.inputs_3B, graph.inputs_3B)
         graph.replay()
         if graph.logits_BV is None:
             self.driver.copy(graph.ids_B, feed.ids_B)
-        for made, kept in zip(graph.chosen or (), feed.chosen or (), strict=True):
+        for made, kept in zip(graph.logprobs or (), feed.logprobs or (), strict=True):
             self.driver.copy(made, kept)
         return graph, feed
 
-    def _tail(self, slots: list[int]) -> SamplingMode:
+    def _sampling_mode(self, slots: list[int]) -> SamplingMode:
         rows = self.tables.sampling.rows
-        tail = tail_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
+        tail = sampling_mode_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
         return (
-            SamplingMode.ANY
-            if tail & SamplingMode.LOGPROBS and int(rows["logprobs"][slots].max()) > MOST_TOP
+            SamplingMode.EAGER
+            if tail & SamplingMode.LOGPROBS and int(rows["logprobs"][slots].max()) > MAX_TOP_LOGPROBS
             else tail
         )
 
-    def capture(self, places: Iterable[StreamPartition], tails: Iterable[SamplingMode]) -> None:
+    def capture(self, places: Iterable[StreamPartition], modes: Iterable[SamplingMode]) -> None:
         """Capture all buckets of these, the largest first: the smaller ones then find their memory already there."""
         for place in places:
-            for tail in tails:
+            for tail in modes:
                 for size in reversed(self.buckets):
                     self.graph(place, size, tail)
 
-    def graph(self, place: StreamPartition, size: int, tail: SamplingMode) -> DecodeGraph:
-        key = (place.name, size, tail)
+    def graph(self, place: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
+        key = (place.name, size, mode)
         graph = self._graphs.get(key)
         if graph is None:
             began_s = time.perf_counter()
-            graph = self._graphs[key] = self._capture(place, size, tail)
+            graph = self._graphs[key] = self._capture(place, size, mode)
             self.capture_s += time.perf_counter() - began_s
         return graph
 
-    def _capture(self, place: StreamPartition, size: int, tail: SamplingMode) -> DecodeGraph:
+    def _capture(self, place: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
         device, vocab = self.driver.device, self.decoder.spec.vocab
         inputs_3B = torch.empty(3, size, dtype=torch.int32, device=device)
         ids_B = torch.empty(size, dtype=torch.int64, device=device)
         logits_BV = (
             torch.empty(size, vocab, dtype=torch.float32, device=device)
-            if tail is SamplingMode.ANY
+            if mode is SamplingMode.EAGER
             else None
         )
         known = self.tables.sampling.vocab
         chosen = None
-        if tail & SamplingMode.LOGPROBS:
-            top = min(MOST_TOP, known)
+        if mode & SamplingMode.LOGPROBS:
+            top = min(MAX_TOP_LOGPROBS, known)
             own_B = torch.empty(size, dtype=torch.float32, device=device)
             ids_BN = torch.empty(size, top, dtype=torch.int64, device=device)
             chosen = (own_B, ids_BN, torch.empty(size, top, dtype=torch.float32, device=device))
 
         def body() -> None:
             slot_B, start_B = inputs_3B[0].long(), inputs_3B[1].long()
-            result_BV = self._logits(slot_B, start_B, inputs_3B[2], place)
+            result_BV = self._run_model(slot_B, start_B, inputs_3B[2], place)
             if logits_BV is not None:
                 logits_BV.copy_(result_BV)
                 return
-            sampled_B = sample_in_graph(result_BV, slot_B, start_B + 1, self.tables, tail)
+            sampled_B = sample_in_graph(result_BV, slot_B, start_B + 1, self.tables, mode)
             self.tables.tokens[slot_B, start_B + 1] = sampled_B.clamp(min=0).to(torch.int32)
             ids_B.copy_(sampled_B)
             for made, kept in zip(
-                logprobs(result_BV, sampled_B, MOST_TOP, known) if chosen else (),
+                logprobs(result_BV, sampled_B, MAX_TOP_LOGPROBS, known) if chosen else (),
                 chosen or (),
                 strict=True,
             ):
                 kept.copy_(made)
 
         idle_rows = np.empty((3, size), np.int32)
-        self.tables.decode_inputs((), idle_rows)
-        with self.driver.on(place.stream), torch.inference_mode():
+        self.tables.fill_decode_inputs((), idle_rows)
+        with self.driver.on_stream(place.stream), torch.inference_mode():
             self.driver.upload(idle_rows, inputs_3B)
             replay = self.driver.capture(place.stream, body)
         return DecodeGraph(inputs_3B, ids_B, chosen, logits_BV, replay, [])
 
-    def _feed(self, graph: DecodeGraph) -> GraphInputs:
+    def _make_buffers(self, graph: DecodeGraph) -> HostBuffers:
         def like(tensor: Tensor) -> Tensor:
-            return self.driver.keep(tuple(tensor.shape), tensor.dtype)
+            return self.driver.alloc_pinned(tuple(tensor.shape), tensor.dtype)
 
         inputs_3B = like(graph.inputs_3B)
-        own_B, *tops = map(like, graph.chosen or (graph.ids_B,))
-        return GraphInputs(
+        own_B, *tops = map(like, graph.logprobs or (graph.ids_B,))
+        return HostBuffers(
             inputs_3B,
             inputs_3B.numpy(),
             like(graph.ids_B),
-            (own_B, tops[0], tops[1]) if graph.chosen else None,
+            (own_B, tops[0], tops[1]) if graph.logprobs else None,
         )
 
-    def _logits(
+    def _run_model(
         self, slot_B: Tensor, start_B: Tensor, page_B: Tensor, place: StreamPartition
     ) -> Tensor:
         tables = self.tables
@@ -177,7 +177,7 @@ class DecodeGraphs:
         index_B = start_B // size
         page_B = torch.where(page_B >= 0, page_B, tables.pages[slot_B, index_B])
         tables.pages[slot_B, index_B] = page_B
-        plan = AttentionPlan(tables.pages[slot_B], (start_B + 1).to(torch.int32), place.decode)
+        plan = AttentionPlan(tables.pages[slot_B], (start_B + 1).to(torch.int32), place.decode_kernel)
         every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
         batch = PassTensors(
             tables.tokens[slot_B, start_B],
@@ -186,6 +186,6 @@ class DecodeGraphs:
             every_B,
             plan,
         )
-        decoder = Decoder(self.decoder.spec, place.ops, self.decoder.weights)
+        decoder = Decoder(self.decoder.spec, place.decode_ops, self.decoder.weights)
         x_BD = decoder.run_layers(decoder.embed(batch), batch, self.kv, 0, decoder.spec.layers)
         return decoder.logits(x_BD, batch)

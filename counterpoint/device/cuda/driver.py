@@ -24,27 +24,27 @@ class Driver(Protocol):
 
     device: torch.device
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """What is launched inside goes to `stream`."""
         ...
 
-    def use(self, stream: Any) -> None:
+    def set_stream(self, stream: Any) -> None:
         """What this thread launches from now on goes to `stream`: for who launches much, and always says where."""
         ...
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         """An event at the present end of `stream`."""
         ...
 
-    def follow(self, stream: Any, event: Any) -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         """What is launched on `stream` from now on runs after `event`."""
         ...
 
-    def wait(self, event: Any) -> None:
+    def synchronize(self, event: Any) -> None:
         """Block this thread until `event` has happened, without holding up other threads."""
         ...
 
-    def seconds(self, first: Any, second: Any) -> float:
+    def elapsed_s(self, first: Any, second: Any) -> float:
         """The device's time between two events that have happened."""
         ...
 
@@ -56,7 +56,7 @@ class Driver(Protocol):
         """A copy of `tensor` on the host, in borrowed memory: there when the current stream has come so far."""
         ...
 
-    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory for copies, the caller's own for good."""
         ...
 
@@ -64,11 +64,11 @@ class Driver(Protocol):
         """Between the device and memory of `keep`, in order with the current stream."""
         ...
 
-    def borrowed(self) -> list[Tensor]:
+    def take_staging(self) -> list[Tensor]:
         """The memory borrowed since the last call."""
         ...
 
-    def give_back(self, borrowed: list[Tensor]) -> None:
+    def free_staging(self, staging: list[Tensor]) -> None:
         """These copies are over, and read. From any thread."""
         ...
 
@@ -84,29 +84,29 @@ class PinnedSlabs:
     any thread, all else from one."""
 
     SLAB_BYTES = 32 << 20
-    ALIGNED_BYTES = 256
+    ALIGNMENT_BYTES = 256
 
     def __init__(self, get: Callable[[int], Tensor]) -> None:
-        self._get = get
+        self._allocate_slab = get
         self._slab = get(self.SLAB_BYTES)
         self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
 
-    def cut(self, size: int) -> Tensor:
+    def alloc_permanent(self, size: int) -> Tensor:
         """At least so many bytes, for good."""
-        size = -(-size // self.ALIGNED_BYTES) * self.ALIGNED_BYTES
+        size = -(-size // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
         if size > len(self._slab):
             with torch.inference_mode(False):  # else nobody could write to it but in that mode
-                self._slab = self._get(max(size, self.SLAB_BYTES))
+                self._slab = self._allocate_slab(max(size, self.SLAB_BYTES))
         block, self._slab = self._slab[:size], self._slab[size:]
         return block
 
-    def borrow(self, size: int) -> Tensor:
+    def alloc(self, size: int) -> Tensor:
         """At least so many bytes, until they are given back."""
-        size = max(self.ALIGNED_BYTES, 1 << (max(1, size) - 1).bit_length())
+        size = max(self.ALIGNMENT_BYTES, 1 << (max(1, size) - 1).bit_length())
         idle = self._idle.setdefault(size, [])
-        return idle.pop() if idle else self.cut(size)
+        return idle.pop() if idle else self.alloc_permanent(size)
 
-    def give_back(self, block: Tensor) -> None:
+    def free(self, block: Tensor) -> None:
         self._idle[len(block)].append(block)
 
 
@@ -118,35 +118,35 @@ class CudaDriver:
         self._pinned = PinnedSlabs(
             lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True)
         )
-        self._borrowed: list[Tensor] = []
+        self._staging: list[Tensor] = []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    def on_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def use(self, stream: torch.cuda.Stream) -> None:
+    def set_stream(self, stream: torch.cuda.Stream) -> None:
         # Mostly it is the current one already, and setting and restoring it each time is dear.
         if torch._C._cuda_getCurrentRawStream(self.device.index) != stream.cuda_stream:
             torch.cuda.set_stream(stream)
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
         return event
 
-    def follow(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    def elapsed_s(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return first.elapsed_time(second) * 1e-3
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
         source = torch.from_numpy(array)
-        pinned = self._borrow(source)
+        pinned = self._alloc_staging(source)
         pinned.copy_(source)
         return (
             pinned.to(self.device, non_blocking=True)
@@ -155,27 +155,27 @@ class CudaDriver:
         )
 
     def download(self, tensor: Tensor) -> Tensor:
-        return self._borrow(tensor).copy_(tensor, non_blocking=True)
+        return self._alloc_staging(tensor).copy_(tensor, non_blocking=True)
 
-    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        return self._pinned.cut(size)[:size].view(dtype).view(shape)
+        return self._pinned.alloc_permanent(size)[:size].view(dtype).view(shape)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
-    def borrowed(self) -> list[Tensor]:
-        borrowed, self._borrowed = self._borrowed, []
+    def take_staging(self) -> list[Tensor]:
+        borrowed, self._staging = self._staging, []
         return borrowed
 
-    def give_back(self, borrowed: list[Tensor]) -> None:
-        for block in borrowed:
-            self._pinned.give_back(block)
+    def free_staging(self, staging: list[Tensor]) -> None:
+        for block in staging:
+            self._pinned.free(block)
 
-    def _borrow(self, like: Tensor) -> Tensor:
+    def _alloc_staging(self, like: Tensor) -> Tensor:
         """Pinned memory of the shape and dtype of `like`."""
-        block = self._pinned.borrow(like.nbytes)
-        self._borrowed.append(block)
+        block = self._pinned.alloc(like.nbytes)
+        self._staging.append(block)
         return block[: like.nbytes].view(like.dtype).view(like.shape)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:

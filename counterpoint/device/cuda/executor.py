@@ -29,14 +29,14 @@ from counterpoint.device.cuda.device_tables import DeviceTables, SampledRows
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, PrefillPass
 from counterpoint.device.cuda.sampling import (
-    SamplingDownload,
-    asks_for_prompts,
-    download_chosen,
-    download_prompts,
+    LogprobsDownload,
+    wants_prompt_logprobs,
+    download_logprobs,
+    download_prompt_logprobs,
     read_chosen,
     read_prompts,
-    sample_any,
-    spread_chosen,
+    sample_eagerly,
+    select_logprobs,
 )
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.grammar import Grammars
@@ -59,7 +59,7 @@ class CompletionQueue(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaPass:
     rows: PassRows
-    way: PrefillPass
+    prefill: PrefillPass
 
 
 @dataclass(slots=True, eq=False)
@@ -68,15 +68,15 @@ class InFlightStep:
 
     step: Step
     units: int
-    started: Any = None
-    ended: Any = None
-    ids: Tensor | None = None
-    rows: int = 0
-    logprobs: SamplingDownload | None = None
-    prompt_logprobs: list[SamplingDownload] = field(default_factory=list)
-    held: Any = None
-    borrowed: list[Tensor] = field(default_factory=list)
-    over: Callable[[], None] | None = None
+    start_event: Any = None
+    end_event: Any = None
+    sampled_ids: Tensor | None = None
+    num_rows: int = 0
+    logprobs: LogprobsDownload | None = None
+    prompt_logprobs: list[LogprobsDownload] = field(default_factory=list)
+    keep_alive: Any = None
+    staging: list[Tensor] = field(default_factory=list)
+    on_done: Callable[[], None] | None = None
     error: str = ""
 
 
@@ -98,11 +98,11 @@ class CudaExecutor:
         self.decoder = decoder
         self.kv = kv
         self.tables = tables
-        self.graphs = graphs
-        self.passes = passes
-        self.places = places
+        self.decode_graphs = graphs
+        self.piecewise_graphs = passes
+        self.stream_partitions = places
         self.driver = driver
-        self._open: dict[int, CudaPass] = {}
+        self._passes: dict[int, CudaPass] = {}
         clock = DeviceClock(driver, inbox.clock)
         grammars = tables.sampling.grammars
         self._lanes = {
@@ -115,56 +115,56 @@ class CudaExecutor:
             case Step():
                 self._launch(command)
             case InitSlot():
-                self.tables.open(command)
+                self.tables.init_slot(command)
             case FreeSlot():
-                self.tables.close(command.slot)
+                self.tables.free_slot(command.slot)
             case DiscardPass():
-                dropped = self._open.pop(command.pass_id, None)
+                dropped = self._passes.pop(command.pass_id, None)
                 if dropped is not None:
-                    dropped.way.inputs.plan.close()
+                    dropped.prefill.inputs.plan.close()
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
-        self._open.clear()
+        self._passes.clear()
 
     # ------------------------------------------------------------ launching
 
     def _launch(self, step: Step) -> None:
         lane = self._lanes[step.lane]
-        place = self.places.choose(lane.role, step.units)
+        place = self.stream_partitions.choose(lane.role, step.units)
         flight = InFlightStep(step, place.units)
-        self.driver.use(place.stream)
-        lane.follow(place)
-        flight.started = self.driver.mark(place.stream)
+        self.driver.set_stream(place.stream)
+        lane.wait_for_previous(place)
+        flight.start_event = self.driver.record_event(place.stream)
         try:
-            self._fill(flight, place)
+            self._launch_kernels(flight, place)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
-            self._open.pop(step.pass_id, None)
+            self._passes.pop(step.pass_id, None)
             flight.error = f"{type(error).__name__}: {error}"
-        flight.borrowed = self.driver.borrowed()
-        flight.ended = self.driver.mark(place.stream)
-        lane.took_off(flight, place)
+        flight.staging = self.driver.take_staging()
+        flight.end_event = self.driver.record_event(place.stream)
+        lane.add(flight, place)
 
-    def _fill(self, flight: InFlightStep, place: StreamPartition) -> None:
+    def _launch_kernels(self, flight: InFlightStep, place: StreamPartition) -> None:
         step = flight.step
         whole = step.first_layer == 0 and step.last_layer == self.decoder.spec.layers
         if whole and step.work.decode_batch == len(step.segments):
-            self._decode(flight, place)
+            self._launch_decode(flight, place)
         else:
-            self._layers(flight, place)
+            self._launch_layers(flight, place)
 
-    def _decode(self, flight: InFlightStep, place: StreamPartition) -> None:
+    def _launch_decode(self, flight: InFlightStep, place: StreamPartition) -> None:
         """A pass of decodes alone: a graph."""
         segments = flight.step.segments
-        graph, feed = self.graphs.launch(place, segments)
-        flight.over = functools.partial(graph.idle.append, feed)
+        graph, feed = self.decode_graphs.launch(place, segments)
+        flight.on_done = functools.partial(graph.idle_buffers.append, feed)
         if graph.logits_BV is None:
-            flight.ids, flight.rows = feed.ids_B, len(segments)
-            if feed.chosen is not None:
-                flight.logprobs = spread_chosen(
-                    feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.sampling
+            flight.sampled_ids, flight.num_rows = feed.ids_B, len(segments)
+            if feed.logprobs is not None:
+                flight.logprobs = select_logprobs(
+                    feed.logprobs, feed.inputs_numpy_3B[0, : len(segments)], self.tables.sampling
                 )
             return
         rows = make_pass_rows(segments)
@@ -172,33 +172,33 @@ class CudaExecutor:
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
     @torch.inference_mode()
-    def _layers(self, flight: InFlightStep, place: StreamPartition) -> None:
+    def _launch_layers(self, flight: InFlightStep, place: StreamPartition) -> None:
         """Some layers of any pass."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
             rows = make_pass_rows(step.segments)
-            self.tables.send(step.segments)
-            way = self.passes.start(
-                self.tables.inputs(rows, place.planner, place.decode, self.passes.size)
+            self.tables.upload_pending(step.segments)
+            way = self.piecewise_graphs.start_pass(
+                self.tables.make_inputs(rows, place.prefill_planner, place.decode_kernel, self.piecewise_graphs.pad_rows)
             )
         else:
-            held = self._open.pop(step.pass_id, None)
+            held = self._passes.pop(step.pass_id, None)
             if held is None:
                 raise RuntimeError(
                     f"pass {step.pass_id} has no hidden states before layer {step.first_layer}"
                 )
-            rows, way = held.rows, held.way
-        inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
-        flight.held, flight.over = inputs, inputs.plan.close
+            rows, way = held.rows, held.prefill
+        inputs, every = way.inputs, wants_prompt_logprobs(self.tables, rows)
+        flight.keep_alive, flight.on_done = inputs, inputs.plan.close
         x_TD = way.run(
             place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
         )
         if x_TD is None:
-            self._open[step.pass_id] = CudaPass(rows, way)
-            flight.over = None  # it goes on
+            self._passes[step.pass_id] = CudaPass(rows, way)
+            flight.on_done = None  # it goes on
             return
         if every:
-            flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, x_TD)
+            flight.prompt_logprobs = download_prompt_logprobs(decoder, self.tables, rows, x_TD)
             x_TD = x_TD[inputs.last_rows_N]
         if len(rows.slot_B):
             self._sample(flight, decoder.head(x_TD)[: len(rows.slot_B)], rows, inputs.sampled)
@@ -207,10 +207,10 @@ class CudaExecutor:
     def _sample(
         self, flight: InFlightStep, logits_BV: Tensor, rows: PassRows, sampled: SampledRows
     ) -> None:
-        ids_B = sample_any(logits_BV, rows, self.tables)
-        self.tables.put_sampled(sampled, ids_B)
-        flight.ids, flight.rows = self.driver.download(ids_B), len(rows.slot_B)
-        flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.sampling, self.driver)
+        ids_B = sample_eagerly(logits_BV, rows, self.tables)
+        self.tables.write_sampled(sampled, ids_B)
+        flight.sampled_ids, flight.num_rows = self.driver.download(ids_B), len(rows.slot_B)
+        flight.logprobs = download_logprobs(logits_BV, ids_B, rows, self.tables.sampling, self.driver)
 
 
 class LaneInFlight:
@@ -229,28 +229,28 @@ class LaneInFlight:
         self._clock = clock
         self._inbox = inbox
         self._grammars = grammars
-        self._last: tuple[StreamPartition, Any] | None = (
+        self._previous: tuple[StreamPartition, Any] | None = (
             None  # where the previous step runs, and its end
         )
-        self._flights: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name=f"lane{lane.id}", daemon=True)
+        self._steps: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_for_steps, name=f"lane{lane.id}", daemon=True)
         self._thread.start()
 
-    def follow(self, place: StreamPartition) -> None:
+    def wait_for_previous(self, place: StreamPartition) -> None:
         """Let the place's stream wait for the lane's previous step, if that runs elsewhere."""
-        if self._last is not None and self._last[0] is not place:
-            self._driver.follow(place.stream, self._last[1])
+        if self._previous is not None and self._previous[0] is not place:
+            self._driver.wait_event(place.stream, self._previous[1])
 
-    def took_off(self, flight: InFlightStep, place: StreamPartition) -> None:
-        self._last = (place, flight.ended)
-        self._flights.put(flight)
+    def add(self, flight: InFlightStep, place: StreamPartition) -> None:
+        self._previous = (place, flight.end_event)
+        self._steps.put(flight)
 
     def close(self) -> None:
-        self._flights.put(None)
+        self._steps.put(None)
         self._thread.join()
 
-    def _wait(self) -> None:
-        while (flight := self._flights.get()) is not None:
+    def _wait_for_steps(self) -> None:
+        while (flight := self._steps.get()) is not None:
             self._inbox.put(self._report(flight))
 
     def _report(self, flight: InFlightStep) -> StepDone:
@@ -258,10 +258,10 @@ class LaneInFlight:
         started_s = ended_s = self._clock.now()
         tokens, chosen, prompts = (), (), ()
         try:
-            self._driver.wait(flight.ended)
-            started_s, ended_s = self._clock.read(flight.started, flight.ended)
-            if flight.ids is not None and not flight.error:
-                ids_B = flight.ids[: flight.rows].numpy()
+            self._driver.synchronize(flight.end_event)
+            started_s, ended_s = self._clock.event_times_s(flight.start_event, flight.end_event)
+            if flight.sampled_ids is not None and not flight.error:
+                ids_B = flight.sampled_ids[: flight.num_rows].numpy()
                 tokens = tuple(ids_B.tolist())
                 chosen = read_chosen(flight.logprobs, ids_B)
                 self._grammars.accept_tokens(
@@ -273,9 +273,9 @@ class LaneInFlight:
             log.exception("step %d of lane %d failed on the device", step.id, step.lane)
             flight.error = flight.error or f"{type(error).__name__}: {error}"
             tokens, chosen, prompts = (), (), ()
-        if flight.over is not None:
-            flight.over()
-        self._driver.give_back(flight.borrowed)
+        if flight.on_done is not None:
+            flight.on_done()
+        self._driver.free_staging(flight.staging)
         return StepDone(
             step.id,
             step.lane,
@@ -302,20 +302,20 @@ class DeviceClock:
         self._driver = driver
         self._host_s = host_s
         self._lock = threading.Lock()
-        self._known: tuple[Any, float] | None = None
+        self._reference: tuple[Any, float] | None = None
 
     def now(self) -> float:
         return self._host_s()
 
-    def read(self, started: Any, ended: Any) -> tuple[float, float]:
+    def event_times_s(self, started: Any, ended: Any) -> tuple[float, float]:
         """When two events were, in seconds. Both have just happened."""
-        now_s, took_s = self._host_s(), self._driver.seconds(started, ended)
+        now_s, took_s = self._host_s(), self._driver.elapsed_s(started, ended)
         with self._lock:
             ended_s = now_s
-            if self._known is not None:
-                event, at_s = self._known
+            if self._reference is not None:
+                event, at_s = self._reference
                 ended_s = min(
-                    now_s, max(now_s - self.SLACK_S, at_s + self._driver.seconds(event, ended))
+                    now_s, max(now_s - self.SLACK_S, at_s + self._driver.elapsed_s(event, ended))
                 )
-            self._known = (ended, ended_s)
+            self._reference = (ended, ended_s)
         return ended_s - took_s, ended_s

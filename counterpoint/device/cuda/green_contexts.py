@@ -100,7 +100,7 @@ class Partitions:
         self.full = SmPartition(
             torch.cuda.Stream(device, priority=PREFILL_PRIORITY), self.total_sms
         )
-        self.full_urgent = SmPartition(
+        self.full_high_priority = SmPartition(
             torch.cuda.Stream(device, priority=DECODE_PRIORITY), self.total_sms
         )
         why_not = "" if isolate else "not asked for"
@@ -121,7 +121,7 @@ class Partitions:
         if not self.isolated:
             self.close()
             self._pairs = {
-                level: PartitionPair(prefill=self.full, decode=self.full_urgent)
+                level: PartitionPair(prefill=self.full, decode=self.full_high_priority)
                 for level in self.levels
             }
 
@@ -144,7 +144,7 @@ class Partitions:
         for level, pair in self._pairs.items():
             sets = {}
             for side, part in (("prefill", pair.prefill), ("decode", pair.decode)):
-                eager, graph = probe.eager(part.stream), probe.graph(part.stream)
+                eager, graph = probe.measure_eager(part.stream), probe.measure_graph(part.stream)
                 if self.isolated and eager != graph:
                     raise PartitionError(
                         f"split {level}: {side} runs on SMs {sorted(eager)} eagerly, but on {sorted(graph)} from a captured graph"
@@ -180,29 +180,29 @@ class Partitions:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         torch.empty(1, device=torch.device("cuda", self.device))  # the primary context exists
-        device = _done(driver.cuDeviceGet(self.device), "cuDeviceGet")
+        device = check_driver_call(driver.cuDeviceGet(self.device), "cuDeviceGet")
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        whole = _done(driver.cuDeviceGetDevResource(device, kind), "cuDeviceGetDevResource")
-        groups, _, rest = _done(
+        whole = check_driver_call(driver.cuDeviceGetDevResource(device, kind), "cuDeviceGetDevResource")
+        groups, _, rest = check_driver_call(
             driver.cuDevSmResourceSplitByCount(1, whole, 0, level), "cuDevSmResourceSplitByCount"
         )
-        decode = self._part(driver, device, groups[0], DECODE_PRIORITY)
-        prefill = self._part(driver, device, rest, PREFILL_PRIORITY)
+        decode = self._make_partition(driver, device, groups[0], DECODE_PRIORITY)
+        prefill = self._make_partition(driver, device, rest, PREFILL_PRIORITY)
         if decode.sms != level or prefill.sms + decode.sms != self.total_sms:
             raise PartitionError(
                 f"asked for {level} of {self.total_sms} SMs, the driver gave {decode.sms} and {prefill.sms}"
             )
         return PartitionPair(prefill=prefill, decode=decode)
 
-    def _part(self, driver: Any, device: Any, resource: Any, priority: int) -> SmPartition:
+    def _make_partition(self, driver: Any, device: Any, resource: Any, priority: int) -> SmPartition:
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-        description = _done(
+        description = check_driver_call(
             driver.cuDevResourceGenerateDesc([resource], 1), "cuDevResourceGenerateDesc"
         )
-        context = _done(driver.cuGreenCtxCreate(description, device, flags), "cuGreenCtxCreate")
+        context = check_driver_call(driver.cuGreenCtxCreate(description, device, flags), "cuGreenCtxCreate")
         self._handles.contexts.append(context)
         kind = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = _done(
+        stream = check_driver_call(
             driver.cuGreenCtxStreamCreate(context, kind, priority), "cuGreenCtxStreamCreate"
         )
         self._handles.streams.append(stream)
@@ -221,7 +221,7 @@ def check_levels(levels: Iterable[int], total_sms: int, capability: tuple[int, i
             )
 
 
-def _done(result: tuple[Any, ...], what: str) -> Any:
+def check_driver_call(result: tuple[Any, ...], what: str) -> Any:
     """The values of a cuda-bindings call. Raises PartitionError if it failed."""
     if int(result[0]):
         raise PartitionError(f"{what} failed: {result[0]}")

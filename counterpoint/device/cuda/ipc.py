@@ -25,7 +25,7 @@ from torch import Tensor
 from counterpoint.kv_transfer.gpu import ROW, GpuKvMemory
 from counterpoint.kv_transfer.transport import TransportError
 
-PIECE_BYTES = 64 << 20
+STAGING_BYTES = 64 << 20
 HANDLE_BYTES = 64
 
 
@@ -71,8 +71,8 @@ class CudaCopier:
         if self.max_rows:
             return
         words = memory.rows_RW.shape[1]
-        self.max_rows = max(1, PIECE_BYTES // memory.page_bytes)
-        self._piece_NW = torch.empty(self.max_rows, words, dtype=ROW, device=self.device)
+        self.max_rows = max(1, STAGING_BYTES // memory.page_bytes)
+        self._staging_NW = torch.empty(self.max_rows, words, dtype=ROW, device=self.device)
         self._rows_2N = torch.empty(2, self.max_rows, dtype=torch.int64, device=self.device)
         self._host_2N = torch.empty(2, self.max_rows, dtype=torch.int64, pin_memory=True)
         self._host_NW = torch.empty(
@@ -138,12 +138,12 @@ class CudaCopier:
         self._host_2N[0, :count] = torch.from_numpy(np.ascontiguousarray(sources))
         self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
         with torch.cuda.stream(self._stream):
-            started = self._mark()
+            started = self._record_event()
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
-            piece_NW = self._piece_NW[:count]
+            piece_NW = self._staging_NW[:count]
             torch.index_select(source_RW, 0, self._rows_2N[0, :count], out=piece_NW)
             target_RW.index_copy_(0, self._rows_2N[1, :count], piece_NW)
-            return started, self._mark()
+            return started, self._record_event()
 
     def wait(self, ticket: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
         ticket[1].synchronize()
@@ -154,10 +154,10 @@ class CudaCopier:
             self._host_2N[0, : len(sources)] = torch.from_numpy(np.ascontiguousarray(sources))
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
             torch.index_select(
-                source_RW, 0, self._rows_2N[0, : len(sources)], out=self._piece_NW[: len(sources)]
+                source_RW, 0, self._rows_2N[0, : len(sources)], out=self._staging_NW[: len(sources)]
             )
-            host_NW.copy_(self._piece_NW[: len(sources)], non_blocking=True)
-            self._mark().synchronize()
+            host_NW.copy_(self._staging_NW[: len(sources)], non_blocking=True)
+            self._record_event().synchronize()
         return host_NW.numpy()
 
     def write_rows(
@@ -168,11 +168,11 @@ class CudaCopier:
             self._host_NW[:count] = torch.from_numpy(content_NW)
             self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
-            self._piece_NW[:count].copy_(self._host_NW[:count], non_blocking=True)
-            target_RW.index_copy_(0, self._rows_2N[1, :count], self._piece_NW[:count])
-            self._mark().synchronize()
+            self._staging_NW[:count].copy_(self._host_NW[:count], non_blocking=True)
+            target_RW.index_copy_(0, self._rows_2N[1, :count], self._staging_NW[:count])
+            self._record_event().synchronize()
 
-    def _mark(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(self._stream)
         return event

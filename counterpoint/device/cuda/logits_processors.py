@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-IN_PROMPT = 1 << 30  # beside the count of a token in the answer
-ELEMENT_BYTES = 9
+PROMPT_FLAG = 1 << 30  # beside the count of a token in the answer
+BYTES_PER_TOKEN = 9
 
 
 class LogitsProcessors:
@@ -29,9 +29,9 @@ class LogitsProcessors:
                 slots, vocab + 1, dtype=torch.int32, device=device
             )  # the last: of all ids from `vocab` on
             self.bias = torch.zeros(slots, vocab, dtype=torch.float32, device=device)
-            self.ends = torch.zeros(slots, vocab, dtype=torch.bool, device=device)
+            self.stop_mask = torch.zeros(slots, vocab, dtype=torch.bool, device=device)
 
-    def open(
+    def init_slot(
         self,
         slot: int,
         tokens_L: Tensor,
@@ -44,29 +44,29 @@ class LogitsProcessors:
         ids_L = tokens_L.long().clamp(max=counts_V.shape[0] - 1)
         answer_L = ids_L[prompt_tokens:]
         counts_V.zero_()
-        counts_V.index_fill_(0, ids_L[:prompt_tokens], IN_PROMPT)
+        counts_V.index_fill_(0, ids_L[:prompt_tokens], PROMPT_FLAG)
         counts_V.index_add_(0, answer_L, torch.ones_like(answer_L, dtype=torch.int32))
         self.bias[slot].zero_().index_add_(0, *bias_N)
-        self.ends[slot].zero_().index_fill_(0, ends_N, True)
+        self.stop_mask[slot].zero_().index_fill_(0, ends_N, True)
 
-    def count(self, slot_B: Tensor, ids_B: Tensor) -> None:
+    def count_tokens(self, slot_B: Tensor, ids_B: Tensor) -> None:
         """These were sampled (an id below 0 was not). Slots are distinct, but for the spare one's."""
         ids_B = ids_B.clamp(min=0)
         self.counts[slot_B, ids_B] += 1
 
-    def adjust(
+    def apply(
         self,
         logits_BV: Tensor,
         slot_B: Tensor,
-        made_B: Tensor,
-        settings: tuple[Tensor, Tensor, Tensor, Tensor],
+        num_generated_B: Tensor,
+        penalties: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
         """Logits as they are to be sampled, of rows that have `made_B` tokens of their answer. `settings`: repetition, presence and
         frequency penalty and min_tokens of each row."""
         vocab = logits_BV.shape[1]
-        repetition_B, presence_B, frequency_B, least_B = settings
+        repetition_B, presence_B, frequency_B, least_B = penalties
         counts_BV = self.counts[slot_B, :vocab]
-        answered_BV = counts_BV & (IN_PROMPT - 1)
+        answered_BV = counts_BV & (PROMPT_FLAG - 1)
         repetition_B1 = repetition_B[:, None]
         repeated_BV = torch.where(
             logits_BV > 0, logits_BV / repetition_B1, logits_BV * repetition_B1
@@ -76,5 +76,5 @@ class LogitsProcessors:
             presence_B[:, None] * (answered_BV > 0) + frequency_B[:, None] * answered_BV
         )
         logits_BV += self.bias[slot_B, :vocab]
-        held_back_BV = self.ends[slot_B, :vocab] & (made_B < least_B)[:, None]
+        held_back_BV = self.stop_mask[slot_B, :vocab] & (num_generated_B < least_B)[:, None]
         return logits_BV.masked_fill_(held_back_BV, -torch.inf)

@@ -27,17 +27,17 @@ from counterpoint.device.cuda.attention import (
     AttentionPlan,
     AttentionPlanner,
     PromptRows,
-    best_planner,
-    decode_by_torch,
+    choose_planner,
+    reference_decode,
 )
 from counterpoint.device.cuda.gemm_autotune import (
     GemmAutotuner,
     Packed,
     Quantise,
-    quantised,
-    scaled,
+    ensure_quantised,
+    scaled_matmul,
 )
-from counterpoint.device.cuda.kernels.layer import MOST_QUANTISED, LayerKernels
+from counterpoint.device.cuda.kernels.layer import MAX_QUANTISED_FEATURES, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError
 from counterpoint.model.fp8 import SIZE_MULTIPLE, ScaledWeight, quantise_rows
 from counterpoint.model.ops import Ops, pack_linear, reference_ops
@@ -59,7 +59,7 @@ def cuda_ops(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
     quantise: bool = False,
-    fixed: bool = False,
+    invariant: bool = False,
 ) -> tuple[Ops, AttentionPlanner]:
     """The record of passes launched one operation after another, and the planner of their prefill attention. `kv_dtype`: of the
     pool (None: `dtype`). `quantise`: the layers' matrices are e4m3, and what is multiplied with them. `fixed`: no sum's order
@@ -71,13 +71,13 @@ def cuda_ops(
             f"device cuda needs Triton, which comes with torch's CUDA builds on Linux: {error}"
         ) from None
     if quantise:
-        refuse_quantisation(spec, dtype)
+        check_quantisable(spec, dtype)
     planner = (
         batch_invariant.InvariantPlanner(spec, device)
-        if fixed
-        else best_planner(spec, dtype, device)
+        if invariant
+        else choose_planner(spec, dtype, device)
     )
-    layer = None if fixed else layer_kernels(spec, dtype, device, units=0, chained=False)
+    layer = None if invariant else layer_kernels(spec, dtype, device, units=0, chained=False)
     gather = (
         functools.partial(triton_kernels.gather_context, dtype=dtype)
         if layer is None
@@ -99,21 +99,21 @@ def cuda_ops(
         return AttentionPlan(
             none,
             none[:, 0],
-            decode_by_torch,
+            reference_decode,
             (PromptRows(0, int(tokens_S.sum()), prefill, context_L),),
         )
 
     record = dataclasses.replace(
         reference_ops(),
         name=f"cuda {str(dtype).removeprefix('torch.')}{' and fp8' * quantise}"
-        + (", batch-invariant" if fixed else f", prefill attention by {planner.name}"),
+        + (", batch-invariant" if invariant else f", prefill attention by {planner.name}"),
         weight_dtype=dtype,
         kv_dtype=dtype if kv_dtype is None else kv_dtype,
         pack_linear=pack_quantised if quantise else pack_linear,
         pack_head=pack_head,
         linear=batch_invariant.linear
-        if fixed
-        else linear_with(quantise_rows if layer is None else layer.quantise),
+        if invariant
+        else make_linear(quantise_rows if layer is None else layer.quantise),
         embed=embed,
         rms_norm=triton_kernels.rms_norm,
         add_rms_norm=triton_kernels.add_rms_norm,
@@ -127,7 +127,7 @@ def cuda_ops(
     return with_layer_kernels(record, layer), planner
 
 
-def decode_ops(record: Ops, layer: LayerKernels | None, products: GemmAutotuner) -> Ops:
+def make_decode_ops(record: Ops, layer: LayerKernels | None, products: GemmAutotuner) -> Ops:
     """The record of a decode place: `record` with the place's own kernels."""
     return dataclasses.replace(with_layer_kernels(record, layer), linear=products.linear)
 
@@ -152,7 +152,7 @@ def layer_kernels(
         return None
 
 
-def refuse_quantisation(spec: ModelSpec, dtype: torch.dtype) -> None:
+def check_quantisable(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError unless this model's matrices can be multiplied in e4m3."""
     if dtype != torch.bfloat16:
         raise ConfigError(
@@ -163,10 +163,10 @@ def refuse_quantisation(spec: ModelSpec, dtype: torch.dtype) -> None:
         ("ffn", spec.ffn),
         ("qkv_features", spec.qkv_features),
     ):
-        if size % SIZE_MULTIPLE or size > MOST_QUANTISED:
+        if size % SIZE_MULTIPLE or size > MAX_QUANTISED_FEATURES:
             raise ConfigError(
                 f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {SIZE_MULTIPLE} up to "
-                f"{MOST_QUANTISED}; leave it out"
+                f"{MAX_QUANTISED_FEATURES}; leave it out"
             )
 
 
@@ -183,11 +183,11 @@ def with_layer_kernels(record: Ops, layer: LayerKernels | None) -> Ops:
     )
 
 
-def linear_with(quantise: Quantise) -> Callable[[Any, Packed], Tensor]:
+def make_linear(quantise: Quantise) -> Callable[[Any, Packed], Tensor]:
     def linear(x: Any, packed: Packed) -> Tensor:
         weight, bias = packed
         if isinstance(weight, ScaledWeight):
-            out = scaled(quantised(x, quantise), weight)
+            out = scaled_matmul(ensure_quantised(x, quantise), weight)
             return out if bias is None else out.add_(bias)
         return F.linear(x, weight, bias)
 

@@ -39,7 +39,7 @@ from counterpoint.model.kv import KVPool
 from counterpoint.spec import ModelSpec
 
 # Rows. Not 448: cuBLAS takes a third longer for them than for 512 on an H200 (14.9 and 11.3 ms; Llama-3.1-8B, bfloat16).
-SIZES = (
+GRAPH_SIZES = (
     16,
     32,
     48,
@@ -50,24 +50,24 @@ SIZES = (
     *range(512, 1025, 64),
     *range(1152, 2049, 128),
 )
-FILL = 128  # the height of a matrix product's tiles: rows up to there cost it nothing
-MOST_PRODUCTS = (
+TILE_ROWS = 128  # the height of a matrix product's tiles: rows up to there cost it nothing
+MAX_MULTIPLICATIONS = (
     2**39
 )  # multiplications in a layer, about: more keep the device busy for longer than it takes to launch the layer
 
 
-def sizes_for(max_pass_tokens: int, spec: ModelSpec) -> tuple[int, ...]:
+def graph_sizes_for(max_pass_tokens: int, spec: ModelSpec) -> tuple[int, ...]:
     """Those of SIZES that passes of up to so many tokens need, as far as graphs help this model: the larger its layers, the fewer
     rows keep the device busy (2,048 of Llama-3.1-8B, 640 of 70B)."""
-    busy = MOST_PRODUCTS // spec.layer_matrix_parameters
-    rows = max(bisect.bisect_right(SIZES, busy), 1)
-    return SIZES[: min(rows, bisect.bisect_left(SIZES, max_pass_tokens) + 1)]
+    busy = MAX_MULTIPLICATIONS // spec.layer_matrix_parameters
+    rows = max(bisect.bisect_right(GRAPH_SIZES, busy), 1)
+    return GRAPH_SIZES[: min(rows, bisect.bisect_left(GRAPH_SIZES, max_pass_tokens) + 1)]
 
 
 def next_larger(rows: int) -> int:
     """To how many rows a pass that is no graph is filled up: a multiple of FILL, beyond 8,192 rows of twice as much, and so on: at
     most 3 % more, from 4,096 on."""
-    step = max(FILL, 1 << max(0, (rows - 1).bit_length() - 6))
+    step = max(TILE_ROWS, 1 << max(0, (rows - 1).bit_length() - 6))
     return -(-rows // step) * step
 
 
@@ -84,7 +84,7 @@ class PrefillPass(Protocol):
     inputs: PassInputs
 
     def run(
-        self, place: StreamPartition, first_layer: int, last_layer: int, only_B: Tensor | None
+        self, place: StreamPartition, first_layer: int, last_layer: int, last_rows_B: Tensor | None
     ) -> Tensor | None:
         """Launch layers [first_layer, last_layer) on the place's stream (which is current). Behind the model's last layer, its
         hidden states: of the rows `only_B`, or of all [T, D]."""
@@ -100,14 +100,14 @@ class EagerPass:
         self.inputs = inputs
         self._decoder = decoder
         self._kv = kv
-        self._batch = tables.batch(inputs)
+        self._batch = tables.make_batch(inputs)
         self._angles = decoder.angles(self._batch)
         self._x_TD = decoder.embed(self._batch)
 
     def run(
-        self, place: StreamPartition, first_layer: int, last_layer: int, only_B: Tensor | None
+        self, place: StreamPartition, first_layer: int, last_layer: int, last_rows_B: Tensor | None
     ) -> Tensor | None:
-        layers = (first_layer, last_layer, self._angles, only_B)
+        layers = (first_layer, last_layer, self._angles, last_rows_B)
         self._x_TD = self._decoder.run_layers(self._x_TD, self._batch, self._kv, *layers)
         return self._x_TD if last_layer == self._decoder.spec.layers else None
 
@@ -119,35 +119,35 @@ class CapturedPass:
     passes: PiecewiseGraphs
     inputs: PassInputs
     size: int  # rows of its graphs
-    seat: GraphBuffers | None = None
-    kept: tuple[Tensor, ...] = ()
+    buffers: GraphBuffers | None = None
+    saved: tuple[Tensor, ...] = ()
 
     def run(
-        self, place: StreamPartition, first_layer: int, last_layer: int, only_B: Tensor | None
+        self, place: StreamPartition, first_layer: int, last_layer: int, last_rows_B: Tensor | None
     ) -> Tensor | None:
         decoder, kv, rows = self.passes.decoder, self.passes.kv, self.size
         ends = last_layer == decoder.spec.layers
         pieces, seat = self.passes.pieces(place, self.size)
-        seat.take(self)
-        x_TD, q_THA, attended_TE = seat.x_RD[:rows], seat.q_RHA[:rows], seat.attended_RE[:rows]
+        seat.acquire(self)
+        x_TD, q_THA, attended_TE = seat.x_RD[:rows], seat.q_RHA[:rows], seat.attention_out_RE[:rows]
         assert isinstance(decoder.ops.attention, Attention)
-        attend = decoder.ops.attention.over_layers(
+        attend = decoder.ops.attention.prepare_layers(
             q_THA, kv.k[first_layer], kv.v[first_layer], self.inputs.plan, attended_TE
         )
         if first_layer == 0:
-            seat.place_2R[:, :rows] = self.inputs.place_2T
+            seat.slot_position_2R[:, :rows] = self.inputs.slot_position_2T
             pieces[0]()
         for index in range(first_layer, last_layer - ends):
             attend(kv.k[index], kv.v[index])
             pieces[index + 1]()
         if not ends:
             return None
-        seat.leave()
-        if only_B is not None and not len(only_B):
+        seat.release()
+        if last_rows_B is not None and not len(last_rows_B):
             return x_TD[:0]
         attend(kv.k[last_layer - 1], kv.v[last_layer - 1])
-        if only_B is not None:
-            x_TD, attended_TE = x_TD[only_B], attended_TE[only_B]
+        if last_rows_B is not None:
+            x_TD, attended_TE = x_TD[last_rows_B], attended_TE[last_rows_B]
         x_TD, ffn_TD = decoder.after_attention(x_TD, attended_TE, last_layer - 1)
         return decoder.ops.add(x_TD, ffn_TD)
 
@@ -156,40 +156,40 @@ class CapturedPass:
 class GraphBuffers:
     """What the pieces of a place read and write, and whose it is just now (nobody's, once that pass is forgotten)."""
 
-    place_2R: Tensor
+    slot_position_2R: Tensor
     kv_rows_R: Tensor
     angles: tuple[Tensor, ...]  # as Ops.rope_angles has them on a GPU: a row for each token
     x_RD: Tensor
     q_RHA: Tensor
-    attended_RE: Tensor
-    sitting: Callable[[], CapturedPass | None] = lambda: None
+    attention_out_RE: Tensor
+    owner: Callable[[], CapturedPass | None] = lambda: None
 
-    def take(self, guest: CapturedPass) -> None:
-        if guest.seat is self:
+    def acquire(self, prefill: CapturedPass) -> None:
+        if prefill.buffers is self:
             return
-        self.clear()
-        if guest.seat is not None:
-            guest.seat.clear()
-        if guest.kept:
-            for buffer, kept in zip(self._lasting, guest.kept, strict=True):
-                buffer[: guest.size] = kept
-        guest.seat, guest.kept, self.sitting = self, (), weakref.ref(guest)
+        self.evict()
+        if prefill.buffers is not None:
+            prefill.buffers.evict()
+        if prefill.saved:
+            for buffer, kept in zip(self._pass_state, prefill.saved, strict=True):
+                buffer[: prefill.size] = kept
+        prefill.buffers, prefill.saved, self.owner = self, (), weakref.ref(prefill)
 
-    def leave(self) -> None:
-        self.sitting = lambda: None
+    def release(self) -> None:
+        self.owner = lambda: None
 
-    def clear(self) -> None:
+    def evict(self) -> None:
         """Whoever sits here takes along what it has computed."""
-        guest = self.sitting()
+        guest = self.owner()
         if guest is not None:
-            guest.kept, guest.seat = (
-                tuple(buffer[: guest.size].clone() for buffer in self._lasting),
+            guest.saved, guest.buffers = (
+                tuple(buffer[: guest.size].clone() for buffer in self._pass_state),
                 None,
             )
-        self.leave()
+        self.release()
 
     @property
-    def _lasting(self) -> tuple[Tensor, ...]:
+    def _pass_state(self) -> tuple[Tensor, ...]:
         return (self.kv_rows_R, *self.angles, self.x_RD, self.q_RHA)
 
 
@@ -200,7 +200,7 @@ class PiecewiseGraphs:
         kv: KVPool,
         tables: DeviceTables,
         driver: Driver,
-        sizes: Sequence[int] = SIZES,
+        sizes: Sequence[int] = GRAPH_SIZES,
     ) -> None:
         """`sizes`: of the graphs, ascending; with none, every pass is launched operation by operation."""
         self.decoder = decoder
@@ -209,19 +209,19 @@ class PiecewiseGraphs:
         self.driver = driver
         self.sizes = tuple(sizes)
         self.capture_s = 0.0
-        self._seats: dict[str, GraphBuffers] = {}
+        self._buffers: dict[str, GraphBuffers] = {}
         self._pieces: dict[tuple[str, int], list[Callable[[], None]]] = {}
 
     @property
-    def count(self) -> int:
+    def num_graphs(self) -> int:
         return sum(len(pieces) for pieces in self._pieces.values())
 
-    def size(self, rows: int) -> int:
+    def pad_rows(self, rows: int) -> int:
         return pad_rows(rows, self.sizes)
 
-    def start(self, inputs: PassInputs) -> PrefillPass:
+    def start_pass(self, inputs: PassInputs) -> PrefillPass:
         """`inputs`: filled up."""
-        size = inputs.place_2T.shape[1]
+        size = inputs.slot_position_2T.shape[1]
         if size in self.sizes:
             return CapturedPass(self, inputs, size)
         return EagerPass(self.decoder, self.kv, self.tables, inputs)
@@ -241,28 +241,28 @@ class PiecewiseGraphs:
         pieces = self._pieces.get((place.name, size))
         if pieces is None:
             began_s = time.perf_counter()
-            with self.driver.on(place.stream), torch.inference_mode():
+            with self.driver.on_stream(place.stream), torch.inference_mode():
                 pieces = self._pieces[place.name, size] = self._capture(place, size)
             self.capture_s += time.perf_counter() - began_s
-        return pieces, self._seats[place.name]
+        return pieces, self._buffers[place.name]
 
     def _capture(self, place: StreamPartition, size: int) -> list[Callable[[], None]]:
-        if place.name not in self._seats:
-            self._seats[place.name] = self._seat()
-        seat = self._seats[place.name]
-        seat.clear()
-        seat.place_2R[0], seat.place_2R[1] = (
-            self.tables.spare_slot,
+        if place.name not in self._buffers:
+            self._buffers[place.name] = self._make_buffers()
+        seat = self._buffers[place.name]
+        seat.evict()
+        seat.slot_position_2R[0], seat.slot_position_2R[1] = (
+            self.tables.padding_slot,
             0,
         )  # a capture runs each piece once
-        seat.attended_RE.zero_()
-        decoder = Decoder(self.decoder.spec, place.ops, self.decoder.weights)
+        seat.attention_out_RE.zero_()
+        decoder = Decoder(self.decoder.spec, place.decode_ops, self.decoder.weights)
         return [
-            self.driver.capture(place.stream, self._piece(decoder, seat, size, n))
+            self.driver.capture(place.stream, self._make_piece(decoder, seat, size, n))
             for n in range(decoder.spec.layers)
         ]
 
-    def _piece(
+    def _make_piece(
         self, decoder: Decoder, seat: GraphBuffers, size: int, index: int
     ) -> Callable[[], None]:
         ops, eps, norm_D = (
@@ -277,15 +277,15 @@ class PiecewiseGraphs:
         )
 
         def begin() -> Tensor:
-            tokens_R, found_R = self.tables.look_up(seat.place_2R[:, :size])
+            tokens_R, found_R = self.tables.lookup_tokens(seat.slot_position_2R[:, :size])
             kv_rows_R.copy_(found_R)
-            for kept, made in zip(angles, self._angles(seat.place_2R[1, :size]), strict=True):
+            for kept, made in zip(angles, self._angles(seat.slot_position_2R[1, :size]), strict=True):
                 kept.copy_(made)
             x_RD.copy_(ops.embed(tokens_R, decoder.weights.embedding_VD))
             return ops.rms_norm(x_RD, norm_D, eps)
 
         def go_on() -> Tensor:
-            ended_RD, ffn_RD = decoder.after_attention(x_RD, seat.attended_RE[:size], index - 1)
+            ended_RD, ffn_RD = decoder.after_attention(x_RD, seat.attention_out_RE[:size], index - 1)
             ended_RD, normed_RD = ops.add_rms_norm(ended_RD, ffn_RD, norm_D, eps)
             if ended_RD.data_ptr() != x_RD.data_ptr():
                 x_RD.copy_(ended_RD)
@@ -305,14 +305,14 @@ class PiecewiseGraphs:
             position_R, weights.inverse_frequencies, weights.rope_scale
         )
 
-    def _seat(self) -> GraphBuffers:
+    def _make_buffers(self) -> GraphBuffers:
         spec, device, most = self.decoder.spec, self.driver.device, self.sizes[-1]
         place_2R = torch.zeros(2, most, dtype=torch.int64, device=device)
         x_RD = self.decoder.ops.embed(place_2R[1], self.decoder.weights.embedding_VD)
         q_RHA = x_RD.new_zeros(most, spec.heads, spec.head_dim)
         attended_RE = x_RD.new_zeros(most, spec.heads * spec.head_dim)
         kv_rows_R = torch.zeros_like(place_2R[0])
-        place_2R[0] = self.tables.spare_slot
+        place_2R[0] = self.tables.padding_slot
         return GraphBuffers(
             place_2R, kv_rows_R, self._angles(place_2R[1]), x_RD, q_RHA, attended_RE
         )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.device_tables import ADJUSTED, DeviceTables
+from counterpoint.device.cuda.device_tables import PROCESSOR_STAGES, DeviceTables
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, tensor_column
 from counterpoint.device.slot_tables import PassRows
@@ -34,8 +34,8 @@ from counterpoint.model.sample import (
 )
 from counterpoint.types import TokenLogprobs
 
-BLOCK = 512  # rows of a prompt's logits at a time
-MOST_TOP = 20  # alternatives that a captured step has of each token
+PROMPT_BLOCK_ROWS = 512  # rows of a prompt's logits at a time
+MAX_TOP_LOGPROBS = 20  # alternatives that a captured step has of each token
 
 
 class SamplingMode(enum.Flag):
@@ -43,60 +43,60 @@ class SamplingMode(enum.Flag):
     outside the graph."""
 
     GREEDY = 0
-    DRAWN = enum.auto()
+    RANDOM = enum.auto()
     FILTERED = enum.auto()  # top-k, top-p
-    ADJUSTED = enum.auto()  # penalties, bias, min_tokens
+    PROCESSED = enum.auto()  # penalties, bias, min_tokens
     LOGPROBS = enum.auto()  # and at most MOST_TOP alternatives
-    ANY = enum.auto()
+    EAGER = enum.auto()
 
 
-IN_GRAPH = (
+GRAPH_STAGES = (
     SamplingStage.DRAW
     | SamplingStage.MIN_P
     | SamplingStage.TOP_K
     | SamplingStage.TOP_P
-    | ADJUSTED
+    | PROCESSOR_STAGES
     | SamplingStage.LOGPROBS
     | SamplingStage.PROMPT_LOGPROBS
 )
 
 
 @functools.cache  # it is asked for every step, and flags are slow
-def tail_for(stages: int) -> SamplingMode:
+def sampling_mode_for(stages: int) -> SamplingMode:
     """`stages`: what any of the rows asks for, as settings.Stage."""
-    if stages & ~int(IN_GRAPH):  # also what this device has never heard of
-        return SamplingMode.ANY
+    if stages & ~int(GRAPH_STAGES):  # also what this device has never heard of
+        return SamplingMode.EAGER
     tail = SamplingMode.GREEDY
     if stages & SamplingStage.DRAW:
-        tail |= SamplingMode.DRAWN | (
+        tail |= SamplingMode.RANDOM | (
             SamplingMode.FILTERED
             if stages & (SamplingStage.TOP_K | SamplingStage.TOP_P)
             else SamplingMode.GREEDY
         )
-    if stages & ADJUSTED:
-        tail |= SamplingMode.ADJUSTED
+    if stages & PROCESSOR_STAGES:
+        tail |= SamplingMode.PROCESSED
     return tail | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else tail
 
 
 def sample_in_graph(
-    logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: SamplingMode
+    logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, mode: SamplingMode
 ) -> Tensor:
     """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
     logits_BV = logits_BV[:, : tables.sampling.vocab]
-    if not tail & (SamplingMode.DRAWN | SamplingMode.ADJUSTED):
+    if not mode & (SamplingMode.RANDOM | SamplingMode.PROCESSED):
         return sample(logits_BV, SamplerInputs())
     temperature_B, top_p_B, min_p_B, *penalties = tables.floats[slot_B].unbind(1)
     top_k_B, seed_B, prompt_tokens_B, min_tokens_B = tables.integers[slot_B].unbind(1)
     made_B = end_B - prompt_tokens_B
     finite_B = logits_BV.sum(1).isfinite()
-    if tail & SamplingMode.ADJUSTED:
+    if mode & SamplingMode.PROCESSED:
         repetition_B, presence_B, frequency_B = penalties
         settings = (repetition_B, presence_B, frequency_B, min_tokens_B)
-        logits_BV = tables.adjustments.adjust(logits_BV, slot_B, made_B, settings)
+        logits_BV = tables.logits_processors.apply(logits_BV, slot_B, made_B, settings)
     ids_B = logits_BV.argmax(1)
-    if tail & SamplingMode.DRAWN:
+    if mode & SamplingMode.RANDOM:
         filters = None
-        if tail & SamplingMode.FILTERED:
+        if mode & SamplingMode.FILTERED:
             every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
             filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
         draws_B = temperature_B > 0
@@ -105,12 +105,12 @@ def sample_in_graph(
         )
         ids_B = torch.where(draws_B, draw_tokens(logits_BV, draw), ids_B)
     ids_B = torch.where(finite_B, ids_B, -1)
-    if tail & SamplingMode.ADJUSTED:
-        tables.adjustments.count(slot_B, ids_B)
+    if mode & SamplingMode.PROCESSED:
+        tables.logits_processors.count_tokens(slot_B, ids_B)
     return ids_B
 
 
-def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
+def sample_eagerly(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
     """Ids by all that the host knows of each slot."""
     settings = tables.sampling
     if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(
@@ -127,7 +127,7 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
         slot_R = rows.slot_B if penalties.rows_R is None else rows.slot_B[penalties.rows_R]
         length = penalties.tokens_RL.shape[1]
         penalties = dataclasses.replace(penalties, tokens_RL=penalties.tokens_RL[:, :0])
-        penalties = on_device(penalties, tables.driver)
+        penalties = upload_tensors(penalties, tables.driver)
         tokens_RL = tables.tokens[:, :length][tables.driver.upload(slot_R.numpy())].long()
         penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
     if draw is not None and draw.filters is not None:
@@ -135,20 +135,20 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
             draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor)
         )
     added, masks, draw = (
-        on_device(part, tables.driver) for part in (choice.logit_bias, choice.masks, draw)
+        upload_tensors(part, tables.driver) for part in (choice.logit_bias, choice.masks, draw)
     )
     return sample(logits_BV, SamplerInputs(penalties, added, masks, draw), settings.vocab)
 
 
-def on_device(value: Any, driver: Driver) -> Any:
+def upload_tensors(value: Any, driver: Driver) -> Any:
     """The same record, its tensors on the device."""
     if isinstance(value, Tensor):
         return driver.upload(value.numpy())
     if isinstance(value, tuple):
-        return tuple(on_device(each, driver) for each in value)
+        return tuple(upload_tensors(each, driver) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: on_device(getattr(value, f.name), driver) for f in dataclasses.fields(value)
+            f.name: upload_tensors(getattr(value, f.name), driver) for f in dataclasses.fields(value)
         }
         return dataclasses.replace(value, **fields)
     return value
@@ -158,7 +158,7 @@ def on_device(value: Any, driver: Driver) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDownload:
+class LogprobsDownload:
     """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
     they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them. `spread`: the tensors
     have all rows of the step, and those of `row` are meant."""
@@ -167,12 +167,12 @@ class SamplingDownload:
     ids_RN: Tensor
     values_RN: Tensor
     top_R: tuple[int, ...]
-    row: tuple[int, ...]
-    spread: bool = False
+    rows: tuple[int, ...]
+    whole_step: bool = False
 
-    def told(self) -> list[TokenLogprobs]:
+    def read(self) -> list[TokenLogprobs]:
         tensors = (self.own_R, self.ids_RN, self.values_RN)
-        own_R, ids_RN, values_RN = (x[list(self.row)] for x in tensors) if self.spread else tensors
+        own_R, ids_RN, values_RN = (x[list(self.rows)] for x in tensors) if self.whole_step else tensors
         lists = (own_R.tolist(), ids_RN.tolist(), values_RN.tolist(), self.top_R)
         return [
             TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top]))
@@ -180,9 +180,9 @@ class SamplingDownload:
         ]
 
 
-def download_chosen(
+def download_logprobs(
     logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: SamplingTables, driver: Driver
-) -> SamplingDownload | None:
+) -> LogprobsDownload | None:
     """Log-probabilities of the sampled ids of the rows that ask."""
     if not settings.stages(rows.slot_B) & SamplingStage.LOGPROBS:
         return None
@@ -192,28 +192,28 @@ def download_chosen(
     own_R, ids_RN, values_RN = map(
         driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab)
     )
-    return SamplingDownload(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
+    return LogprobsDownload(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
 
 
-def spread_chosen(
+def select_logprobs(
     chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: SamplingTables
-) -> SamplingDownload:
+) -> LogprobsDownload:
     """The same from a captured step, whose buffers on the host have all rows: of those that ask."""
     rows = settings.rows[slot_B]
     (asking,) = np.nonzero(rows["stages"] & SamplingStage.LOGPROBS)
-    return SamplingDownload(
-        *chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True
+    return LogprobsDownload(
+        *chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), whole_step=True
     )
 
 
-def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
+def wants_prompt_logprobs(tables: DeviceTables, rows: PassRows) -> bool:
     """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
     return bool(tables.sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
 
 
-def download_prompts(
+def download_prompt_logprobs(
     decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor
-) -> list[SamplingDownload]:
+) -> list[LogprobsDownload]:
     """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
     goes. `x_TD` are the hidden states behind the last layer."""
     settings, driver = tables.sampling, tables.driver
@@ -233,38 +233,38 @@ def download_prompts(
             int(rows.start_S[segment]),
             int(first_S[segment]),
         )
-        for at in range(start, last, BLOCK):
-            end = min(at + BLOCK, last)
+        for at in range(start, last, PROMPT_BLOCK_ROWS):
+            end = min(at + PROMPT_BLOCK_ROWS, last)
             hidden_RD = x_TD[first + at - start : first + end - start]
             logits_RV, ids_R = decoder.head(hidden_RD), tables.tokens[slot, at + 1 : end + 1].long()
             own_R, ids_RN, values_RN = map(
                 driver.download, logprobs(logits_RV, ids_R, top, settings.vocab)
             )
             downloads.append(
-                SamplingDownload(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,))
+                LogprobsDownload(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,))
             )
     return downloads
 
 
 def read_chosen(
-    download: SamplingDownload | None, ids_B: np.ndarray
+    download: LogprobsDownload | None, ids_B: np.ndarray
 ) -> tuple[TokenLogprobs | None, ...]:
     """One entry per sampled row, as StepDone has them."""
     if download is None:
         return ()
     result: list[TokenLogprobs | None] = [None] * len(ids_B)
-    for row, one in zip(download.row, download.told(), strict=True):
+    for row, one in zip(download.rows, download.read(), strict=True):
         result[row] = one if ids_B[row] >= 0 else None
     return tuple(result)
 
 
 def read_prompts(
-    downloads: list[SamplingDownload], segments: int
+    downloads: list[LogprobsDownload], segments: int
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
     """One entry per segment, as StepDone has them."""
     if not downloads:
         return ()
     result: list[tuple[TokenLogprobs, ...] | None] = [None] * segments
     for download in downloads:
-        result[download.row[0]] = (result[download.row[0]] or ()) + tuple(download.told())
+        result[download.rows[0]] = (result[download.rows[0]] or ()) + tuple(download.read())
     return tuple(result)

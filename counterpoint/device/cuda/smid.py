@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 
 SPIN_CYCLES = (
     20_000  # a block stays for about 10 microseconds, so that the next ones go to other SMs
@@ -23,34 +23,34 @@ class SmidProbe:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.launch = load("smid", architecture(device)).counterpoint_smid
+        self.launch = load_library("smid", architecture(device)).counterpoint_smid
         self.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p]
-        self.blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-        self.seen = torch.empty(self.blocks, dtype=torch.int32, device=torch.device("cuda", device))
+        self.num_blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+        self.sm_ids = torch.empty(self.num_blocks, dtype=torch.int32, device=torch.device("cuda", device))
 
-    def eager(self, stream: torch.cuda.Stream) -> frozenset[int]:
+    def measure_eager(self, stream: torch.cuda.Stream) -> frozenset[int]:
         """SM numbers that a plain launch on `stream` uses. Synchronises the stream."""
-        self.seen.fill_(-1)
+        self.sm_ids.fill_(-1)
         torch.cuda.synchronize(self.device)
         self._launch(stream)
         stream.synchronize()
-        return frozenset(self.seen.tolist())
+        return frozenset(self.sm_ids.tolist())
 
-    def graph(self, stream: torch.cuda.Stream) -> frozenset[int]:
+    def measure_graph(self, stream: torch.cuda.Stream) -> frozenset[int]:
         """SM numbers that a graph captured on `stream` uses when it is launched there. Synchronises the stream."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with torch.cuda.graph(graph, stream=stream):
             self._launch(torch.cuda.current_stream(self.device))
-        self.seen.fill_(-1)
+        self.sm_ids.fill_(-1)
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(stream):
             graph.replay()
         stream.synchronize()
-        return frozenset(self.seen.tolist())
+        return frozenset(self.sm_ids.tolist())
 
     def _launch(self, stream: torch.cuda.Stream) -> None:
-        check(
-            self.launch(self.seen.data_ptr(), self.blocks, SPIN_CYCLES, stream.cuda_stream),
+        check_launch(
+            self.launch(self.sm_ids.data_ptr(), self.num_blocks, SPIN_CYCLES, stream.cuda_stream),
             "SM probe",
         )

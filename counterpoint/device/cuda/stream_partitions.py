@@ -25,9 +25,9 @@ class StreamPartition:
     name: str
     stream: Any
     units: int
-    decode: DecodeKernel
-    planner: AttentionPlanner
-    ops: Ops
+    decode_kernel: DecodeKernel
+    prefill_planner: AttentionPlanner
+    decode_ops: Ops
 
 
 class StreamPartitions:
@@ -49,7 +49,7 @@ class StreamPartitions:
         fitting = [size for size in places if size <= units]
         return places[fitting[-1] if fitting else min(places)]
 
-    def of(self, role: Role) -> list[StreamPartition]:
+    def for_role(self, role: Role) -> list[StreamPartition]:
         """All places of a role, the whole device first."""
         places = self._decode if role is Role.DECODE else self._prefill
         return [places[units] for units in reversed(places)]

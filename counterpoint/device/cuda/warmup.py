@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from counterpoint.device.cuda.attention import MOST_GATHERED
+from counterpoint.device.cuda.attention import MAX_GATHERED_TOKENS
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.piecewise_graphs import next_larger
 from counterpoint.device.cuda.stream_partitions import StreamPartition
@@ -37,46 +37,46 @@ from counterpoint.types import (
 log = logging.getLogger(__name__)
 
 LANES = (Lane(0, Role.DECODE), Lane(1, Role.PREFILL))
-IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
-FEW = 2  # tokens of a prompt: one alone is a decode's row
-SHORT = 512  # tokens of the prompts of a large pass, where its rows are what matters
-EVERYTHING = Sampling(
+MAX_IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
+SHORT_PROMPT_TOKENS = 2  # tokens of a prompt: one alone is a decode's row
+PROMPT_TOKENS = 512  # tokens of the prompts of a large pass, where its rows are what matters
+ALL_SAMPLING = Sampling(
     max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias=((0, -1.0),), logprobs=2,
     prompt_logprobs=2,
 )  # fmt: skip
 
 
 def warm_up(
-    make: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
+    make_executor: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
     places: Sequence[tuple[Role, StreamPartition]],
-    tokens: int,
+    max_tokens: int,
 ) -> str:
     """Play all passes in these places; `tokens`: of the largest. What was played, as a note."""
     began_s, inbox = time.perf_counter(), WallClockEventQueue()
-    executor = make(LANES, inbox)
+    executor = make_executor(LANES, inbox)
     player = WarmupRunner(executor, inbox)
     try:
         for role, place in places:
-            for segments, layers in passes(executor, tokens):
-                player.play(role, place, segments, layers)
-        player.wait(0)
-        player.play_sampled(*places[0])
+            for segments, layers in warmup_passes(executor, max_tokens):
+                player.submit(role, place, segments, layers)
+        player.wait_until_at_most(0)
+        player.submit_sampled(*places[0])
     finally:
         executor.close()
-    return f"{player.played} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
+    return f"{player.num_passes} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
 
 
-def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
+def warmup_passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
     """The segments of each pass, and how many layers of it are played. First the largest, so that the others find its memory; then
     those launched operation by operation; then any number of sampled rows behind graphs; then the longest contexts."""
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
-    captured = max(executor.passes.sizes, default=0)
-    for rows in sizes_between(captured, tokens):
-        yield prompts(rows, context if rows == tokens else min(context, SHORT)), 1
+    captured = max(executor.piecewise_graphs.sizes, default=0)
+    for rows in eager_sizes(captured, tokens):
+        yield prompt_segments(rows, context if rows == tokens else min(context, PROMPT_TOKENS)), 1
     for bucket in tables.buckets:
-        decodes = min(bucket, tables.spare_slot, tokens) - 1
-        prompt = min(FEW, tokens - decodes, context)
+        decodes = min(bucket, tables.padding_slot, tokens) - 1
+        prompt = min(SHORT_PROMPT_TOKENS, tokens - decodes, context)
         yield (
             [
                 *(Segment(slot, 0, 1, True) for slot in range(decodes)),
@@ -84,10 +84,10 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
             ],
             layers,
         )
-    yield long_contexts(tokens, context), 1
+    yield long_context_segments(tokens, context), 1
 
 
-def sizes_between(captured: int, tokens: int) -> list[int]:
+def eager_sizes(captured: int, tokens: int) -> list[int]:
     """Numbers of rows of passes that are no graphs, the largest first."""
     sizes, rows = list[int](), captured + 1
     while rows <= tokens:
@@ -96,16 +96,16 @@ def sizes_between(captured: int, tokens: int) -> list[int]:
     return sizes[::-1]
 
 
-def prompts(rows: int, context: int) -> list[Segment]:
+def prompt_segments(rows: int, context: int) -> list[Segment]:
     """So many rows, as prompts as long as a context may be. A slot may have several: nobody reads what they compute."""
     return [Segment(0, 0, min(context, rows - at), False) for at in range(0, rows, context)]
 
 
-def long_contexts(tokens: int, context: int) -> list[Segment]:
+def long_context_segments(tokens: int, context: int) -> list[Segment]:
     """The ends of the longest prompts, as many as are gathered at once."""
-    few = min(FEW, tokens, context)
+    few = min(SHORT_PROMPT_TOKENS, tokens, context)
     return [Segment(0, context - few, few, False)] * max(
-        1, min(MOST_GATHERED // context, tokens // few)
+        1, min(MAX_GATHERED_TOKENS // context, tokens // few)
     )
 
 
@@ -115,38 +115,38 @@ class WarmupRunner:
     def __init__(self, executor: CudaExecutor, inbox: WallClockEventQueue) -> None:
         self.executor = executor
         self.inbox = inbox
-        self.played = 0
-        self._serial = itertools.count(1)
+        self.num_passes = 0
+        self._step_ids = itertools.count(1)
         self._running: dict[int, bool] = {}  # by step: whether its pass is left unfinished
 
-    def play(
+    def submit(
         self, role: Role, place: StreamPartition, segments: Sequence[Segment], layers: int
     ) -> None:
         """Submit the first `layers` layers of a pass, once few enough others are on their way."""
-        self.wait(IN_FLIGHT - 1)
+        self.wait_until_at_most(MAX_IN_FLIGHT - 1)
         lane = next(lane.id for lane in LANES if lane.role is role)
-        number = next(self._serial)
+        number = next(self._step_ids)
         self._running[number] = layers < self.executor.decoder.spec.layers
         work = BatchShape(prefill_tokens=sum(segment.tokens for segment in segments))
         self.executor.submit(
             Step(number, lane, number, 0, layers, place.units, tuple(segments), work)
         )
-        self.played += 1
+        self.num_passes += 1
 
-    def play_sampled(self, role: Role, place: StreamPartition) -> None:
+    def submit_sampled(self, role: Role, place: StreamPartition) -> None:
         """A pass of which everything is asked that can be asked of a token."""
-        tokens = min(FEW, self.executor.tables.tokens.shape[1] - 1)
-        self.executor.submit(InitSlot(0, (0,) * tokens, tokens, (), EVERYTHING))
-        self.play(
+        tokens = min(SHORT_PROMPT_TOKENS, self.executor.tables.tokens.shape[1] - 1)
+        self.executor.submit(InitSlot(0, (0,) * tokens, tokens, (), ALL_SAMPLING))
+        self.submit(
             role,
             place,
-            [Segment(0, 0, tokens, True, (self.executor.tables.spare_page,))],
+            [Segment(0, 0, tokens, True, (self.executor.tables.padding_page,))],
             self.executor.decoder.spec.layers,
         )
-        self.wait(0)
+        self.wait_until_at_most(0)
         self.executor.submit(FreeSlot(0))
 
-    def wait(self, few: int) -> None:
+    def wait_until_at_most(self, few: int) -> None:
         """Until no more than so many are on their way."""
         while len(self._running) > few:
             got = self.inbox.get()

@@ -19,12 +19,12 @@ from typing import Literal
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 from counterpoint.model.fp8 import FP8, KV_SCALE
 
 Layout = Literal["HND", "NHD"]
 TILE_TOKENS = 16
-MOST_SEQS = 4096
+MAX_SEQS = 4096
 FP8_CAPABILITY = (8, 9)  # the first that converts e4m3
 ENTRY_EXTRA = 16  # floats of a partial result beside its G * D accumulators
 
@@ -86,9 +86,9 @@ class DecodeAttention:
         cache: Path | None = None,
     ) -> None:
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        refuse_shape(heads, kv_heads, head_dim, dtype, kv_dtype)
-        if max_seqs > MOST_SEQS:
-            raise ValueError(f"max_seqs is {max_seqs}: this kernel takes {MOST_SEQS} at most")
+        check_shape(heads, kv_heads, head_dim, dtype, kv_dtype)
+        if max_seqs > MAX_SEQS:
+            raise ValueError(f"max_seqs is {max_seqs}: this kernel takes {MAX_SEQS} at most")
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.kv_dtype = (
             heads,
             kv_heads,
@@ -106,7 +106,7 @@ class DecodeAttention:
         roomy = capability[0] in (9, 10)  # 227 KiB of shared memory to an SM, not about 100
         warps = 12 if roomy else 6
         flags = [f"-DWARPS={warps}", f"-DWITH_FP8={int(capability >= FP8_CAPABILITY)}"]
-        library = load("attention", architecture(device), flags=flags, cache=cache)
+        library = load_library("attention", architecture(device), flags=flags, cache=cache)
         self._launch = library.counterpoint_decode_attention
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         group = heads // kv_heads
@@ -150,10 +150,10 @@ class DecodeAttention:
         the same for both). q and out: [S, H, D] with contiguous heads. Raises ValueError for a tensor that doesn't fit.
         """
         out = torch.empty_like(q_SHD) if out_SHD is None else out_SHD
-        self.over_layers(q_SHD, k_pool, v_pool, tables_SP, lengths_S, out)(k_pool, v_pool)
+        self.prepare_layers(q_SHD, k_pool, v_pool, tables_SP, lengths_S, out)(k_pool, v_pool)
         return out
 
-    def over_layers(
+    def prepare_layers(
         self,
         q_SHD: torch.Tensor,
         k_pool: torch.Tensor,
@@ -164,7 +164,7 @@ class DecodeAttention:
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The same for the pools of one layer after another, which are all as these are, on the stream that is current now.
         Checking and filling in the arguments costs the host more than the launch, and is done once. Raises ValueError as above."""
-        self._refuse(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
+        self._check_tensors(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
         if not q_SHD.shape[0]:
             return lambda k_pool, v_pool: None
         args = _AttentionArgs.from_buffer_copy(self._args)
@@ -191,11 +191,11 @@ class DecodeAttention:
 
         def attend(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
             args.k, args.v = k_pool.data_ptr(), v_pool.data_ptr()
-            check(launch(where, stream), "decode attention")
+            check_launch(launch(where, stream), "decode attention")
 
         return attend
 
-    def _refuse(
+    def _check_tensors(
         self,
         q: torch.Tensor,
         out: torch.Tensor,
@@ -213,7 +213,7 @@ class DecodeAttention:
                 or x.stride(0) % 2
             ):
                 raise ValueError(
-                    f"{name} must be {self.dtype} [S, {self.heads}, {self.head_dim}] with contiguous heads: {_text(x)}"
+                    f"{name} must be {self.dtype} [S, {self.heads}, {self.head_dim}] with contiguous heads: {describe_tensor(x)}"
                 )
         if out.shape != q.shape or q.shape[0] > self.max_seqs:
             raise ValueError(
@@ -228,11 +228,11 @@ class DecodeAttention:
             if not fits or x.shape[0] * x.stride(0) * x.itemsize >= 2**36:
                 raise ValueError(
                     f"{name} must be {self.kv_dtype} {self.layout} with {self.kv_heads} heads of {self.head_dim}, a multiple of "
-                    f"{TILE_TOKENS} tokens to a page, rows of 16-byte alignment, under 64 GiB: {_text(x)}"
+                    f"{TILE_TOKENS} tokens to a page, rows of 16-byte alignment, under 64 GiB: {describe_tensor(x)}"
                 )
         if k.shape != v.shape or k.stride() != v.stride():
             raise ValueError(
-                f"k_pool and v_pool must have one shape and strides: {_text(k)} and {_text(v)}"
+                f"k_pool and v_pool must have one shape and strides: {describe_tensor(k)} and {describe_tensor(v)}"
             )
         if (
             tables.dtype != torch.int32
@@ -241,17 +241,17 @@ class DecodeAttention:
             or tables.stride(1) != 1
         ):
             raise ValueError(
-                f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: {_text(tables)}"
+                f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: {describe_tensor(tables)}"
             )
         if (
             lengths.dtype != torch.int32
             or lengths.shape != q.shape[:1]
             or not lengths.is_contiguous()
         ):
-            raise ValueError(f"lengths_S must be contiguous int32 [{q.shape[0]}]: {_text(lengths)}")
+            raise ValueError(f"lengths_S must be contiguous int32 [{q.shape[0]}]: {describe_tensor(lengths)}")
 
 
-def refuse_shape(
+def check_shape(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Raise ValueError unless the kernel has this model's attention shape."""
@@ -269,5 +269,5 @@ def refuse_shape(
         )
 
 
-def _text(x: torch.Tensor) -> str:
+def describe_tensor(x: torch.Tensor) -> str:
     return f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}"

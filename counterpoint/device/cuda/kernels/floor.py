@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 
 
 class FilterFloor:
     """Raises KernelError if the kernel can't be built."""
 
     def __init__(self, device: int = 0, cache: Path | None = None) -> None:
-        self._launch = load("floor", architecture(device), cache=cache).counterpoint_filter_floor
+        self._launch = load_library("floor", architecture(device), cache=cache).counterpoint_filter_floor
         pointer = ctypes.c_void_p
         self._launch.argtypes = [
             pointer,
@@ -49,7 +49,7 @@ class FilterFloor:
                 floor_F.data_ptr(),
                 stream,
             )
-            check(
+            check_launch(
                 self._launch(x_FV.data_ptr(), x_FV.stride(0), *x_FV.shape, *pointers),
                 "filter floor",
             )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 from counterpoint.model.fp8 import FP8, ScaledWeight
 
 MAX_ROWS = 128
@@ -45,7 +45,7 @@ class _GemmArgs(ctypes.Structure):  # struct Args of gemm.cu
     ]
 
 
-def fit(n: int, sms: int, m: int) -> Tile:
+def fit_tile(n: int, sms: int, m: int) -> Tile:
     """The tile that makes the busiest of `sms` SMs load the fewest rows for a weight of n rows.
 
     An SM loads, for each of its tiles, the tile's weight rows and the m rows of x again: cost = tiles per SM x (rows + m).
@@ -103,14 +103,14 @@ class SkinnyGemm:
     def tile(self, n: int, m: int) -> Tile:
         """The tile used for a weight of n rows and m rows of x."""
         if (n, m) not in self._tiles:
-            self._tiles[n, m] = fit(n, self.sms, m)
+            self._tiles[n, m] = fit_tile(n, self.sms, m)
         return self._tiles[n, m]
 
     def __call__(self, x_MK: Rows, w_NK: Rows, out_MN: torch.Tensor | None = None) -> torch.Tensor:
         """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
         fp8 = isinstance(w_NK, ScaledWeight)
-        x, x_scale = plain(x_MK)
-        w, w_scale = plain(w_NK)
+        x, x_scale = values_and_scales(x_MK)
+        w, w_scale = values_and_scales(w_NK)
         (m, k), n = x.shape, w.shape[0]
         out = x.new_empty(m, n, dtype=torch.bfloat16) if out_MN is None else out_MN
         dtype = FP8 if fp8 else torch.bfloat16
@@ -150,12 +150,12 @@ class SkinnyGemm:
             chained=int(self.chained),
         )
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        check(self._kernel(tile.height, fp8)(ctypes.byref(args), stream), "skinny GEMM")
+        check_launch(self._kernel(tile.height, fp8)(ctypes.byref(args), stream), "skinny GEMM")
         return out
 
     def _kernel(self, height: int, fp8: bool) -> Callable[[Any, Any], int]:
         if (height, fp8) not in self._launches:
-            library = load(
+            library = load_library(
                 "gemm",
                 self._arch,
                 headers={"wgmma.cuh": wgmma_header(height, fp8)},
@@ -167,7 +167,7 @@ class SkinnyGemm:
         return self._launches[height, fp8]
 
 
-def plain(rows: Rows) -> tuple[torch.Tensor, int | None]:
+def values_and_scales(rows: Rows) -> tuple[torch.Tensor, int | None]:
     """The matrix, and where the scales of its rows are, if it has them."""
     if isinstance(rows, ScaledWeight):
         return rows.values_RK, rows.scale_R.data_ptr()

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 from counterpoint.model.fp8 import FP8, KV_SCALE, ScaledWeight
 
 HEAD_DIMS = (64, 128, 256)
-MOST_FEATURES = 16384  # of a norm's row
-MOST_QUANTISED = 32768  # features of a row that is quantised
+MAX_FEATURES = 16384  # of a norm's row
+MAX_QUANTISED_FEATURES = 32768  # features of a row that is quantised
 FEW_ROWS = (1, 2, 4)
 FEW_BYTES = 200 * 1024  # of the rows together
 
@@ -82,7 +82,7 @@ class LayerKernels:
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}: these kernels take bfloat16 or float16")
-        if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MOST_FEATURES:
+        if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MAX_FEATURES:
             raise ValueError(
                 f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8"
             )
@@ -94,7 +94,7 @@ class LayerKernels:
             "units": units,
         }
         self._common |= {"k_scale": KV_SCALE, "v_scale": KV_SCALE}
-        library = load("layer", architecture(device), cache=cache)
+        library = load_library("layer", architecture(device), cache=cache)
         names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_append", "gather", "few_rows")
         names += ("add_rms_norm_quantised", "quantise", "silu_mul_quantised")
         self._launches = {name: getattr(library, f"counterpoint_{name}") for name in names}
@@ -142,7 +142,7 @@ class LayerKernels:
         """Of at most MOST_QUANTISED features, a multiple of 8."""
         x_RK = x_RK.contiguous()
         rows = self._scaled(x_RK, *x_RK.shape)
-        self._run("quantise", x_RK.shape[0], x=x_RK.data_ptr(), size=x_RK.shape[1], **into(rows))
+        self._run("quantise", x_RK.shape[0], x=x_RK.data_ptr(), size=x_RK.shape[1], **output_pointers(rows))
         return rows
 
     def add_rms_norm_quantised(
@@ -152,13 +152,13 @@ class LayerKernels:
         rows, size = x_TD.shape
         normed = self._scaled(x_TD, rows, size)
         inputs = {"x": x_TD.data_ptr(), "weight": weight_D.data_ptr(), "y": delta_TD.data_ptr()}
-        self._run("add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **into(normed))
+        self._run("add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **output_pointers(normed))
         return x_TD, normed
 
     def silu_mul_quantised(self, x_T2F: Tensor) -> ScaledWeight:
         rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
         gated = self._scaled(x_T2F, rows, size)
-        self._run("silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **into(gated))
+        self._run("silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **output_pointers(gated))
         return gated
 
     @staticmethod
@@ -248,8 +248,8 @@ class LayerKernels:
             args = _LayerArgs(count=count, **fields, **self._common)
             # As torch's own generated code asks; torch.cuda.current_stream takes ten times as long.
             stream = torch._C._cuda_getCurrentRawStream(self._device)
-            check(self._launches[name](ctypes.byref(args), stream), name)
+            check_launch(self._launches[name](ctypes.byref(args), stream), name)
 
 
-def into(rows: ScaledWeight) -> dict[str, int]:
+def output_pointers(rows: ScaledWeight) -> dict[str, int]:
     return {"y8": rows.values_RK.data_ptr(), "scales": rows.scale_R.data_ptr()}

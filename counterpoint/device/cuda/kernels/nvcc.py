@@ -36,7 +36,7 @@ def architecture(device: int) -> str:
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def load(
+def load_library(
     name: str,
     arch: str,
     *,
@@ -74,7 +74,7 @@ def load(
         return ctypes.CDLL(str(built))
 
 
-def check(code: int, what: str) -> None:
+def check_launch(code: int, what: str) -> None:
     """Raise KernelError unless `code`, a cudaError_t, is success."""
     if code:
         raise KernelError(f"{what}: {torch.cuda.CudaError(code)}")
