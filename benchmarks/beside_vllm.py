@@ -135,7 +135,9 @@ def measure(engine: CounterpointEngine | VllmProcess, name: str, chance: random.
     first_s = engine.run_s(random_prompts(count, length, chance), 1)
     if tokens == 1:
         return count * length / first_s
-    return (engine.run_s(random_prompts(count, length, chance), tokens) - first_s) / (tokens - 1) * 1e3
+    return (
+        (engine.run_s(random_prompts(count, length, chance), tokens) - first_s) / (tokens - 1) * 1e3
+    )
 
 
 def main() -> None:
@@ -155,7 +157,10 @@ def main() -> None:
     peer = VllmProcess(args.model, args.vllm_env)
     version = peer.read_reply()
     print(f"{version} is ready after {time.perf_counter() - began_s:.0f} s", flush=True)
-    engines: dict[str, CounterpointEngine | VllmProcess] = {"ours": CounterpointEngine(args.model), "vLLM": peer}
+    engines: dict[str, CounterpointEngine | VllmProcess] = {
+        "ours": CounterpointEngine(args.model),
+        "vLLM": peer,
+    }
     print(f"both are ready after {time.perf_counter() - began_s:.0f} s", flush=True)
     chance = random.Random(1)
     for engine in engines.values():

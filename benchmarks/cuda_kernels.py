@@ -183,7 +183,9 @@ def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
     torch.cuda.synchronize()
     table = {}
     for name, part in parts.items():
-        time = time_interleaved({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)["mm"]
+        time = time_interleaved({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)[
+            "mm"
+        ]
         table[name] = {"peak TFLOP/s": 2 * 8192 * 4096 * 4096 / time / 1e9}
     return table
 
@@ -207,7 +209,9 @@ def time_attention(
     return table
 
 
-def attention_fp8(parts: dict[str, SmPartition], problem: AttentionProblem) -> dict[str, dict[str, float]]:
+def attention_fp8(
+    parts: dict[str, SmPartition], problem: AttentionProblem
+) -> dict[str, dict[str, float]]:
     problem.kv = [to_fp8(kv) for kv in problem.kv]
     problem.bytes //= 2
     sets, some = len(problem.kv), sorted({0, problem.batch // 2, problem.batch - 1})
@@ -233,7 +237,9 @@ def attention_fp8(parts: dict[str, SmPartition], problem: AttentionProblem) -> d
     return table
 
 
-def attention_times(parts: dict[str, SmPartition], problem: AttentionProblem) -> dict[str, dict[str, float]]:
+def attention_times(
+    parts: dict[str, SmPartition], problem: AttentionProblem
+) -> dict[str, dict[str, float]]:
     sets = len(problem.kv)
     some = sorted({0, problem.batch // 2, problem.batch - 1})
     reference = problem.reference(0, some)
@@ -313,7 +319,10 @@ def time_gemms(
             x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
             reference = x.float() @ weights[0].float().T
             for name, part in parts.items():
-                runs = {"cublas": make_cublas_matmul(x, weights), "ours": make_our_matmul(x, weights, part)}
+                runs = {
+                    "cublas": make_cublas_matmul(x, weights),
+                    "ours": make_our_matmul(x, weights, part),
+                }
                 outs = {
                     label: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
                     for label in runs
@@ -323,7 +332,9 @@ def time_gemms(
                     with torch.cuda.stream(part.stream):
                         run(0, outs[label])
                     part.stream.synchronize()
-                    check_output(f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3)
+                    check_output(
+                        f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3
+                    )
                 calls = 2 * sets
                 graphs = {
                     label: capture_calls(bind_output(run, outs[label], sets), calls, part.stream)

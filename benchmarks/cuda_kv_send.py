@@ -242,7 +242,11 @@ def main() -> None:
     for tokens in args.tokens:
         for group in args.groups:
             alone, beside = [
-                column_medians([sender.measure_prefill(tokens, group, sends) for _ in range(args.times + 1)][1:])
+                column_medians(
+                    [sender.measure_prefill(tokens, group, sends) for _ in range(args.times + 1)][
+                        1:
+                    ]
+                )
                 for sends in (False, True)
             ]
             slower = 100 * (beside["prefill ms"] / alone["prefill ms"] - 1)

@@ -53,7 +53,9 @@ def peak_flops(part: SmPartition, rows: int = 8192, size: int = 4096) -> tuple[f
     x8, w8 = quantise_rows(x), quantise_rows(w)
     torch.cuda.synchronize()
     times = time_interleaved(
-        {"bf16": lambda _: torch.mm(x, w.T), "fp8": lambda _: scaled_matmul(x8, w8)}, part.stream, rounds=7
+        {"bf16": lambda _: torch.mm(x, w.T), "fp8": lambda _: scaled_matmul(x8, w8)},
+        part.stream,
+        rounds=7,
     )
     flops = 2 * rows * size * size
     return flops / times["bf16"] * 1e3, flops / times["fp8"] * 1e3
@@ -98,7 +100,7 @@ def decode_read_bytes(bench: StepBench, batch: int, context: int) -> int:
 def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, float]]:
     """A prefill pass taken apart: each kind of operation of all layers, one kind after the other, on the whole device, over and
     over for as long as some passes take, so that the card is as warm as in a pass. `MHz`, `W`: clock and power meanwhile."""
-    spec, place = bench.device.spec, bench.device.stream_partitions.for_role(Role.PREFILL)[0]
+    spec, partition = bench.device.spec, bench.device.stream_partitions.for_role(Role.PREFILL)[0]
     flops = {
         "qkv": spec.hidden * spec.qkv_features,
         "output": spec.heads * spec.head_dim * spec.hidden,
@@ -107,10 +109,10 @@ def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, flo
         "attention": (tokens + 1) * spec.heads * spec.head_dim,
     }
     result: dict[str, dict[str, float]] = {}
-    with torch.cuda.stream(place.stream), torch.inference_mode():
-        kinds, over = make_operations(bench, place, tokens)
+    with torch.cuda.stream(partition.stream), torch.inference_mode():
+        kinds, over = make_operations(bench, partition, tokens)
         for name, run in kinds.items():
-            took_s, seen = time_repeated(run, place.stream)
+            took_s, seen = time_repeated(run, partition.stream)
             rate = (
                 {"TFLOP/s": 2 * tokens * spec.layers * flops[name] / took_s / 1e12}
                 if name in flops
@@ -130,7 +132,7 @@ def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, flo
 
 
 def make_operations(
-    bench: StepBench, place: StreamPartition, tokens: int
+    bench: StepBench, partition: StreamPartition, tokens: int
 ) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
     """Each kind of operation of a prefill pass, through all layers; and what to call when it is over."""
     device, spec, ops, weights = (
@@ -143,7 +145,10 @@ def make_operations(
     device.tables.upload_pending(segments)
     batch = device.tables.make_batch(
         device.tables.make_inputs(
-            make_pass_rows(segments), place.prefill_planner, place.decode_kernel, device.piecewise_graphs.pad_rows
+            make_pass_rows(segments),
+            partition.prefill_planner,
+            partition.decode_kernel,
+            device.piecewise_graphs.pad_rows,
         )
     )
     angles, x = device.decoder.angles(batch), device.decoder.embed(batch)

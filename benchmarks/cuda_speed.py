@@ -27,7 +27,14 @@ from typing import Any
 import torch
 
 from benchmarks.cuda_limits import ceilings, decode_read_bytes, decode_floor_s, parts_table
-from benchmarks.cuda_steps import GREEDY, PREFILL_SLOT, StepBench, PowerMeter, StepRecorder, print_table
+from benchmarks.cuda_steps import (
+    GREEDY,
+    PREFILL_SLOT,
+    StepBench,
+    PowerMeter,
+    StepRecorder,
+    print_table,
+)
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import EngineLimits
@@ -154,11 +161,11 @@ def products_table(
     result: dict[str, Any] = {}
     kinds, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
     for units in (total, *(total - level for level in levels)):
-        place = bench.device.stream_partitions.choose(Role.PREFILL, units)
+        partition = bench.device.stream_partitions.choose(Role.PREFILL, units)
         ways = {
             "as it is": by_cublas,
             "told": by_cublas_limited(units),
-            "chosen": lambda x, w, place=place: place.decode_ops.linear(x, (w, None)),
+            "chosen": lambda x, w, partition=partition: partition.decode_ops.linear(x, (w, None)),
         }
         for rows in sizes:
             row = result.setdefault(f"{rows} rows, {units} SMs", {})
@@ -169,7 +176,7 @@ def products_table(
                         same[0].dtype
                     )
                     row[f"{way}: ms"] += (
-                        time_in_graph_ms(product, x, same[:4], place.stream) / 4 * bench.layers
+                        time_in_graph_ms(product, x, same[:4], partition.stream) / 4 * bench.layers
                     )
                     torch.cuda.empty_cache()
     print_table("products of all layers", result)
@@ -424,7 +431,10 @@ def main() -> None:
         "power limit W": PowerMeter().limit_w,
         "torch": torch.__version__,
         "ops": device.decoder.ops.name,
-        "graphs": {"count": device.decode_graphs.num_graphs, "seconds": device.decode_graphs.capture_s},
+        "graphs": {
+            "count": device.decode_graphs.num_graphs,
+            "seconds": device.decode_graphs.capture_s,
+        },
         "graphs of passes": {
             "count": device.piecewise_graphs.num_graphs,
             "seconds": device.piecewise_graphs.capture_s,
@@ -437,7 +447,9 @@ def main() -> None:
         "decode": lambda: decode_table(bench, args.levels, cases),
         "sampling": lambda: sampling_table(bench),
         "prefill": lambda: prefill_table(bench, args.levels, args.tokens),
-        "parts": lambda: print_and_return("a prefill pass of 4096 tokens, taken apart", parts_table(bench)),
+        "parts": lambda: print_and_return(
+            "a prefill pass of 4096 tokens, taken apart", parts_table(bench)
+        ),
         "groups": lambda: groups_table(bench),
         "small": lambda: small_table(bench, SMALL_PASSES),
         "products": lambda: products_table(bench, (16, *args.levels, 64)),

@@ -190,7 +190,9 @@ class StepBench:
             + 2 * spec.vocab * spec.hidden
         )
 
-    def measure_prefill_s(self, tokens: int, units: int, group: int | None = None, times: int = 3) -> float:
+    def measure_prefill_s(
+        self, tokens: int, units: int, group: int | None = None, times: int = 3
+    ) -> float:
         took = []
         for _ in range(times + 1):
             dones = self.run_steps(self.prefill_steps(tokens, units, group or self.layers))

@@ -32,7 +32,7 @@ def made() -> tuple[Small, list[Tensor]]:
         max_size=60,
     )
 )
-def test_nobody_has_what_another_has(asked):
+def test_allocated_blocks_never_overlap(asked):
     slabs, _ = made()
     held: list[tuple[Tensor, bool]] = []  # and whether it is borrowed
     for number, (what, size) in enumerate(asked):
@@ -53,7 +53,7 @@ def held_offset(block: Tensor) -> int:
     return block.untyped_storage().data_ptr() % 256
 
 
-def test_what_was_given_back_is_taken_before_anything_new():
+def test_freed_blocks_are_reused():
     slabs, got = made()
     for _ in range(100):
         blocks = [slabs.alloc(size) for size in (1, 300, 1000)]
@@ -62,12 +62,15 @@ def test_what_was_given_back_is_taken_before_anything_new():
     assert len(got) == 1, "three blocks of 256, 512 and 1,024 bytes fit one slab of 4,096"
 
 
-def test_more_than_a_slab_is_got_by_itself():
+def test_a_large_block_gets_its_own_slab():
     slabs, got = made()
-    assert len(slabs.alloc_permanent(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
+    assert len(slabs.alloc_permanent(10_000)) == 10_240 and [len(piece) for piece in got] == [
+        4096,
+        10_240,
+    ]
 
 
-def test_a_slab_that_was_got_in_inference_mode_is_written_in_any():
+def test_slabs_are_writable_in_and_outside_inference_mode():
     slabs, _ = made()
     with torch.inference_mode():
         slabs.alloc_permanent(4000)

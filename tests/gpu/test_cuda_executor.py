@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, EngineService, make_parts, random_requests, rig
+from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, make_parts, rig
+from cuda_service import EngineService, random_requests
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
 from counterpoint.device.cuda.attention import reference_decode
@@ -75,14 +76,14 @@ def wanted() -> list[int]:
 # ---------------------------------------------------------------- passes
 
 
-def test_greedy_answer(wanted: list[int]):
+def test_greedy_tokens_equal_the_reference(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
         assert tokens_of(r.generate(0, len(PROMPT), 12)) == wanted
 
 
 @pytest.mark.parametrize("units", [2, 4] if not HAS_GPU else [16, 32])
-def test_greedy_answer_in_a_partition(wanted: list[int], units: int):
+def test_greedy_tokens_in_a_partition_equal_the_reference(wanted: list[int], units: int):
     with rig() as r:
         r.open(0, PROMPT)
         dones = r.generate(0, len(PROMPT), 12, units=units)
@@ -90,7 +91,7 @@ def test_greedy_answer_in_a_partition(wanted: list[int], units: int):
         assert {done.units for done in dones[1:]} == {units}
 
 
-def test_a_prefill_in_layer_groups_whose_place_changes(wanted: list[int]):
+def test_layer_groups_may_move_between_partitions(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
         pages = tuple(range(10, 14))
@@ -100,13 +101,13 @@ def test_a_prefill_in_layer_groups_whose_place_changes(wanted: list[int]):
                 [Segment(0, 0, len(PROMPT), True, pages)],
                 lane=1,
                 layers=(first, first + 1),
-                batch=99,
+                pass_id=99,
                 units=units,
             )
         assert list(r.wait(step).tokens) == wanted[:1]
 
 
-def test_a_prompt_in_chunks(wanted: list[int]):
+def test_chunked_prompt_equals_the_reference(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
         r.run([Segment(0, 0, 13, False, (5, 9, 2))], lane=1)
@@ -114,7 +115,7 @@ def test_a_prompt_in_chunks(wanted: list[int]):
         assert list(r.run([Segment(0, 14, len(PROMPT) - 14, True)], lane=1).tokens) == wanted[:1]
 
 
-def test_decodes_and_a_chunk_in_one_pass(wanted: list[int]):
+def test_mixed_pass_equals_the_reference(wanted: list[int]):
     with rig() as r:
         for slot in (0, 1):
             r.open(slot, PROMPT)
@@ -129,7 +130,7 @@ def test_decodes_and_a_chunk_in_one_pass(wanted: list[int]):
         assert last.tokens[1] == wanted[0]
 
 
-def test_two_steps_ahead_of_the_host(wanted: list[int]):
+def test_steps_queued_ahead_of_the_host_decode_correctly(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
         length = len(PROMPT)
@@ -142,7 +143,7 @@ def test_two_steps_ahead_of_the_host(wanted: list[int]):
         assert [r.wait(step).tokens[0] for step in steps] == wanted[1:9]
 
 
-def test_a_shared_prefix(wanted: list[int]):
+def test_shared_prefix_pages_are_reused(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
         r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1)
@@ -153,7 +154,7 @@ def test_a_shared_prefix(wanted: list[int]):
         r.submit(DiscardPass(1234))  # of a pass that is over
 
 
-def test_a_batch_of_odd_size_with_neighbours(wanted: list[int]):
+def test_padded_batch_equals_the_reference(wanted: list[int]):
     with rig() as r:
         for slot in range(5):
             r.open(slot, PROMPT[slot:])
@@ -188,7 +189,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_request_is_sampled_alike_alone_and_in_company(name: str):
+def test_sampling_is_the_same_alone_and_in_a_batch(name: str):
     """In one pass with others it takes another way of sampling, and must get the same tokens."""
     with rig() as r:
         r.open(0, PROMPT, SETTINGS[name])
@@ -208,7 +209,7 @@ def test_a_request_is_sampled_alike_alone_and_in_company(name: str):
     assert all(token < VOCAB for token in got)
 
 
-def test_logprobs_are_those_of_the_reference(wanted: list[int]):
+def test_logprobs_equal_the_reference(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT, Sampling(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=1))
         dones = r.generate(0, len(PROMPT), 4)
@@ -241,19 +242,29 @@ def test_a_row_without_finite_logits_fails_alone(wanted: list[int]):
         assert done.tokens == (wanted[1], -1)
 
 
-def test_every_way_of_sampling_has_its_tail():
+def test_every_sampling_stage_has_its_mode():
     assert sampling_mode_for(SamplingStage.NONE) is SamplingMode.GREEDY
-    assert sampling_mode_for(SamplingStage.TOP_K) is SamplingMode.GREEDY  # of rows that are not drawn
+    assert (
+        sampling_mode_for(SamplingStage.TOP_K) is SamplingMode.GREEDY
+    )  # of rows that are not drawn
     assert sampling_mode_for(SamplingStage.DRAW | SamplingStage.MIN_P) is SamplingMode.RANDOM
     assert (
         sampling_mode_for(SamplingStage.DRAW | SamplingStage.TOP_P)
         == SamplingMode.RANDOM | SamplingMode.FILTERED
     )
     for stage in (SamplingStage.PENALTIES, SamplingStage.BIAS, SamplingStage.MIN_TOKENS):
-        assert sampling_mode_for(SamplingStage.DRAW | stage) == SamplingMode.RANDOM | SamplingMode.PROCESSED
+        assert (
+            sampling_mode_for(SamplingStage.DRAW | stage)
+            == SamplingMode.RANDOM | SamplingMode.PROCESSED
+        )
         assert sampling_mode_for(stage) is SamplingMode.PROCESSED
-    assert sampling_mode_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS) is SamplingMode.LOGPROBS
-    assert sampling_mode_for(1 << 40) is SamplingMode.EAGER, "what a graph does not know is done outside"
+    assert (
+        sampling_mode_for(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS)
+        is SamplingMode.LOGPROBS
+    )
+    assert sampling_mode_for(1 << 40) is SamplingMode.EAGER, (
+        "what a graph does not know is done outside"
+    )
 
 
 HARD = Sampling(
@@ -271,7 +282,7 @@ HARD = Sampling(
 
 
 @pytest.mark.parametrize("sampling", [*SETTINGS.values(), HARD], ids=[*SETTINGS, "everything"])
-def test_a_graph_samples_as_the_host_would(sampling: Sampling):
+def test_graph_sampling_equals_eager_sampling(sampling: Sampling):
     """More alternatives than a graph has send a row through the host's settings: the same tokens, the same log-probabilities."""
     answers = []
     for top in (3, MAX_TOP_LOGPROBS + 1):
@@ -285,7 +296,7 @@ def test_a_graph_samples_as_the_host_would(sampling: Sampling):
         assert one.top_ids == other.top_ids[:3] and len(other.top_ids) == MAX_TOP_LOGPROBS + 1
 
 
-def test_a_request_that_begins_with_a_decode():
+def test_request_that_starts_with_a_decode_uses_its_settings():
     """Its cache came from elsewhere: the step that decodes is the first to hear of the slot's settings."""
     with rig() as r:
         r.open(0, PROMPT, HARD)
@@ -298,7 +309,7 @@ def test_a_request_that_begins_with_a_decode():
         assert list(done.tokens) == whole[1:2] and done.logprobs[0] is not None
 
 
-def test_what_was_counted_is_forgotten_with_its_request():
+def test_penalty_state_is_reset_between_requests():
     """A slot that had penalties, a bias and held-back ends is given to a request that asks for none, beside one that does; and a
     request that comes back with a part of its answer is counted on from there."""
     plain = Sampling(max_tokens=9, temperature=0.0)
@@ -330,22 +341,24 @@ def test_what_was_counted_is_forgotten_with_its_request():
 # ---------------------------------------------------------------- failures and choices
 
 
-def test_a_failing_step_says_so_and_the_next_runs(wanted: list[int]):
+def test_failed_step_reports_its_error_and_the_next_runs(wanted: list[int]):
     with rig() as r:
         r.open(0, PROMPT)
-        done = r.wait(r.submit_step([Segment(0, 0, 8, False, (0, 1, 2))], lane=1, layers=(2, 4), batch=77))
+        done = r.wait(
+            r.submit_step([Segment(0, 0, 8, False, (0, 1, 2))], lane=1, layers=(2, 4), pass_id=77)
+        )
         assert "no hidden states" in done.error and not done.tokens
         assert (
             list(r.run([Segment(0, 0, len(PROMPT), True, (0, 1, 2))], lane=1).tokens) == wanted[:1]
         )
 
 
-def test_a_prompt_longer_than_the_table_is_refused():
+def test_prompt_longer_than_the_table_is_rejected():
     with rig() as r, pytest.raises(ValueError, match="do not fit"):
         r.open(0, [1] * (TINY.max_context_tokens + 1))
 
 
-def test_times_are_in_order():
+def test_step_times_are_ordered():
     with rig() as r:
         r.open(0, PROMPT)
         before_s = r.inbox.clock()
@@ -356,31 +369,31 @@ def test_times_are_in_order():
     assert before_s - 1e-3 <= times[0] and times[-1] <= after_s
 
 
-def test_a_place_is_never_larger_than_granted():
-    def place(name: str, units: int) -> StreamPartition:
+def test_a_partition_is_never_larger_than_granted():
+    def make_partition(name: str, units: int) -> StreamPartition:
         return StreamPartition(f"{name} {units}", None, units, reference_decode, None, None)  # pyright: ignore[reportArgumentType]
 
-    places = StreamPartitions(
-        {n: place("decode", n) for n in (16, 32, 132)},
-        {n: place("prefill", n) for n in (100, 116, 132)},
+    stream_partitions = StreamPartitions(
+        {n: make_partition("decode", n) for n in (16, 32, 132)},
+        {n: make_partition("prefill", n) for n in (100, 116, 132)},
     )
-    assert [places.choose(Role.DECODE, n).units for n in (132, 131, 32, 20, 8)] == [
+    assert [stream_partitions.choose(Role.DECODE, n).units for n in (132, 131, 32, 20, 8)] == [
         132,
         32,
         32,
         16,
         16,
     ]
-    assert [places.choose(Role.PREFILL, n).units for n in (132, 116, 110, 50)] == [
+    assert [stream_partitions.choose(Role.PREFILL, n).units for n in (132, 116, 110, 50)] == [
         132,
         116,
         100,
         100,
     ]
-    assert places.choose(Role.BOTH, 132).name == "prefill 132"
+    assert stream_partitions.choose(Role.BOTH, 132).name == "prefill 132"
 
 
-def test_buckets_hold_every_batch():
+def test_buckets_cover_every_batch_size():
     for most in (1, 3, 64, 256, 300, 1000):
         sizes = buckets_for(most)
         assert (
@@ -422,7 +435,7 @@ def truth() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", policies(132 if HAS_GPU else 8))
 @pytest.mark.parametrize("pages", [256, 30], ids=["much memory", "little memory"])
-def test_answers_do_not_depend_on_the_policy(truth: dict[str, list[int]], name: str, pages: int):
+def test_tokens_do_not_depend_on_the_policy(truth: dict[str, list[int]], name: str, pages: int):
     parts = make_parts(pages=pages)
     service = EngineService(parts, policies(parts.units)[name], overlap=HAS_GPU)
     for round in ("cold", "with prefix hits"):

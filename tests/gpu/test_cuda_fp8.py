@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, rig
 from test_cuda_executor import reference_logits, tokens_of
-from test_cuda_gpu import LLAMA, random_tensor, relative_error, layer_kernels
+from test_cuda_gpu import LLAMA, layer_kernels, random_tensor, relative_error
 
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 from counterpoint.model.ops import Ops, reference_ops
@@ -23,7 +23,9 @@ SIXTEEN = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(
     ("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 28672), (5, 16384)]
 )
-def test_quantising_kernels(dtype: torch.dtype, chained: bool, rows: int, size: int):
+def test_quantising_kernels_equal_the_plain_quantiser(
+    dtype: torch.dtype, chained: bool, rows: int, size: int
+):
     kernels = layer_kernels(dtype, min(size, 16384), 128, chained)
     x = random_tensor(rows, size, dtype=dtype) * 7
     x[0, : size // 2] = 0
@@ -52,7 +54,7 @@ def same(a, b) -> bool:
     ) and torch.equal(a.scale_R, b.scale_R)
 
 
-def test_a_row_that_is_not_finite_stays_alone():
+def test_a_non_finite_row_does_not_affect_others():
     kernels = layer_kernels(torch.bfloat16, 512, 128, True)
     x = random_tensor(3, 512, dtype=torch.bfloat16)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
@@ -67,7 +69,9 @@ def test_a_row_that_is_not_finite_stays_alone():
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("by", ["CUDA", "Triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (5, 5, 128)])
-def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int):
+def test_an_e4m3_pool_holds_the_rounded_kv(
+    dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int
+):
     """What is written is the rounded K and V, and nothing beside it; what is gathered is what was written."""
     from counterpoint.device.cuda import triton_kernels
     from counterpoint.device.cuda.attention import reference_decode
@@ -107,7 +111,9 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
     q = random_tensor(len(lengths), heads, size, dtype=dtype)
     truth = reference_decode(q.float().cpu(), k.float().cpu(), v.float().cpu(), tables, lengths)
     assert (
-        relative_error(triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth)
+        relative_error(
+            triton_kernels.decode_attention(q, k, v, tables.cuda(), lengths.cuda(), 132), truth
+        )
         < 1e-2
     )
 
@@ -117,7 +123,9 @@ def test_a_pool_of_e4m3(dtype: torch.dtype, by: str, heads: int, kv_heads: int, 
 @pytest.mark.parametrize(
     "spec", [LLAMA, dataclasses.replace(LLAMA, head_dim=64, kv_heads=8)], ids=["128", "64"]
 )
-def test_tokens_are_best_or_nearly(spec, kv_dtype: torch.dtype | None, quantise: bool):
+def test_fp8_tokens_are_near_the_best_of_the_reference(
+    spec, kv_dtype: torch.dtype | None, quantise: bool
+):
     """A token that is not the best of a float32 reference with the same quantiser must be near it: within a quarter of a deviation
     of the logits, as bfloat16 alone is (test_cuda_gpu), with a cache of e4m3; within three quarters where products are quantised,
     because activations that bfloat16 has rounded fall on other numbers of e4m3 now and then. And within one deviation of the

@@ -8,7 +8,8 @@ import random
 
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, LEVELS, PAGE, TINY, VOCAB, EngineService, make_parts, random_requests, rig
+from cuda_rig import GREEDY, HAS_GPU, LEVELS, PAGE, TINY, VOCAB, make_parts, rig
+from cuda_service import EngineService, random_requests
 from test_cuda_executor import PROMPT, greedy_by_reference, reference_logits, tokens_of
 
 from counterpoint.config import Config, ConfigError
@@ -46,7 +47,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (37, 4096), (300, 960)])
-def test_norms_and_activation(dtype: torch.dtype, rows: int, size: int):
+def test_triton_norms_and_activation_equal_the_reference(dtype: torch.dtype, rows: int, size: int):
     from counterpoint.device.cuda import triton_kernels
 
     truth = reference_ops()
@@ -58,7 +59,9 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, size: int):
     weight = random_tensor(size, dtype=dtype)
     cpu = [t.float().cpu() for t in (x, delta, weight, gates)]
     assert (
-        relative_error(triton_kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5))
+        relative_error(
+            triton_kernels.rms_norm(x, weight, 1e-5), truth.rms_norm(cpu[0], cpu[2], 1e-5)
+        )
         < BOUND[dtype]
     )
     assert relative_error(triton_kernels.silu_mul(gates), truth.silu_mul(cpu[3])) < BOUND[dtype]
@@ -75,7 +78,7 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, size: int):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (32, 8, 128), (6, 2, 24)]
 )
-def test_rope_append_gather_and_decode(
+def test_triton_rope_append_gather_and_decode_equal_the_reference(
     dtype: torch.dtype, by_head: bool, heads: int, kv_heads: int, size: int
 ):
     from counterpoint.device.cuda import triton_kernels
@@ -130,7 +133,7 @@ def layer_kernels(dtype: torch.dtype, hidden: int, head_dim: int, chained: bool)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 8192), (37, 960), (65, 64), (2, 16384)])
-def test_layer_kernels_norms_and_activation(
+def test_layer_kernel_norms_and_activation_equal_the_reference(
     dtype: torch.dtype, chained: bool, rows: int, size: int
 ):
     kernels, truth = layer_kernels(dtype, size, 64, chained), reference_ops()
@@ -159,7 +162,7 @@ def test_layer_kernels_norms_and_activation(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 1, 256), (5, 5, 128)]
 )
-def test_layer_kernels_rope_append_and_gather(
+def test_layer_kernel_rope_append_and_gather_equal_the_reference(
     dtype: torch.dtype, normed: bool, by_head: bool, heads: int, kv_heads: int, size: int
 ):
     from counterpoint.device.cuda.ops import rope_angles
@@ -199,16 +202,21 @@ def test_layer_kernels_rope_append_and_gather(
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 576), (17, 8)])
-def test_products_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int):
+def test_few_row_products_equal_the_reference(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int
+):
     kernels = layer_kernels(dtype, 512, 64, True)
-    x, weight = random_tensor(rows, inputs, dtype=dtype), random_tensor(outputs, inputs, dtype=dtype)
+    x, weight = (
+        random_tensor(rows, inputs, dtype=dtype),
+        random_tensor(outputs, inputs, dtype=dtype),
+    )
     got = kernels.few_rows(x, weight)
     assert relative_error(got, x.float().cpu() @ weight.float().cpu().T) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("units", [16, 132])
-def test_every_measured_product_is_right(units: int):
-    from counterpoint.device.cuda.gemm_autotune import PREFILL_PROBES, DECODE_PROBES, GemmAutotuner
+def test_every_tuned_product_equals_the_reference(units: int):
+    from counterpoint.device.cuda.gemm_autotune import DECODE_PROBES, PREFILL_PROBES, GemmAutotuner
 
     kernels = layer_kernels(torch.bfloat16, 512, 64, True)
     products = GemmAutotuner(units, kernels, torch.device("cuda", 0), chained=True)
@@ -218,13 +226,15 @@ def test_every_measured_product_is_right(units: int):
     for rows in (1, 2, 3, 4, 7, 64, 100, 128, 200, 256, 700, 1024, 1500):
         x = random_tensor(rows, 1024, dtype=torch.bfloat16)
         truth = x.float().cpu() @ weights[0][0].float().cpu().T
-        assert relative_error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]
+        assert (
+            relative_error(products.linear(x, (weights[0][0], None)), truth) < BOUND[torch.bfloat16]
+        )
         for name, product in products.candidates(weights[0][0], rows).items():
             assert relative_error(product(x, weights[0][0]), truth) < BOUND[torch.bfloat16], name
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 300), (7, 32003), (64, 128256)])
-def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
+def test_the_filter_floor_equals_sorting(rows: int, vocab: int):
     from counterpoint.device.cuda.kernels.floor import FilterFloor
     from counterpoint.model.sample import filter_floor
 
@@ -253,7 +263,7 @@ def test_the_filter_floor_is_the_sorts(rows: int, vocab: int):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_in_float32(name: str):
+def test_a_model_family_equals_the_reference_in_float32(name: str):
     spec = FAMILIES[name]
     with rig(spec=spec) as r:
         r.open(0, PROMPT, GREEDY)
@@ -267,7 +277,7 @@ def test_a_family_in_float32(name: str):
     [LLAMA, dataclasses.replace(LLAMA, head_dim=64, heads=8, kv_heads=1), TINY],
     ids=["128", "64", "16"],
 )
-def test_sixteen_bits_choose_tokens_that_are_best_or_nearly(dtype: torch.dtype, spec: ModelSpec):
+def test_16_bit_tokens_are_near_the_best_of_the_reference(dtype: torch.dtype, spec: ModelSpec):
     """Through FlashInfer and the frugal kernel where they have the shape. A token that is not the reference's best must be within
     rounding of it."""
     prompt = [7 * n % VOCAB for n in range(1, 300)][: spec.max_context_tokens - 60]
@@ -295,7 +305,7 @@ class MovingSplit(Multiplex):
         return super().next_batch(lane, state, now)
 
 
-def test_aborts_and_moving_splits():
+def test_tokens_survive_aborts_and_moving_splits():
     """No leak, no wrong answer, no illegal access."""
     arrivals = random_requests(400, max_prompt_tokens=150)
     chance = random.Random(1)
@@ -336,7 +346,7 @@ def config(**flags) -> Config:
     )
 
 
-def test_the_whole_start():
+def test_open_cuda_makes_a_device_that_decodes():
     from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.device.event_queue import WallClockEventQueue
     from counterpoint.spec.source import resolve_model
@@ -362,7 +372,7 @@ EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 @pytest.mark.parametrize("flags", [{}, EIGHT_BITS], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("policy", ["serial", "chunked", "multiplex", "auto"])
-def test_the_built_system_answers(policy: str, flags: dict[str, str]):
+def test_the_built_system_generates_under_every_policy(policy: str, flags: dict[str, str]):
     from counterpoint import build
     from counterpoint.core.loop import run
     from counterpoint.device.event_queue import WallClockEventQueue
@@ -391,7 +401,7 @@ def test_the_built_system_answers(policy: str, flags: dict[str, str]):
     assert all(len(answers[a.id]) <= a.sampling.max_tokens and answers[a.id] for a in arrivals)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers():
+def test_config_errors_state_the_numbers():
     from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.spec.source import resolve_model
 
@@ -410,7 +420,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
         open_cuda(config(policy="multiplex", split=13), source, lambda _: None)
 
 
-def test_segments_are_not_confused_by_reuse():
+def test_a_reused_slot_keeps_no_old_state():
     """A slot closed and opened again has none of its old tokens or pages."""
     with rig() as r:
         r.open(0, PROMPT)

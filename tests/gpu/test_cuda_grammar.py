@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, StepRig, EngineService, make_parts, random_requests, rig
+from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, StepRig, make_parts, rig
+from cuda_service import EngineService, random_requests
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
 from counterpoint.device.cuda.sampling import SamplingMode, sampling_mode_for
@@ -56,7 +57,7 @@ def said(device: StepRig, slot: int, sampling: Sampling, count: int) -> list[int
     return [token for done in dones for token in done.tokens]
 
 
-def test_a_mask_is_outside_the_graph():
+def test_grammar_sampling_is_eager():
     assert (
         sampling_mode_for(SamplingStage.GRAMMAR) is SamplingMode.EAGER
         and sampling_mode_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
@@ -79,7 +80,7 @@ def test_a_mask_is_outside_the_graph():
         },
     ],
 )
-def test_an_answer_obeys(device: StepRig, how: dict):
+def test_the_output_matches_its_grammar(device: StepRig, how: dict):
     tokens = said(
         device, 0, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8
     )
@@ -89,7 +90,7 @@ def test_an_answer_obeys(device: StepRig, how: dict):
     )
 
 
-def test_in_company(device: StepRig):
+def test_grammars_in_one_batch_do_not_affect_each_other(device: StepRig):
     """Two bound to different things, one free, one that cannot be followed, in one step: each gets what it gets alone."""
     samplings = [
         Sampling(max_tokens=16, temperature=0.0, grammar=from_regex("[0-9]{6,}")),
@@ -122,7 +123,7 @@ def test_in_company(device: StepRig):
     )
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(device: StepRig):
+def test_the_grammar_continues_a_partial_output(device: StepRig):
     sampling = Sampling(
         max_tokens=16, temperature=0.0, grammar=from_choice(["abcdefgh", "hgfedcba"])
     )
@@ -179,7 +180,7 @@ def truth() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", policies(UNITS))
 @pytest.mark.parametrize("pages", [256, 20], ids=["much memory", "little memory"])
-def test_answers_obey_under_every_policy(truth: dict[str, list[int]], name: str, pages: int):
+def test_grammars_hold_under_every_policy(truth: dict[str, list[int]], name: str, pages: int):
     found, preemptions = answers(policies(UNITS)[name], pages)
     assert found == truth
     assert preemptions or pages == 256

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, TINY, EngineService, make_parts, random_requests
+from cuda_rig import HAS_GPU, TINY, make_parts
+from cuda_service import EngineService, random_requests
 from msgspec import structs
 
 from counterpoint.config import Config
@@ -32,9 +33,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(130, 200), (4096, 1024), (1024, 14336)])
-def test_a_row_of_a_product_has_the_same_bits_among_any(
-    dtype: torch.dtype, outputs: int, inputs: int
-):
+def test_product_bits_do_not_depend_on_the_batch(dtype: torch.dtype, outputs: int, inputs: int):
     from counterpoint.device.cuda.batch_invariant import matmul
 
     x, weight = drawn(300, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
@@ -53,7 +52,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 2, 16), (6, 2, 24), (8, 1, 64), (32, 8, 128)]
 )
-def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(
+def test_attention_bits_are_equal_in_decode_prefill_and_chunk(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ):
     from counterpoint.device.cuda.batch_invariant import InvariantPlanner, decode_attention
@@ -80,7 +79,9 @@ def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(
 
     whole = prefilled(planner.plan((300, 97), contexts), q, k, v)
     lengths = torch.arange(312, 612, dtype=torch.int32, device="cuda")
-    each = decode_attention(q[:300], k_pages, v_pages, table[:1].expand(300, -1).contiguous(), lengths)
+    each = decode_attention(
+        q[:300], k_pages, v_pages, table[:1].expand(300, -1).contiguous(), lengths
+    )
     assert (
         error(each, reference_decode(q[:300], k_pages, v_pages, table[:1].expand(300, -1), lengths))
         < BOUND[dtype]
@@ -109,7 +110,7 @@ def asked(logprobs: int | None) -> list[AddRequest]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_answers_are_the_same_to_the_bit_on_a_gpu(dtype: torch.dtype):
+def test_outputs_are_bitwise_equal_under_every_policy(dtype: torch.dtype):
     parts = make_parts(pages=160, slots=16, dtype=dtype, invariant=True)
     service = EngineService(parts, Serial(400, parts.units), slots=16, max_pass_tokens=400)
     truth = {}
@@ -137,7 +138,7 @@ def test_answers_are_the_same_to_the_bit_on_a_gpu(dtype: torch.dtype):
     parts.close()
 
 
-def test_a_batch_invariant_device_answers():
+def test_open_cuda_supports_batch_invariant():
     from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.spec.source import resolve_model
 

@@ -88,7 +88,7 @@ def untied(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: list[Any], name: str):
+def test_pool_outputs_equal_a_single_engine(running: dict[str, Pool], truth: list[Any], name: str):
     pool = running[name]
 
     def tried() -> bool:
@@ -113,7 +113,7 @@ def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: lis
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_killed_worker_leaves_nothing_with_the_other(
+def test_a_killed_worker_leaves_no_state_on_the_other(
     running: dict[str, Pool], truth: list[Any], victim: str
 ):
     pool = running["cuda-ipc"]
@@ -151,9 +151,7 @@ def test_a_killed_worker_leaves_nothing_with_the_other(
     )
 
 
-def test_layers_go_by_themselves_and_whole_prompts_otherwise(
-    running: dict[str, Pool], truth: list[Any], folder: Path
-):
+def test_kv_granularity_follows_the_flag(running: dict[str, Pool], truth: list[Any], folder: Path):
     """The last test: the two pools end here, and leave their timelines."""
     for name in ("layers", "cuda-ipc"):
         assert running[name].stop() == 0

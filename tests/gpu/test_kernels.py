@@ -28,7 +28,7 @@ GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tenso
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(32, 3, 128), (72, 8, 128), (32, 8, 96), (8, 0, 64)]
 )
-def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, head_dim):
+def test_unsupported_attention_shapes_are_rejected(heads, kv_heads, head_dim):
     with pytest.raises((ValueError, ZeroDivisionError)):
         check_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
 
@@ -36,7 +36,7 @@ def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, hea
 @pytest.mark.parametrize("sms", [8, 16, 24, 32, 48, 64, 100, 132])
 @pytest.mark.parametrize("n", [4096, 6144, 28672, 128256])
 @pytest.mark.parametrize("m", [1, 64, 128])
-def test_the_fitted_tile_keeps_every_sm_within_a_tenth_of_its_share(n, sms, m):
+def test_the_fitted_tile_balances_sms_within_a_tenth(n, sms, m):
     tile = fit_tile(n, sms, m)
     rows = tile.rows(m > 64)
     assert tile.height % 8 == 0 and 32 <= tile.height <= 256
@@ -207,7 +207,7 @@ class TestAttention:
         [[1], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9],
         ids=str,
     )
-    def test_a_cache_of_e4m3(self, partitions, sms, lengths):
+    def test_e4m3_cache_in_every_partition(self, partitions, sms, lengths):
         self.run(partitions, sms, lengths, kv=FP8)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -215,7 +215,7 @@ class TestAttention:
     @pytest.mark.parametrize(
         ("heads", "kv_heads"), [(8, 8), (9, 3), (14, 2), (8, 1), (5, 1), (12, 12), (64, 8)]
     )
-    def test_every_shape_of_e4m3(self, partitions, heads, kv_heads, layout, dtype):
+    def test_every_e4m3_shape(self, partitions, heads, kv_heads, layout, dtype):
         for sms in (8, 132):
             self.run(partitions, sms, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8)
         self.run(
@@ -228,7 +228,7 @@ class TestAttention:
         self.run(partitions, 32, UNEVEN, page_tokens=page_tokens, layout="HND")
 
     @pytest.mark.parametrize("sms", [24, 132])
-    def test_a_graph_follows_lengths(self, partitions, sms):
+    def test_a_graph_follows_changed_lengths(self, partitions, sms):
         longest = [2000] * 20
         cache = Cache(longest, 8, 128, torch.bfloat16, "HND")
         q = torch.randn(20, 32, 128, device="cuda").to(torch.bfloat16)
@@ -273,7 +273,7 @@ class TestAttention:
         torch.cuda.synchronize()
         assert_close(out, cache.reference(q), ATTENTION_BOUND[torch.bfloat16], "large scores")
 
-    def test_tensors_that_do_not_fit_are_refused(self, partitions):
+    def test_tensors_that_do_not_fit_are_rejected(self, partitions):
         cache = Cache([20, 3], 2, 128, torch.bfloat16, "HND")
         q = torch.randn(2, 8, 128, device="cuda").to(torch.bfloat16)
         kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=1)

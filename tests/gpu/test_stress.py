@@ -13,7 +13,8 @@ import random
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, LEVELS, TINY, VOCAB, CudaParts, EngineService, make_parts
+from cuda_rig import HAS_GPU, LEVELS, TINY, VOCAB, CudaParts, make_parts
+from cuda_service import EngineService
 from test_cuda_gpu import LLAMA
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
@@ -75,7 +76,9 @@ def run_service(
 ) -> EngineService:
     """The service when all have ended. A `share` is aborted: at once, or after some tokens."""
     chance = random.Random(7)
-    service = EngineService(parts, policy, slots=SLOTS, max_pass_tokens=MAX_PASS_TOKENS, overlap=overlap)
+    service = EngineService(
+        parts, policy, slots=SLOTS, max_pass_tokens=MAX_PASS_TOKENS, overlap=overlap
+    )
     service.abort_after = {a.id: chance.randrange(8) for a in arrivals if chance.random() < share}
     events = [
         event
@@ -89,7 +92,7 @@ def run_service(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-def test_ten_thousand_requests_while_the_split_moves():
+def test_tokens_survive_ten_thousand_requests_and_moving_splits():
     """No answer but the right one, no page lost, no memory taken that was not there before. How attention is cut depends on the
     partition, so sums differ in the last bits, and of a hundred thousand tokens drawn one or two stand so near a border that they
     fall on the other side: at most one answer in a thousand may."""
@@ -98,7 +101,9 @@ def test_ten_thousand_requests_while_the_split_moves():
     truth = run_service(
         parts, Serial(MAX_PASS_TOKENS, parts.units, depth=2), arrivals, 0.0, 300, False
     ).answers
-    service = run_service(parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals, 0.3, 300, HAS_GPU)
+    service = run_service(
+        parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals, 0.3, 300, HAS_GPU
+    )
     assert all(finish is not FinishReason.ERROR for finish in service.finishes.values())
     other = []
     for arrive in arrivals:
@@ -115,7 +120,9 @@ def test_ten_thousand_requests_while_the_split_moves():
     )
     if HAS_GPU:
         held, graphs = torch.cuda.memory_allocated(), parts.decode_graphs.num_graphs
-        run_service(parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals[:2000], 0.3, 300, HAS_GPU)
+        run_service(
+            parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals[:2000], 0.3, 300, HAS_GPU
+        )
         taken, made = torch.cuda.memory_allocated() - held, parts.decode_graphs.num_graphs - graphs
         assert taken < (1 + made) << 20, (
             f"{taken} bytes more after 2,000 requests of the same kind, {made} graphs among them"

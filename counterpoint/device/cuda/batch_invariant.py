@@ -1,15 +1,17 @@
-"""Products and attention whose sums run in one order, whatever shares the pass: for --batch-invariant. In Triton.
+"""Batch-invariant matrix products and attention in Triton, for --batch-invariant.
 
-Owns: one kernel for all matrix products and one for all attention, each with one tile size. Promises: what a row comes to depends
-on that row and its own context alone: not on the rows beside it, how a prompt was cut, which rows are decodes, or the SMs.
-So no sum is split: K runs in blocks from first to last; keys run in blocks of BLOCK counted from position 0, and a block that a
-query does not see leaves its sums as they are, exactly (times exp(0), plus 0).
-Must not: be imported where Triton is not; choose anything by rows, lengths or units.
+Owns: one kernel for all matrix products and one for all attention, each with one tile size.
+Promises: a row's result depends only on that row and its context: not on the batch, on how a prompt
+was chunked, on which rows are decodes, or on the SMs. No sum is split: K runs in blocks from first
+to last; keys run in blocks of BLOCK from position 0. A block that a query does not see leaves its
+sums exactly unchanged (times exp(0), plus 0). Must not: be imported without Triton; choose anything
+by rows, lengths or units.
 
-What that costs: cuBLAS, FlashInfer and the kernels for few SMs stay unused, and a long context of a lone request is read by as many
-SMs as there are KV heads.
+Cost: cuBLAS, FlashInfer and the kernels for few SMs are not used. A single request's long context
+is read by only as many SMs as there are KV heads.
 
-Shapes: R rows, K inputs, N outputs; T tokens, B decodes, L context tokens, I tiles, H query heads, A head size.
+Shapes: R rows, K inputs, N outputs; T tokens, B decodes, L context tokens, I tiles, H query heads,
+A head size.
 """
 
 # Pyright does not know Triton's builtins inside kernels.
@@ -99,8 +101,9 @@ def attention_kernel(
     PAGED: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile: `count` queries from row `first` on, at consecutive positions from `position` on, for one KV head. Its context is
-    row `owner` of the block table (PAGED), or begins at row `owner` of K and V."""
+    """One tile: `count` queries from row `first`, at consecutive positions from `position`, of one
+    KV head. Its context is row `owner` of the block table (PAGED), or starts at row `owner` of K
+    and V."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     first = tl.load(first_ptr + tile).to(tl.int64)
@@ -155,8 +158,8 @@ def tiled_attention(
     page_tokens: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[T, H * A], in `out` if given. `tiles`: first row, count, position and owner of each, int32 [I]; `strides` of a page, a token
-    and a head."""
+    """[T, H * A], in `out` if given. `tiles`: first row, count, position and owner of each, int32
+    [I]. `strides`: of a page, a token and a head."""
     heads, size = q_THA.shape[1:]
     kv_heads = k.shape[-2]
     out = q_THA.new_empty(q_THA.shape[0], heads * size) if out is None else out
@@ -174,7 +177,7 @@ def tiled_attention(
 def decode_attention(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
-    """A DecodeKernel (attend.py)."""
+    """A DecodeKernel (attention.py)."""
     row_B = torch.arange(q_BHA.shape[0], dtype=torch.int32, device=q_BHA.device)
     tiles = row_B, torch.ones_like(row_B), length_B - 1, row_B
     page, token, head = k_pages.stride()[:3]
@@ -189,19 +192,21 @@ class InvariantPrefill:
 
     def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
         token, head = k_LKA.stride()[:2]
-        tiled_attention(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA)
+        tiled_attention(
+            q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA
+        )
 
     def close(self) -> None:
         pass
 
 
 class InvariantPlanner:
-    """Prefill by the kernel that decodes, over the context in one piece."""
+    """Prefill by the kernel that also decodes, over the gathered context."""
 
     name = "one kernel"
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        """Raises ValueError if the heads of a group do not fit into a tile."""
+        """Raises ValueError if a KV head's query heads do not fit a tile."""
         self._queries = TILE // triton.next_power_of_2(spec.heads // spec.kv_heads)
         if not self._queries:
             raise ValueError(

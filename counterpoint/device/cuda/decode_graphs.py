@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: one per place, batch bucket and way of sampling.
+"""Decode steps as CUDA graphs: one per stream partition, batch bucket and sampling mode.
 
-Owns: the graphs and the buffers through which they are fed. Promises: a step of any batch is one upload, one launch and one
-download; a graph is captured on its place's own stream, which is what decides its SMs; captured when first needed, or all at start.
-Must not: know a request.
+Owns: the graphs and their input and output buffers. Promises: a step of any batch size is one
+upload, one graph launch and one download. A graph is captured on its partition's stream, which
+determines its SMs, either at start or when first needed. Must not: know a request.
 
-A batch is filled up to its bucket with rows of the spare slot: they compute, and nobody reads what they compute.
+A batch is padded to its bucket with rows of the padding slot, whose results nobody reads.
 
 Shapes: B rows of the bucket, P pages of a block-table row, V vocabulary.
 """
@@ -22,7 +22,12 @@ from torch import Tensor
 from counterpoint.device.cuda.attention import AttentionPlan
 from counterpoint.device.cuda.device_tables import DeviceTables
 from counterpoint.device.cuda.driver import Driver
-from counterpoint.device.cuda.sampling import MAX_TOP_LOGPROBS, SamplingMode, sample_in_graph, sampling_mode_for
+from counterpoint.device.cuda.sampling import (
+    MAX_TOP_LOGPROBS,
+    SamplingMode,
+    sample_in_graph,
+    sampling_mode_for,
+)
 from counterpoint.device.cuda.stream_partitions import StreamPartition
 from counterpoint.model.batch import PassTensors
 from counterpoint.model.decoder import Decoder
@@ -37,7 +42,8 @@ GraphLogprobs = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBuffers:
-    """Host memory of one step: what goes in (`rows_3B` is `inputs_3B` for numpy) and what comes out."""
+    """Pinned memory of one step: its inputs (`inputs_numpy_3B` is a view of `inputs_3B`) and its
+    outputs."""
 
     inputs_3B: Tensor
     inputs_numpy_3B: np.ndarray
@@ -47,9 +53,10 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """`inputs_3B` int32: slot, position and new page of each row (DeviceTables.decode_inputs). After a replay the sampled ids are
-    in `ids_B` and (Tail.LOGPROBS) their log-probabilities in `chosen`, or (Tail.ANY) the logits in `logits_BV`. `idle`: feeds that
-    no step on its way uses."""
+    """`inputs_3B` int32: slot, position and new page of each row (DeviceTables.fill_decode_inputs).
+    A replay leaves the sampled ids in `ids_B` and (SamplingMode.LOGPROBS) their log-probabilities
+    in `logprobs`, or (SamplingMode.EAGER) the logits in `logits_BV`. `idle_buffers`: those that no
+    step in flight uses."""
 
     inputs_3B: Tensor
     ids_B: Tensor
@@ -74,49 +81,53 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def launch(
-        self, place: StreamPartition, segments: Sequence[Segment]
+        self, partition: StreamPartition, segments: Sequence[Segment]
     ) -> tuple[DecodeGraph, HostBuffers]:
-        """Launch a step of decodes on the place's stream (which is current). The ids come to the feed's `ids_B`, or the logits
-        stay in the graph's, until its next launch. The feed goes back to `graph.idle` when it has been read."""
+        """Launch a decode step on the partition's stream, which must be current. The ids arrive in
+        the buffers' `ids_B`, or the logits stay in the graph until its next launch. The caller
+        returns the buffers to `graph.idle_buffers` once it has read them."""
         graph = self.graph(
-            place, self.tables.pad_to_bucket(len(segments)), self._sampling_mode([s.slot for s in segments])
+            partition,
+            self.tables.pad_to_bucket(len(segments)),
+            self._sampling_mode([s.slot for s in segments]),
         )
-        feed = graph.idle_buffers.pop() if graph.idle_buffers else self._make_buffers(graph)
-        self.tables.fill_decode_inputs(segments, feed.inputs_numpy_3B)
-        self.driver.copy(feed.inputs_3B, graph.inputs_3B)
+        buffers = graph.idle_buffers.pop() if graph.idle_buffers else self._make_buffers(graph)
+        self.tables.fill_decode_inputs(segments, buffers.inputs_numpy_3B)
+        self.driver.copy(buffers.inputs_3B, graph.inputs_3B)
         graph.replay()
         if graph.logits_BV is None:
-            self.driver.copy(graph.ids_B, feed.ids_B)
-        for made, kept in zip(graph.logprobs or (), feed.logprobs or (), strict=True):
-            self.driver.copy(made, kept)
-        return graph, feed
+            self.driver.copy(graph.ids_B, buffers.ids_B)
+        for source, target in zip(graph.logprobs or (), buffers.logprobs or (), strict=True):
+            self.driver.copy(source, target)
+        return graph, buffers
 
     def _sampling_mode(self, slots: list[int]) -> SamplingMode:
         rows = self.tables.sampling.rows
-        tail = sampling_mode_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
+        mode = sampling_mode_for(int(np.bitwise_or.reduce(rows["stages"][slots])))
         return (
             SamplingMode.EAGER
-            if tail & SamplingMode.LOGPROBS and int(rows["logprobs"][slots].max()) > MAX_TOP_LOGPROBS
-            else tail
+            if mode & SamplingMode.LOGPROBS
+            and int(rows["logprobs"][slots].max()) > MAX_TOP_LOGPROBS
+            else mode
         )
 
-    def capture(self, places: Iterable[StreamPartition], modes: Iterable[SamplingMode]) -> None:
-        """Capture all buckets of these, the largest first: the smaller ones then find their memory already there."""
-        for place in places:
-            for tail in modes:
+    def capture(self, partitions: Iterable[StreamPartition], modes: Iterable[SamplingMode]) -> None:
+        """Capture all buckets, largest first, so that smaller ones reuse its memory."""
+        for partition in partitions:
+            for mode in modes:
                 for size in reversed(self.buckets):
-                    self.graph(place, size, tail)
+                    self.graph(partition, size, mode)
 
-    def graph(self, place: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
-        key = (place.name, size, mode)
+    def graph(self, partition: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
+        key = (partition.name, size, mode)
         graph = self._graphs.get(key)
         if graph is None:
             began_s = time.perf_counter()
-            graph = self._graphs[key] = self._capture(place, size, mode)
+            graph = self._graphs[key] = self._capture(partition, size, mode)
             self.capture_s += time.perf_counter() - began_s
         return graph
 
-    def _capture(self, place: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
+    def _capture(self, partition: StreamPartition, size: int, mode: SamplingMode) -> DecodeGraph:
         device, vocab = self.driver.device, self.decoder.spec.vocab
         inputs_3B = torch.empty(3, size, dtype=torch.int32, device=device)
         ids_B = torch.empty(size, dtype=torch.int64, device=device)
@@ -135,25 +146,25 @@ class DecodeGraphs:
 
         def body() -> None:
             slot_B, start_B = inputs_3B[0].long(), inputs_3B[1].long()
-            result_BV = self._run_model(slot_B, start_B, inputs_3B[2], place)
+            result_BV = self._run_model(slot_B, start_B, inputs_3B[2], partition)
             if logits_BV is not None:
                 logits_BV.copy_(result_BV)
                 return
             sampled_B = sample_in_graph(result_BV, slot_B, start_B + 1, self.tables, mode)
             self.tables.tokens[slot_B, start_B + 1] = sampled_B.clamp(min=0).to(torch.int32)
             ids_B.copy_(sampled_B)
-            for made, kept in zip(
+            for source, target in zip(
                 logprobs(result_BV, sampled_B, MAX_TOP_LOGPROBS, known) if chosen else (),
                 chosen or (),
                 strict=True,
             ):
-                kept.copy_(made)
+                target.copy_(source)
 
         idle_rows = np.empty((3, size), np.int32)
         self.tables.fill_decode_inputs((), idle_rows)
-        with self.driver.on_stream(place.stream), torch.inference_mode():
+        with self.driver.on_stream(partition.stream), torch.inference_mode():
             self.driver.upload(idle_rows, inputs_3B)
-            replay = self.driver.capture(place.stream, body)
+            replay = self.driver.capture(partition.stream, body)
         return DecodeGraph(inputs_3B, ids_B, chosen, logits_BV, replay, [])
 
     def _make_buffers(self, graph: DecodeGraph) -> HostBuffers:
@@ -170,14 +181,16 @@ class DecodeGraphs:
         )
 
     def _run_model(
-        self, slot_B: Tensor, start_B: Tensor, page_B: Tensor, place: StreamPartition
+        self, slot_B: Tensor, start_B: Tensor, page_B: Tensor, partition: StreamPartition
     ) -> Tensor:
         tables = self.tables
         size = tables.page_tokens
         index_B = start_B // size
         page_B = torch.where(page_B >= 0, page_B, tables.pages[slot_B, index_B])
         tables.pages[slot_B, index_B] = page_B
-        plan = AttentionPlan(tables.pages[slot_B], (start_B + 1).to(torch.int32), place.decode_kernel)
+        plan = AttentionPlan(
+            tables.pages[slot_B], (start_B + 1).to(torch.int32), partition.decode_kernel
+        )
         every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
         batch = PassTensors(
             tables.tokens[slot_B, start_B],
@@ -186,6 +199,6 @@ class DecodeGraphs:
             every_B,
             plan,
         )
-        decoder = Decoder(self.decoder.spec, place.decode_ops, self.decoder.weights)
+        decoder = Decoder(self.decoder.spec, partition.decode_ops, self.decoder.weights)
         x_BD = decoder.run_layers(decoder.embed(batch), batch, self.kv, 0, decoder.spec.layers)
         return decoder.logits(x_BD, batch)

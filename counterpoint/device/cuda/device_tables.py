@@ -1,18 +1,18 @@
-"""The executor's tables, on the device.
+"""DeviceTables: token ids, block tables and sampling settings of the open slots, on the device.
 
-Owns: token ids, block tables and sampling numbers of the open slots, as tensors of the device, and the way there. Promises: a
-decode step needs its slots, positions and new pages from the host, nothing else; a sampled token never leaves the device to come
-back; nothing here waits for the device; rows that are computed for few requests come in few numbers (BUCKETS).
-Must not: run a model.
+Owns: these tensors and their uploads. Promises: a decode step needs only slots, positions and new
+pages from the host. Sampled tokens stay on the device. Nothing here waits for the device. Decode
+batches are padded to few sizes (BUCKETS). Must not: run a model.
 
-What `open` is told stays on the host until a step names the slot: it is sent on that step's stream, so no stream has to wait for
-another. One slot and one page more than asked for stand for the rows that fill up a batch: written by all of them, read by none.
+`init_slot` keeps its data on the host until a step names the slot. It is uploaded on that step's
+stream, so no stream waits for another. The tables have one slot more than asked for, and the KV
+pool one page more: padding rows write there, and nobody reads them.
 
-Memory: 4 bytes per slot and position: 128 MiB for 256 slots of 131,072 tokens; and 9 bytes per slot and token of the vocabulary:
-283 MiB for 256 slots and 128,256 tokens (adjust.py).
+Memory: 4 bytes per slot and position (128 MiB for 256 slots of 131,072 tokens), plus 9 bytes per
+slot and vocabulary token (283 MiB for 256 slots of 128,256 tokens; logits_processors.py).
 
-Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled segments or rows of a decode step,
-P pages of a block-table row, N rows of a bucket.
+Shapes: S segments, T tokens of the pass, L context tokens of its prefill segments, B sampled
+segments or rows of a decode step, P pages of a block-table row, N rows of a bucket.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 def buckets_for(max_rows: int) -> tuple[int, ...]:
-    """The bucket sizes up to `max_rows`, and multiples of 64 above the largest named."""
+    """Bucket sizes up to `max_rows`; beyond the largest of BUCKETS, multiples of 64."""
     sizes = [*BUCKETS, *range(BUCKETS[-1] + 64, max_rows + 64, 64)]
     return tuple(sizes[: bisect.bisect_left(sizes, max_rows) + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
-    """Where the sampled tokens of a pass go: to position `end_B` of slot `slot_B`."""
+    """Sampled tokens go to position `end_B` of slot `slot_B`."""
 
     slot_B: Tensor
     end_B: Tensor
@@ -62,8 +62,8 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:
-    """`place_2T`: slot and position of each row, those that fill the pass up being the spare slot's. `last_rows_N`: the rows whose
-    last hidden states are sampled from, filled up to a bucket with the first of them."""
+    """`slot_position_2T`: slot and position of each row; padding rows name the padding slot.
+    `last_rows_N`: the rows to sample from, padded to a bucket by repeating the first."""
 
     slot_position_2T: Tensor
     last_rows_N: Tensor
@@ -71,39 +71,48 @@ class PassInputs:
     plan: AttentionPlan
 
 
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """`vocab`: ids from there on are never sampled. `padding_page`: the pool's page of no request."""
+
+    slots: int
+    max_context_tokens: int
+    page_tokens: int
+    vocab: int
+    padding_page: int
+
+
 class DeviceTables:
-    """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32; `floats` and `integers`: the
-    columns FLOATS and INTEGERS of the slots' sampling settings; `adjustments`: what more there is of them.
-    `settings` is the host's copy, with all of them."""
+    """`tokens` [slots + 1, context + 1] and `pages` [slots + 1, pages of a context], int32.
+    `floats` and `integers`: sampling settings per slot, with columns FLOATS and INTEGERS.
+    `logits_processors`: the settings that need a row of the vocabulary. `sampling`: all settings,
+    on the host."""
 
     def __init__(
         self,
-        slots: int,
-        max_context_tokens: int,
-        page_tokens: int,
-        vocab: int,
+        shape: TableShape,
         eos_token_ids: Sequence[int],
-        spare_page: int,
         driver: Driver,
         filter_floor: FilterFloor | None = None,
     ) -> None:
-        """`spare_page`: the page of the pool that no request has. `vocab`: ids from there on are never sampled. `filter_floor`:
-        what takes the place of a sort in sampling."""
-        device = driver.device
+        """`filter_floor`: the kernel that replaces sorting in top-k and top-p."""
+        device, slots, context = driver.device, shape.slots, shape.max_context_tokens
         self.driver = driver
-        self.page_tokens = page_tokens
-        self.padding_slot, self.padding_page = slots, spare_page
-        self.tokens = torch.zeros(
-            slots + 1, max_context_tokens + 1, dtype=torch.int32, device=device
+        self.page_tokens = shape.page_tokens
+        self.padding_slot, self.padding_page = slots, shape.padding_page
+        self.tokens = torch.zeros(slots + 1, context + 1, dtype=torch.int32, device=device)
+        self.pages = torch.full(
+            (slots + 1, -(-context // shape.page_tokens)),
+            shape.padding_page,
+            dtype=torch.int32,
+            device=device,
         )
-        width = -(-max_context_tokens // page_tokens)
-        self.pages = torch.full((slots + 1, width), spare_page, dtype=torch.int32, device=device)
         self.floats = torch.zeros(slots + 1, len(FLOATS), dtype=torch.float32, device=device)
         self.integers = torch.zeros(slots + 1, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats[:, FLOATS.index("repetition")] = 1.0
-        self.sampling = SamplingTables(slots + 1, vocab, eos_token_ids)
-        self.logits_processors = LogitsProcessors(slots + 1, vocab, device)
-        self._processed_slots: set[int] = set()  # slots whose row there says something
+        self.sampling = SamplingTables(slots + 1, shape.vocab, eos_token_ids)
+        self.logits_processors = LogitsProcessors(slots + 1, shape.vocab, device)
+        self._processed_slots: set[int] = set()  # slots with such settings
         self.filter_floor = filter_floor
         self._empty_tables = self.pages[:0], torch.zeros(0, dtype=torch.int32, device=device)
         self.buckets = buckets_for(slots)
@@ -111,11 +120,11 @@ class DeviceTables:
         self._num_pages = [0] * slots
 
     def pad_to_bucket(self, rows: int) -> int:
-        """To how many rows so many are filled up."""
+        """The bucket size for so many rows."""
         return self.buckets[bisect.bisect_left(self.buckets, rows)] if rows else 0
 
     def init_slot(self, command: InitSlot) -> None:
-        """Raises ValueError if the row does not hold that many tokens."""
+        """Raises ValueError if the tokens do not fit a row."""
         slot = command.slot
         if len(command.tokens) >= self.tokens.shape[1]:
             raise ValueError(
@@ -132,8 +141,8 @@ class DeviceTables:
         self.sampling.grammars.free_slot(slot)
 
     def upload_pending(self, segments: Sequence[Segment]) -> None:
-        """Bring what the segments' slots were opened with, and the segments' new pages, to the device: once per pass, before its
-        first step, on that step's stream."""
+        """Upload newly initialised slots and new pages of these segments. Call it once per pass,
+        before its first step, on that step's stream."""
         opened = (
             [self._pending_slots.pop(s.slot) for s in segments if s.slot in self._pending_slots]
             if self._pending_slots
@@ -159,9 +168,10 @@ class DeviceTables:
             self.integers[at] = self.driver.upload(np.stack([rows[name] for name in INTEGERS], 1))
 
     def fill_decode_inputs(self, segments: Sequence[Segment], inputs_3B: np.ndarray) -> None:
-        """Fill in slot, position and new page (-1: none) of each row of a decode step; the rows beyond the segments are the spare
-        slot's. On the way the new pages are booked: the step itself writes them. What else the segments bring (a slot not sent
-        yet, pages that are not the next one) is sent."""
+        """Fill in slot, position and new page (-1: none) of each row of a decode step; rows beyond
+        the segments name the padding slot. The graph itself writes the new pages to the block
+        table. If a slot is not uploaded yet, or pages are not simply the next one, `upload_pending`
+        does it all."""
         count = len(segments)
         inputs_3B[0, :count] = slots = [s.slot for s in segments]
         inputs_3B[1, :count] = [s.start for s in segments]
@@ -183,7 +193,7 @@ class DeviceTables:
         decode: DecodeKernel,
         pad_rows: Callable[[int], int],
     ) -> PassInputs:
-        """What of a pass the host knows, on its way to the device. `size`: to how many rows so many are filled up."""
+        """Start uploading what the host knows of a pass. `pad_rows`: padded row count."""
         slot_S, start_S, tokens_S = rows.slot_S.numpy(), rows.start_S.numpy(), rows.tokens_S.numpy()
         first_S = np.cumsum(tokens_S) - tokens_S
         total = int(tokens_S.sum())
@@ -210,24 +220,28 @@ class DeviceTables:
         )
 
     def lookup_tokens(self, place_2T: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows by slot and position: their tokens, and where in the pool their K and V belong. Capturable."""
+        """Tokens of rows given by slot and position, and their K and V rows in the pool.
+        Capturable."""
         slot_T, position_T = place_2T
         return self.tokens[slot_T, position_T], self._kv_rows(slot_T, position_T)
 
     def make_batch(self, inputs: PassInputs) -> PassTensors:
-        """The pass as tensors of the device, from what its segments' rows hold when the stream comes to it."""
+        """The pass as device tensors, read from the tables in stream order."""
         tokens_T, kv_rows_T = self.lookup_tokens(inputs.slot_position_2T)
-        return PassTensors(tokens_T, inputs.slot_position_2T[1], kv_rows_T, inputs.last_rows_N, inputs.plan)
+        return PassTensors(
+            tokens_T, inputs.slot_position_2T[1], kv_rows_T, inputs.last_rows_N, inputs.plan
+        )
 
     def write_sampled(self, sampled: SampledRows, ids_B: Tensor) -> None:
-        """Write the sampled ids to their places. A row that could not be sampled (-1) gets id 0: a step already queued may still
-        run over it."""
+        """Write the sampled ids. A row that could not be sampled (-1) gets id 0, since a step
+        already queued may still read it."""
         self.tokens[sampled.slot_B, sampled.end_B] = ids_B.clamp(min=0).to(torch.int32)
         if self._processed_slots:
             self.logits_processors.count_tokens(sampled.slot_B, ids_B)
 
     def _init_processors(self, command: InitSlot, tokens_L: Tensor) -> None:
-        """Fill in the slot's row of the adjustments, if it asks for any or its last request did."""
+        """Fill the slot's row of the logits processors, if this request or the slot's last one uses
+        any."""
         slot, settings = command.slot, self.sampling
         asks = bool(settings.rows["stages"][slot] & PROCESSOR_STAGES)
         if not asks and slot not in self._processed_slots:
@@ -236,7 +250,9 @@ class DeviceTables:
         bias_N = (self.driver.upload(bias["id"].copy()), self.driver.upload(bias["value"].copy()))
         ends_N = self.driver.upload(ends["id"][ends["value"] < 0])
         self.logits_processors.init_slot(slot, tokens_L, command.prompt_tokens, bias_N, ends_N)
-        self._processed_slots = self._processed_slots | {slot} if asks else self._processed_slots - {slot}
+        self._processed_slots = (
+            self._processed_slots | {slot} if asks else self._processed_slots - {slot}
+        )
 
     def _plan_attention(
         self,
@@ -267,7 +283,7 @@ class DeviceTables:
         return AttentionPlan(table_BP, length_B, decode, tuple(prompts))
 
     def _context_rows(self, slot_S: np.ndarray, context_S: np.ndarray) -> Tensor:
-        """Where in the pool the contexts lie, one behind the other: int32 [L]."""
+        """Pool rows of the contexts, concatenated: int32 [L]."""
         total = int(context_S.sum())
         integers = self.driver.upload(
             np.stack([slot_S, np.cumsum(context_S) - context_S, context_S])

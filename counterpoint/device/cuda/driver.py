@@ -1,10 +1,11 @@
-"""Driver: everything the executor asks of CUDA itself.
+"""Driver: the CUDA calls that the executor makes.
 
-Owns: streams' order, events, graphs, and copies between host and device. Promises: nothing here waits for the device but `wait`.
-Pinned memory is borrowed for each copy and must be given back when the copy is over: the executor does, with a step's event.
-Must not: know a model or a request.
+Owns: stream order, events, graph capture, and host-device copies. Promises: only `synchronize`
+waits for the device. Each copy uses staging memory, which the caller frees once the copy has
+finished. Must not: know a model or a request.
 
-It is a seam, so that the executor can be tested without a GPU: a driver that runs everything at once, in place.
+It is an interface so that tests can run the executor without a GPU, with a driver that runs
+everything in place.
 """
 
 from __future__ import annotations
@@ -20,68 +21,73 @@ from torch import Tensor
 
 
 class Driver(Protocol):
-    """`stream` and `event` are opaque to the caller."""
+    """Streams and events are opaque to the caller."""
 
     device: torch.device
 
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """What is launched inside goes to `stream`."""
+        """Work launched inside the context goes to `stream`."""
         ...
 
     def set_stream(self, stream: Any) -> None:
-        """What this thread launches from now on goes to `stream`: for who launches much, and always says where."""
+        """Make `stream` the current stream of this thread. Cheaper than `on_stream`: nothing is
+        restored."""
         ...
 
     def record_event(self, stream: Any) -> Any:
-        """An event at the present end of `stream`."""
+        """An event recorded at the current end of `stream`."""
         ...
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """What is launched on `stream` from now on runs after `event`."""
+        """Work launched on `stream` from now on starts after `event`."""
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Block this thread until `event` has happened, without holding up other threads."""
+        """Block this thread until `event` has completed, without holding the GIL."""
         ...
 
     def elapsed_s(self, first: Any, second: Any) -> float:
-        """The device's time between two events that have happened."""
+        """Device time between two completed events."""
         ...
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
-        """A copy of `array` on the device (in `to`, if given), in order with the current stream."""
+        """Copy `array` to the device (into `to`, if given), in order with the current stream."""
         ...
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host, in borrowed memory: there when the current stream has come so far."""
+        """Copy `tensor` to staging memory, in order with the current stream."""
         ...
 
     def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory for copies, the caller's own for good."""
+        """Host memory for copies. The caller keeps it; it is never freed."""
         ...
 
     def copy(self, source: Tensor, to: Tensor) -> None:
-        """Between the device and memory of `keep`, in order with the current stream."""
+        """Copy between the device and memory of `alloc_pinned`, in order with the current stream."""
         ...
 
     def take_staging(self) -> list[Tensor]:
-        """The memory borrowed since the last call."""
+        """Staging memory allocated since the last call."""
         ...
 
     def free_staging(self, staging: list[Tensor]) -> None:
-        """These copies are over, and read. From any thread."""
+        """Free staging memory whose copies have finished and been read. Callable from any thread."""
         ...
 
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` once on `stream`, then record it; the result replays it on the stream that is then current."""
+        """Run `body` once on `stream`, then capture it. The result replays the graph on the current
+        stream."""
         ...
 
 
 class PinnedSlabs:
-    """Pinned memory that is cut from large pieces and never freed. CUDA, when asked for more, waits until the device has nothing to
-    do (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used
-    it, which would spoil a capture that another thread is making there. `get`: so many bytes, uint8. `give_back` may be called from
-    any thread, all else from one."""
+    """Pinned memory cut from large slabs, which are never freed.
+
+    Allocating pinned memory waits until the device is idle (CUDA C++ Programming Guide, Implicit
+    Synchronization). Freeing it makes torch record an event on the stream that used it, which would
+    break a capture in progress there. `allocate_slab` returns that many bytes as uint8. `free` may
+    be called from any thread, everything else from one.
+    """
 
     SLAB_BYTES = 32 << 20
     ALIGNMENT_BYTES = 256
@@ -92,7 +98,7 @@ class PinnedSlabs:
         self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
 
     def alloc_permanent(self, size: int) -> Tensor:
-        """At least so many bytes, for good."""
+        """At least `size` bytes, never freed."""
         size = -(-size // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
         if size > len(self._slab):
             with torch.inference_mode(False):  # else nobody could write to it but in that mode
@@ -101,7 +107,7 @@ class PinnedSlabs:
         return block
 
     def alloc(self, size: int) -> Tensor:
-        """At least so many bytes, until they are given back."""
+        """At least `size` bytes, until `free`."""
         size = max(self.ALIGNMENT_BYTES, 1 << (max(1, size) - 1).bit_length())
         idle = self._idle.setdefault(size, [])
         return idle.pop() if idle else self.alloc_permanent(size)
@@ -111,8 +117,6 @@ class PinnedSlabs:
 
 
 class CudaDriver:
-    """The driver of a GPU."""
-
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
         self._pinned = PinnedSlabs(
@@ -173,14 +177,15 @@ class CudaDriver:
             self._pinned.free(block)
 
     def _alloc_staging(self, like: Tensor) -> Tensor:
-        """Pinned memory of the shape and dtype of `like`."""
+        """Pinned memory with the shape and dtype of `like`."""
         block = self._pinned.alloc(like.nbytes)
         self._staging.append(block)
         return block[: like.nbytes].view(like.dtype).view(like.shape)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:
-        """The graph's own memory is shared with the driver's other graphs of the same stream: they must not run at once, which
-        one stream sees to. Its SMs are those of `stream`, wherever it is replayed."""
+        """All graphs share one memory pool. So two graphs must not run at once, unless they were
+        captured on different streams. A graph runs on the SMs of the stream it was captured on,
+        wherever it is replayed."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             body()  # what is built or loaded on first use is so now; that can't be captured

@@ -1,14 +1,15 @@
 """CudaExecutor: lanes as streams on SM partitions of one GPU.
 
-Owns: the order of a lane's steps, the hidden states of unfinished passes, the threads that wait for the device. Promises: `submit`
-launches and returns, it never waits for the device; the steps of a lane run in order, also when their streams differ; no lane waits
-for another; what goes wrong in launching a step is its StepDone.error, and the executor lives on. One weight copy, one KV pool.
-Must not: decide anything, free pages, keep a request's text.
+Owns: the order of a lane's steps, the hidden states of unfinished passes, and one waiting thread
+per lane. Promises: `submit` launches and returns without waiting for the device. A lane's steps run
+in order, also across streams. No lane waits for another. A step that fails to launch reports
+StepDone.error, and the executor continues. One copy of the weights, one KV pool. Must not: make
+scheduling decisions, free pages, or keep a request's text.
 
-One thread launches everything (the caller of `submit`); one thread per lane waits for its events and reports. Orders across streams
-are these and no others:
-    a lane's step after the lane's previous one, where their streams differ;
-    a request's decode after its prefill, because the engine makes it only when the prefill was reported.
+The caller of `submit` launches everything; each lane's thread waits for its events and reports.
+Only two orders hold across streams:
+a lane's step runs after the lane's previous step, where their streams differ;
+a request's decode runs after its prefill, since the engine schedules it once that is reported.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, PrefillPass
 from counterpoint.device.cuda.sampling import (
     LogprobsDownload,
-    wants_prompt_logprobs,
     download_logprobs,
     download_prompt_logprobs,
     read_chosen,
     read_prompts,
     sample_eagerly,
     select_logprobs,
+    wants_prompt_logprobs,
 )
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.grammar import Grammars
@@ -49,11 +50,27 @@ log = logging.getLogger(__name__)
 
 
 class CompletionQueue(Protocol):
-    """What the executor asks of the inbox (device/event_queue.py)."""
+    """The part of device/event_queue.py that the executor uses."""
 
     def put(self, event: Event) -> None: ...
 
     def clock(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaRuntime:
+    """A model on a device: what an executor runs steps with."""
+
+    decoder: Decoder
+    kv: KVPool
+    tables: DeviceTables
+    decode_graphs: DecodeGraphs
+    piecewise_graphs: PiecewiseGraphs
+    stream_partitions: StreamPartitions
+    driver: Driver
+
+    def executor(self, lanes: Sequence[Lane], inbox: CompletionQueue) -> CudaExecutor:
+        return CudaExecutor(self, lanes, inbox)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +81,8 @@ class CudaPass:
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step on the device. `ids` are on their way to the host; `held` is what must live until the step is over."""
+    """A step on the device. `sampled_ids` are being downloaded. `keep_alive` holds tensors that the
+    kernels still read. `on_done` runs once the step is over."""
 
     step: Step
     units: int
@@ -81,36 +99,24 @@ class InFlightStep:
 
 
 class CudaExecutor:
-    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed."""
+    """Call `submit` from one thread. Completions go to `inbox`, whose clock also times the steps."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVPool,
-        tables: DeviceTables,
-        graphs: DecodeGraphs,
-        passes: PiecewiseGraphs,
-        places: StreamPartitions,
-        lanes: Sequence[Lane],
-        driver: Driver,
-        inbox: CompletionQueue,
-    ) -> None:
-        self.decoder = decoder
-        self.kv = kv
-        self.tables = tables
-        self.decode_graphs = graphs
-        self.piecewise_graphs = passes
-        self.stream_partitions = places
-        self.driver = driver
+    def __init__(self, runtime: CudaRuntime, lanes: Sequence[Lane], inbox: CompletionQueue) -> None:
+        self.decoder = runtime.decoder
+        self.tables = runtime.tables
+        self.decode_graphs = runtime.decode_graphs
+        self.piecewise_graphs = runtime.piecewise_graphs
+        self.stream_partitions = runtime.stream_partitions
+        self.driver = driver = runtime.driver
         self._passes: dict[int, CudaPass] = {}
         clock = DeviceClock(driver, inbox.clock)
-        grammars = tables.sampling.grammars
+        grammars = self.tables.sampling.grammars
         self._lanes = {
             lane.id: LaneInFlight(lane, driver, clock, inbox, grammars) for lane in lanes
         }
 
     def submit(self, command: Command) -> None:
-        """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
+        """Raises KeyError for an unknown lane, ValueError if a command does not fit the tables."""
         match command:
             case Step():
                 self._launch(command)
@@ -132,39 +138,41 @@ class CudaExecutor:
 
     def _launch(self, step: Step) -> None:
         lane = self._lanes[step.lane]
-        place = self.stream_partitions.choose(lane.role, step.units)
-        flight = InFlightStep(step, place.units)
-        self.driver.set_stream(place.stream)
-        lane.wait_for_previous(place)
-        flight.start_event = self.driver.record_event(place.stream)
+        partition = self.stream_partitions.choose(lane.role, step.units)
+        flight = InFlightStep(step, partition.units)
+        self.driver.set_stream(partition.stream)
+        lane.wait_for_previous(partition)
+        flight.start_event = self.driver.record_event(partition.stream)
         try:
-            self._launch_kernels(flight, place)
+            self._launch_kernels(flight, partition)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
             self._passes.pop(step.pass_id, None)
             flight.error = f"{type(error).__name__}: {error}"
         flight.staging = self.driver.take_staging()
-        flight.end_event = self.driver.record_event(place.stream)
-        lane.add(flight, place)
+        flight.end_event = self.driver.record_event(partition.stream)
+        lane.add(flight, partition)
 
-    def _launch_kernels(self, flight: InFlightStep, place: StreamPartition) -> None:
+    def _launch_kernels(self, flight: InFlightStep, partition: StreamPartition) -> None:
         step = flight.step
         whole = step.first_layer == 0 and step.last_layer == self.decoder.spec.layers
         if whole and step.work.decode_batch == len(step.segments):
-            self._launch_decode(flight, place)
+            self._launch_decode(flight, partition)
         else:
-            self._launch_layers(flight, place)
+            self._launch_layers(flight, partition)
 
-    def _launch_decode(self, flight: InFlightStep, place: StreamPartition) -> None:
-        """A pass of decodes alone: a graph."""
+    def _launch_decode(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        """A pass of decodes only: one CUDA graph."""
         segments = flight.step.segments
-        graph, feed = self.decode_graphs.launch(place, segments)
-        flight.on_done = functools.partial(graph.idle_buffers.append, feed)
+        graph, buffers = self.decode_graphs.launch(partition, segments)
+        flight.on_done = functools.partial(graph.idle_buffers.append, buffers)
         if graph.logits_BV is None:
-            flight.sampled_ids, flight.num_rows = feed.ids_B, len(segments)
-            if feed.logprobs is not None:
+            flight.sampled_ids, flight.num_rows = buffers.ids_B, len(segments)
+            if buffers.logprobs is not None:
                 flight.logprobs = select_logprobs(
-                    feed.logprobs, feed.inputs_numpy_3B[0, : len(segments)], self.tables.sampling
+                    buffers.logprobs,
+                    buffers.inputs_numpy_3B[0, : len(segments)],
+                    self.tables.sampling,
                 )
             return
         rows = make_pass_rows(segments)
@@ -172,14 +180,19 @@ class CudaExecutor:
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
     @torch.inference_mode()
-    def _launch_layers(self, flight: InFlightStep, place: StreamPartition) -> None:
-        """Some layers of any pass."""
+    def _launch_layers(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        """Some layers of a pass that has prompt tokens."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
             rows = make_pass_rows(step.segments)
             self.tables.upload_pending(step.segments)
-            way = self.piecewise_graphs.start_pass(
-                self.tables.make_inputs(rows, place.prefill_planner, place.decode_kernel, self.piecewise_graphs.pad_rows)
+            prefill = self.piecewise_graphs.start_pass(
+                self.tables.make_inputs(
+                    rows,
+                    partition.prefill_planner,
+                    partition.decode_kernel,
+                    self.piecewise_graphs.pad_rows,
+                )
             )
         else:
             held = self._passes.pop(step.pass_id, None)
@@ -187,14 +200,14 @@ class CudaExecutor:
                 raise RuntimeError(
                     f"pass {step.pass_id} has no hidden states before layer {step.first_layer}"
                 )
-            rows, way = held.rows, held.prefill
-        inputs, every = way.inputs, wants_prompt_logprobs(self.tables, rows)
+            rows, prefill = held.rows, held.prefill
+        inputs, every = prefill.inputs, wants_prompt_logprobs(self.tables, rows)
         flight.keep_alive, flight.on_done = inputs, inputs.plan.close
-        x_TD = way.run(
-            place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
+        x_TD = prefill.run(
+            partition, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
         )
         if x_TD is None:
-            self._passes[step.pass_id] = CudaPass(rows, way)
+            self._passes[step.pass_id] = CudaPass(rows, prefill)
             flight.on_done = None  # it goes on
             return
         if every:
@@ -210,11 +223,13 @@ class CudaExecutor:
         ids_B = sample_eagerly(logits_BV, rows, self.tables)
         self.tables.write_sampled(sampled, ids_B)
         flight.sampled_ids, flight.num_rows = self.driver.download(ids_B), len(rows.slot_B)
-        flight.logprobs = download_logprobs(logits_BV, ids_B, rows, self.tables.sampling, self.driver)
+        flight.logprobs = download_logprobs(
+            logits_BV, ids_B, rows, self.tables.sampling, self.driver
+        )
 
 
 class LaneInFlight:
-    """The steps of one lane on the device, and the thread that waits for them."""
+    """A lane's steps on the device, and the thread that waits for them."""
 
     def __init__(
         self,
@@ -233,16 +248,19 @@ class LaneInFlight:
             None  # where the previous step runs, and its end
         )
         self._steps: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait_for_steps, name=f"lane{lane.id}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._wait_for_steps, name=f"lane{lane.id}", daemon=True
+        )
         self._thread.start()
 
-    def wait_for_previous(self, place: StreamPartition) -> None:
-        """Let the place's stream wait for the lane's previous step, if that runs elsewhere."""
-        if self._previous is not None and self._previous[0] is not place:
-            self._driver.wait_event(place.stream, self._previous[1])
+    def wait_for_previous(self, partition: StreamPartition) -> None:
+        """Let the partition's stream wait for the lane's previous step, if that ran on another
+        stream."""
+        if self._previous is not None and self._previous[0] is not partition:
+            self._driver.wait_event(partition.stream, self._previous[1])
 
-    def add(self, flight: InFlightStep, place: StreamPartition) -> None:
-        self._previous = (place, flight.end_event)
+    def add(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        self._previous = (partition, flight.end_event)
         self._steps.put(flight)
 
     def close(self) -> None:
@@ -290,10 +308,10 @@ class LaneInFlight:
 
 
 class DeviceClock:
-    """The device's events on the host's clock.
+    """Converts the device's events to the host's clock.
 
-    Times are counted from the latest known event, and held against the host's clock each time: never in its future, and at most
-    SLACK_S behind. So they keep the device's own precision from event to event, and do not drift.
+    Each time is counted from the latest known event and then clamped to [now - SLACK_S, now]. So
+    times keep the device's precision from event to event and do not drift.
     """
 
     SLACK_S = 1e-3
@@ -308,7 +326,7 @@ class DeviceClock:
         return self._host_s()
 
     def event_times_s(self, started: Any, ended: Any) -> tuple[float, float]:
-        """When two events were, in seconds. Both have just happened."""
+        """Times of two events that have just completed, in seconds."""
         now_s, took_s = self._host_s(), self._driver.elapsed_s(started, ended)
         with self._lock:
             ended_s = now_s

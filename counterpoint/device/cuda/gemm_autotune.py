@@ -1,11 +1,14 @@
-"""Products: which kernel multiplies by a weight, in each partition, by measurement.
+"""GEMM autotuning: which kernel multiplies by a weight in each partition, by measurement.
 
-Owns: the choice between cuBLAS, the kernel for few rows (kernels/layer.py) and the one for few SMs (kernels/gemm.py); for quantised
-weights, between torch's scaled product (cuBLASLt or CUTLASS, by its own choice) and the one for few SMs; for the many rows of
-prefill in a partition, between cuBLAS as it is, which divides a product for all SMs of the device, and cuBLAS told of fewer.
-Promises: what is chosen was the fastest for that shape, that number of rows and those SMs, timed on this device; more rows than
-were measured, biases and dtypes that only cuBLAS has are cuBLAS's.
-Must not: be asked during a capture for a shape that was not measured (it then takes cuBLAS).
+Owns: the choice between kernels. For decode: cuBLAS, the kernel for few rows (kernels/layer.py) and
+the one for few SMs (kernels/gemm.py). For quantised weights: torch's scaled product and the one for
+few SMs. For prefill in a partition: cuBLAS as it is (it tiles for all SMs of the device) and cuBLAS
+limited to fewer SMs. Promises: the choice was the fastest measured on this device for that shape,
+row count and SMs. cuBLAS computes everything else: more rows than measured, biases, other dtypes.
+Must not: tune during a capture; a shape that was not measured takes cuBLAS.
+
+cuBLAS tiles a product for all SMs of the device, also on a green context's stream. `set_sm_count`
+changes that. Source: cublasSetSmCountTarget, cuBLAS documentation.
 
 Shapes: R rows, K inputs, N outputs.
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 import bisect
 import concurrent.futures
+import ctypes
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoint.device.cuda import blas
 from counterpoint.device.cuda.kernels.gemm import MAX_ROWS, SkinnyGemm, wgmma_header
 from counterpoint.device.cuda.kernels.layer import FEW_BYTES, FEW_ROWS, LayerKernels
 from counterpoint.device.cuda.kernels.nvcc import KernelError, architecture, load_library
@@ -46,22 +50,42 @@ SM_TARGETS = (
 MAX_TIME_RATIO = 0.97  # of cuBLAS's time: what another way of many rows must stay under
 
 
+@functools.cache
+def _sm_count_setter() -> Callable[[int, int], int] | None:
+    """cublasSetSmCountTarget of the library that torch has loaded; torch has no binding for it."""
+    major = (torch.version.cuda or "").split(".")[0]
+    try:
+        found = ctypes.CDLL(f"libcublas.so.{major}").cublasSetSmCountTarget
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    return found
+
+
+def set_sm_count(units: int) -> bool:
+    """cuBLAS tiles products that this thread launches from now on for so many SMs (0: all). False
+    if the library lacks the call; then nothing changes."""
+    setter = _sm_count_setter()
+    return setter is not None and setter(torch.cuda.current_blas_handle(), units) == 0
+
+
 def by_cublas(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_RK, weight_NK)
 
 
 def by_cublas_limited(units: int) -> Matmul:
     def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
-        blas.set_sm_count(units)
+        set_sm_count(units)
         out_RN = F.linear(x_RK, weight_NK)
-        blas.set_sm_count(0)
+        set_sm_count(0)
         return out_RN
 
     return product
 
 
 def scaled_matmul(x_RK: ScaledWeight, weight_NK: ScaledWeight) -> Tensor:
-    """The product of quantised rows and a quantised weight, bfloat16. One sum of e4m3 is kept as the tensor cores keep it."""
+    """Quantised rows times a quantised weight, bfloat16. The tensor cores accumulate e4m3 at their
+    own precision."""
     scales = x_RK.scale_R[:, None], weight_NK.scale_R[None]
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x_RK.values_RK,
@@ -77,7 +101,7 @@ def ensure_quantised(x: Matrix, quantise: Quantise) -> ScaledWeight:
 
 
 class GemmAutotuner:
-    """`linear` of one place of `units` SMs."""
+    """`linear` of one stream partition with `units` SMs."""
 
     def __init__(
         self, units: int, layer: LayerKernels | None, device: torch.device, chained: bool
@@ -99,7 +123,9 @@ class GemmAutotuner:
     def linear(self, x: Matrix, packed: Packed) -> Tensor:
         weight, bias = packed
         if isinstance(weight, ScaledWeight):
-            out = self._lookup(weight, x.shape[0], scaled_matmul)(ensure_quantised(x, self.quantise), weight)
+            out = self._lookup(weight, x.shape[0], scaled_matmul)(
+                ensure_quantised(x, self.quantise), weight
+            )
             return out if bias is None else out.add_(bias)
         assert not isinstance(x, ScaledWeight)
         if bias is not None:
@@ -142,8 +168,11 @@ class GemmAutotuner:
             found["few SMs"] = self._few_sms
         return found
 
-    def tiles_to_build(self, weights: Sequence[Sequence[Matrix]], most_rows: int) -> set[tuple[int, bool]]:
-        """Weight tiles that the kernel for few SMs may be asked for, and whether of e4m3: each is compiled on its own."""
+    def tiles_to_build(
+        self, weights: Sequence[Sequence[Matrix]], most_rows: int
+    ) -> set[tuple[int, bool]]:
+        """Weight tiles that the kernel for few SMs may need, and whether of e4m3: each is compiled
+        separately."""
         if self._few_sms is None:
             return set()
         rows = range(1, min(most_rows, MAX_ROWS) + 1)
@@ -153,11 +182,9 @@ class GemmAutotuner:
             for m in rows
         }
 
-    def tune(
-        self, weights: Sequence[Sequence[Matrix]], stream: Any, probes: Sequence[int]
-    ) -> None:
-        """Choose for each shape and probe. `weights`: for each shape, several of it, so that none is found in a cache.
-        Synchronises."""
+    def tune(self, weights: Sequence[Sequence[Matrix]], stream: Any, probes: Sequence[int]) -> None:
+        """Choose for each shape and probe. `weights`: for each shape several matrices, so that none
+        stays in the L2 cache. Synchronises."""
         for same in weights:
             outputs, inputs = same[0].shape
             for rows in probes:
@@ -194,12 +221,14 @@ class GemmAutotuner:
 
 
 def decode_probes_up_to(most_rows: int) -> tuple[int, ...]:
-    """Those of PROBES that steps of up to so many rows need."""
+    """The DECODE_PROBES that steps of up to `most_rows` rows need."""
     return DECODE_PROBES[: bisect.bisect_left(DECODE_PROBES, most_rows) + 1]
 
 
-def time_in_graph_ms(product: Matmul, x_RK: Matrix, weights: Sequence[Matrix], stream: Any) -> float:
-    """Shortest time of a graph of one product with each weight."""
+def time_in_graph_ms(
+    product: Matmul, x_RK: Matrix, weights: Sequence[Matrix], stream: Any
+) -> float:
+    """Shortest time of a graph with one product per weight."""
     with torch.cuda.stream(stream), torch.inference_mode():
         product(x_RK, weights[0])
         graph = torch.cuda.CUDAGraph()
@@ -221,7 +250,7 @@ def time_in_graph_ms(product: Matmul, x_RK: Matrix, weights: Sequence[Matrix], s
 
 
 def build_tiles(tiles: set[tuple[int, bool]], device: torch.device) -> None:
-    """Compile these tiles' kernels, several at a time; those that were built before cost nothing."""
+    """Compile these tiles' kernels, several at a time. Kernels in the build cache cost nothing."""
     arch = architecture(device.index or 0)
 
     def build(tile: tuple[int, bool]) -> None:

@@ -1,14 +1,15 @@
-"""CudaCopier: copies between KV pools, and pools of other processes, on one GPU (kv_transfer/gpu.py is the seam).
+"""CudaCopier: copies between KV pools on one GPU, also of other processes (kv_transfer/gpu.py).
 
-Owns: a stream of the lowest priority, and the memory that copies pass through. Promises: no copy waits for a step, nor a step for a
-copy, beyond what they share of the GPU; nothing is allocated after `prepare`, so no copy meets a graph that is being captured.
-Must not: know who may write what.
+Owns: a low-priority stream and the staging memory of copies. Promises: copies and steps never wait
+for each other; they only share the GPU. `prepare` allocates everything, so no copy interferes with
+a graph capture. Must not: know who may write which page.
 
-A copy gathers rows into a piece of memory and scatters them from there: two kernels for any pages, whatever their order, where one
-copy command for each run of pages would cost the host more than the GPU (a prompt of 4,096 tokens is 16,384 runs at worst).
+A copy gathers rows into staging memory and scatters them from there: two kernels, whatever the
+order of the pages. One copy command per run of pages would cost the host more than the GPU: a
+prompt of 4,096 tokens can be 16,384 runs.
 
-Another process's pool comes by its CUDA IPC handle (CUDA driver API, cuIpcOpenMemHandle). Memory of torch's expandable segments has
-none: they must be off.
+Another process's pool is opened by its CUDA IPC handle (CUDA driver API, cuIpcOpenMemHandle).
+Memory of torch's expandable segments has no handle, so they must be off.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ HANDLE_BYTES = 64
 
 
 class ExportedMemory(msgspec.Struct, frozen=True):
-    """`offset` of the pool in the allocation that `handle` names."""
+    """`offset`: of the pool within the allocation that `handle` names."""
 
     handle: bytes
     offset: int
 
 
 class RawPointer:
-    """Memory at an address, for torch to look at (the CUDA array interface, version 3)."""
+    """Memory at an address, wrapped for torch (CUDA array interface, version 3)."""
 
     def __init__(self, address: int, rows: int, words: int) -> None:
         self.__cuda_array_interface__ = {
@@ -50,7 +51,8 @@ class RawPointer:
 
 
 class CudaCopier:
-    """`staged`: pages go through host memory (`read`, `write`). Raises TransportError if cuda-bindings is missing."""
+    """`staged`: pages go through host memory (`read`, `write`). Raises TransportError without
+    cuda-bindings."""
 
     def __init__(self, device: int = 0, staged: bool = False) -> None:
         try:
@@ -116,7 +118,7 @@ class CudaCopier:
         self._call(self._driver.cuIpcCloseMemHandle, base)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The values of a driver call. Raises TransportError."""
+        """The values of a driver call. Raises TransportError if it failed."""
         result = function(*arguments)
         if int(result[0]):
             raise TransportError(

@@ -1,11 +1,10 @@
-"""What a request's settings do to its logits before a token is drawn, on the device: penalties, logit bias, ends held back.
+"""LogitsProcessors: penalties, logit bias and `min_tokens`, on the device.
 
-Owns: a row per slot of what has been counted, what is added, what may not be chosen yet. Promises: `adjust` does what
-model/sample.py does with Penalties and Added, from the rows alone, so that it can be captured; a token is counted where it was
-sampled, and the host is not asked. Rows of slots that ask for nothing of this change nothing.
-Must not: choose a token.
+Owns: per slot, the token counts, the bias and the stop tokens held back. Promises: `apply` equals
+model/sample.py's penalties and bias, from these rows alone, so it can be captured. Tokens are
+counted where they are sampled. Slots without such settings are unchanged. Must not: choose a token.
 
-Memory: 9 bytes per slot and token of the vocabulary (ELEMENT_BYTES).
+Memory: 9 bytes per slot and vocabulary token (BYTES_PER_TOKEN).
 
 Shapes: B rows, V vocabulary, L tokens of a request, N pairs.
 """
@@ -20,8 +19,8 @@ BYTES_PER_TOKEN = 9
 
 
 class LogitsProcessors:
-    """`counts` int32: how often a token is in the answer, and IN_PROMPT if it is in the prompt. `bias` float32 is added. `ends`
-    bool: tokens that may not be chosen before `min_tokens`."""
+    """`counts` int32: occurrences in the output, plus PROMPT_FLAG if the token is in the prompt.
+    `bias` float32 is added. `stop_mask` bool: tokens forbidden before `min_tokens`."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # also written outside it
@@ -39,7 +38,7 @@ class LogitsProcessors:
         bias_N: tuple[Tensor, Tensor],
         ends_N: Tensor,
     ) -> None:
-        """Begin a row with the tokens so far, of which the first `prompt_tokens` are the prompt."""
+        """Start a slot with the tokens so far; the first `prompt_tokens` are the prompt."""
         counts_V = self.counts[slot]
         ids_L = tokens_L.long().clamp(max=counts_V.shape[0] - 1)
         answer_L = ids_L[prompt_tokens:]
@@ -50,7 +49,7 @@ class LogitsProcessors:
         self.stop_mask[slot].zero_().index_fill_(0, ends_N, True)
 
     def count_tokens(self, slot_B: Tensor, ids_B: Tensor) -> None:
-        """These were sampled (an id below 0 was not). Slots are distinct, but for the spare one's."""
+        """Count sampled ids (below 0: not sampled). Slots are distinct, except the padding slot."""
         ids_B = ids_B.clamp(min=0)
         self.counts[slot_B, ids_B] += 1
 
@@ -61,8 +60,8 @@ class LogitsProcessors:
         num_generated_B: Tensor,
         penalties: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Logits as they are to be sampled, of rows that have `made_B` tokens of their answer. `settings`: repetition, presence and
-        frequency penalty and min_tokens of each row."""
+        """Logits to sample from, of rows with `num_generated_B` output tokens. `penalties`:
+        repetition, presence and frequency penalty, and min_tokens, of each row."""
         vocab = logits_BV.shape[1]
         repetition_B, presence_B, frequency_B, least_B = penalties
         counts_BV = self.counts[slot_B, :vocab]

@@ -1,7 +1,7 @@
-"""How a GPU's memory is divided: weights, activations, graphs, and the rest to the KV cache.
+"""GPU memory budget: weights, activations, graphs, tables; the rest goes to the KV cache.
 
-Owns: the sum. Promises: what is refused is refused with all of the numbers, and with the flag that would make it fit.
-Must not: allocate, or touch a device.
+Owns: the sums, as plain arithmetic. Promises: an error states every term of the budget and which
+flag to change. Must not: allocate or touch a device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ PIECE_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes. `total` of the whole device, or this process's share of it; `taken` by other processes and by libraries of this one
-    (of a share: by this one alone); `activations` of all streams that may run passes; `graphs` and `tables` of this executor."""
+    """`total_bytes`: the whole device, or this process's share of it. `used_bytes`: other processes
+    and libraries of this one (of a share, only this process). `activation_bytes`: all streams that
+    run passes. `graph_bytes`, `table_bytes`: of this executor."""
 
     total_bytes: int
     used_bytes: int
@@ -35,7 +36,7 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for the KV cache."""
+        """Bytes left for the KV cache."""
         return (
             self.total_bytes
             - self.used_bytes
@@ -59,13 +60,14 @@ def format_gib(size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, element_bytes: int, quantised: bool) -> int:
-    """Bytes of all weights; `quantised`: one byte for each of the layers' matrices, whose scales are not worth counting."""
+    """Bytes of all weights. `quantised`: the layers' matrices take one byte per element; their
+    scales are negligible."""
     spared = spec.layers * spec.layer_matrix_parameters * (element_bytes - 1) if quantised else 0
     return spec.weight_bytes(element_bytes) - spared
 
 
 def check_weights_fit(weights: int, total: int, free: int) -> None:
-    """Raise ConfigError if `weights` bytes cannot be loaded into `free` of `total` bytes."""
+    """Raise ConfigError if `weights` bytes do not fit in `free` of `total` bytes."""
     if weights + MARGIN_BYTES > free:
         raise ConfigError(
             f"the weights need {format_gib(weights)}, but {format_gib(free)} of the GPU's {format_gib(total)} are free: choose a smaller model, "
@@ -76,8 +78,8 @@ def check_weights_fit(weights: int, total: int, free: int) -> None:
 def choose_pages(
     device: DeviceConfig, page_bytes: int, budget: MemoryBudget, max_pages: int
 ) -> int:
-    """Pages of the KV pool: `kv_pages`, else what `kv_memory_bytes` holds, else all that is free, but no more than `useful_pages`.
-    Raises ConfigError with the budget if they do not fit or there is none."""
+    """Pages of the KV pool: `kv_pages`, else what `kv_memory_bytes` holds, else all free memory up
+    to `max_pages`. Raises ConfigError with the budget if they do not fit or none fits."""
     room = budget.free_bytes // page_bytes
     if device.kv_pages is not None:
         flag, pages = "kv_pages", device.kv_pages
@@ -89,7 +91,9 @@ def choose_pages(
         raise ConfigError(f"{flag} leaves no room for a page of {page_bytes} bytes: set it to more")
     if pages < 1 or pages > room:
         wanted = (
-            f"{format_gib(pages * page_bytes)} of KV were asked for" if pages else "no page of KV fits"
+            f"{format_gib(pages * page_bytes)} of KV were asked for"
+            if pages
+            else "no page of KV fits"
         )
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",

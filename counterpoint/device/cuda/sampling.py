@@ -1,10 +1,12 @@
-"""Sampling of a pass on the device, without a look at it.
+"""Sampling of a pass on the device.
 
-Owns: the way from the host's sampling settings to the sampler's tensors on the device, and from log-probabilities on the device to
-TokenLogprobs. Promises: launching never waits; what must be read on the host is a `SamplingDownload`, read when the step's event has come.
-Must not: launch the model (but for the LM head over a prompt whose log-probabilities are asked for).
+Owns: the sampler's device tensors from the host's settings, and TokenLogprobs from the device.
+Promises: launching never waits. Results for the host are a LogprobsDownload, to be read when the
+step's event has completed. Must not: run the model, except the LM head for prompt
+log-probabilities.
 
-Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
+Shapes: B sampled rows, R of them with log-probabilities, V vocabulary, T tokens of the pass, D
+hidden, S segments.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ MAX_TOP_LOGPROBS = 20  # alternatives that a captured step has of each token
 
 
 class SamplingMode(enum.Flag):
-    """How the rows of a decode step are sampled: no more than any of them asks for. Nothing of it is the best logit of each. ANY is
-    outside the graph."""
+    """What the rows of a decode step need at most. GREEDY: argmax. EAGER: sampled outside the
+    graph."""
 
     GREEDY = 0
     RANDOM = enum.auto()
@@ -63,25 +65,26 @@ GRAPH_STAGES = (
 
 @functools.cache  # it is asked for every step, and flags are slow
 def sampling_mode_for(stages: int) -> SamplingMode:
-    """`stages`: what any of the rows asks for, as settings.Stage."""
+    """`stages`: the union of the rows' SamplingStage flags."""
     if stages & ~int(GRAPH_STAGES):  # also what this device has never heard of
         return SamplingMode.EAGER
-    tail = SamplingMode.GREEDY
+    mode = SamplingMode.GREEDY
     if stages & SamplingStage.DRAW:
-        tail |= SamplingMode.RANDOM | (
+        mode |= SamplingMode.RANDOM | (
             SamplingMode.FILTERED
             if stages & (SamplingStage.TOP_K | SamplingStage.TOP_P)
             else SamplingMode.GREEDY
         )
     if stages & PROCESSOR_STAGES:
-        tail |= SamplingMode.PROCESSED
-    return tail | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else tail
+        mode |= SamplingMode.PROCESSED
+    return mode | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else mode
 
 
 def sample_in_graph(
     logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, mode: SamplingMode
 ) -> Tensor:
-    """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
+    """Ids by the device's settings of each slot. Also counts tokens for penalties. Capturable. Not
+    for SamplingMode.EAGER."""
     logits_BV = logits_BV[:, : tables.sampling.vocab]
     if not mode & (SamplingMode.RANDOM | SamplingMode.PROCESSED):
         return sample(logits_BV, SamplerInputs())
@@ -111,7 +114,7 @@ def sample_in_graph(
 
 
 def sample_eagerly(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
-    """Ids by all that the host knows of each slot."""
+    """Ids by all settings that the host has of each slot."""
     settings = tables.sampling
     if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(
         SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS
@@ -141,14 +144,15 @@ def sample_eagerly(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> T
 
 
 def upload_tensors(value: Any, driver: Driver) -> Any:
-    """The same record, its tensors on the device."""
+    """The same record with its tensors on the device."""
     if isinstance(value, Tensor):
         return driver.upload(value.numpy())
     if isinstance(value, tuple):
         return tuple(upload_tensors(each, driver) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: upload_tensors(getattr(value, f.name), driver) for f in dataclasses.fields(value)
+            f.name: upload_tensors(getattr(value, f.name), driver)
+            for f in dataclasses.fields(value)
         }
         return dataclasses.replace(value, **fields)
     return value
@@ -159,9 +163,9 @@ def upload_tensors(value: Any, driver: Driver) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsDownload:
-    """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
-    they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them. `spread`: the tensors
-    have all rows of the step, and those of `row` are meant."""
+    """Log-probabilities on their way to the host, of R tokens, with the `top_R` best alternatives
+    of each. `rows`: for sampled tokens, the row of each; for a prompt, the segment of all.
+    `whole_step`: the tensors hold all rows of the step, and only `rows` are wanted."""
 
     own_R: Tensor
     ids_RN: Tensor
@@ -172,7 +176,9 @@ class LogprobsDownload:
 
     def read(self) -> list[TokenLogprobs]:
         tensors = (self.own_R, self.ids_RN, self.values_RN)
-        own_R, ids_RN, values_RN = (x[list(self.rows)] for x in tensors) if self.whole_step else tensors
+        own_R, ids_RN, values_RN = (
+            (x[list(self.rows)] for x in tensors) if self.whole_step else tensors
+        )
         lists = (own_R.tolist(), ids_RN.tolist(), values_RN.tolist(), self.top_R)
         return [
             TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top]))
@@ -183,7 +189,7 @@ class LogprobsDownload:
 def download_logprobs(
     logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: SamplingTables, driver: Driver
 ) -> LogprobsDownload | None:
-    """Log-probabilities of the sampled ids of the rows that ask."""
+    """Log-probabilities of the sampled ids, for rows that ask for them."""
     if not settings.stages(rows.slot_B) & SamplingStage.LOGPROBS:
         return None
     rows_R = settings.rows_with(rows.slot_B, SamplingStage.LOGPROBS)
@@ -198,7 +204,7 @@ def download_logprobs(
 def select_logprobs(
     chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: SamplingTables
 ) -> LogprobsDownload:
-    """The same from a captured step, whose buffers on the host have all rows: of those that ask."""
+    """The same from a graph's host buffers, which hold all rows."""
     rows = settings.rows[slot_B]
     (asking,) = np.nonzero(rows["stages"] & SamplingStage.LOGPROBS)
     return LogprobsDownload(
@@ -207,15 +213,15 @@ def select_logprobs(
 
 
 def wants_prompt_logprobs(tables: DeviceTables, rows: PassRows) -> bool:
-    """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
+    """Whether a segment asks for prompt log-probabilities, which need all rows' hidden states."""
     return bool(tables.sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
 
 
 def download_prompt_logprobs(
     decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor
 ) -> list[LogprobsDownload]:
-    """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
-    goes. `x_TD` are the hidden states behind the last layer."""
+    """Per asking segment and block: log-probabilities of the prompt tokens at positions start + 1
+    to start + tokens, up to the prompt's end. `x_TD`: hidden states after the last layer."""
     settings, driver = tables.sampling, tables.driver
     downloads = []
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
@@ -249,7 +255,7 @@ def download_prompt_logprobs(
 def read_chosen(
     download: LogprobsDownload | None, ids_B: np.ndarray
 ) -> tuple[TokenLogprobs | None, ...]:
-    """One entry per sampled row, as StepDone has them."""
+    """One entry per sampled row, as in StepDone."""
     if download is None:
         return ()
     result: list[TokenLogprobs | None] = [None] * len(ids_B)
@@ -261,7 +267,7 @@ def read_chosen(
 def read_prompts(
     downloads: list[LogprobsDownload], segments: int
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """One entry per segment, as StepDone has them."""
+    """One entry per segment, as in StepDone."""
     if not downloads:
         return ()
     result: list[tuple[TokenLogprobs, ...] | None] = [None] * segments

@@ -1,14 +1,15 @@
-"""The small operations of a decoder, fused, in Triton.
+"""A decoder's small operations, fused, in Triton.
 
-Owns: kernels that read and write each element once: norms, SiLU, RoPE with the write to the KV pool, and decode attention for
-shapes that no faster kernel takes. Promises: arithmetic in float32, rounded once; `add_rms_norm` equals an add and then
-`rms_norm` bit for bit; no host synchronisation, so all of it can be captured in a graph.
-Must not: be imported where Triton is not (ops does it, and only when a GPU is asked for).
+Owns: norms, SiLU, RoPE with the write to the KV pool, the gather of a context, and decode attention
+for shapes that no faster kernel supports. Promises: each element is read and written once;
+arithmetic is float32, rounded once. `add_rms_norm` equals an add and then `rms_norm`, bit for bit.
+No host synchronisation, so all can be captured. Must not: be imported without Triton (ops.py
+imports it only for a GPU).
 
-Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, B sequences,
-P pages, C parts of a sequence. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike;
-its elements may be e4m3, under a scale of 1.
- Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv:1805.02867.
+Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E =
+(H + 2 * K) * A, B sequences, P pages, C parts of a sequence. A pool is [pages, page tokens, K, A]
+with any strides of the first three axes, the same for K and V; elements may be e4m3, of scale 1.
+Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv:1805.02867.
 """
 
 # Pyright does not know Triton's builtins inside kernels.
@@ -115,7 +116,7 @@ def turn_heads(
     x_ptr, out_ptr, out_stride, norm_ptr, cos, sin, heads, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate `heads` contiguous heads at x_ptr, to out_ptr, `out_stride` apart."""
+    """Norm and rotate `heads` contiguous heads at x_ptr; write them to out_ptr, `out_stride` apart."""
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF_PAD)[None, :]
     inside = (head < heads) & (at < HALF)
@@ -250,7 +251,8 @@ def gather_kernel(
 def gather_context(
     k_pages: Tensor, v_pages: Tensor, rows_L: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The given rows of the pool (page * page tokens + offset) in one piece each, [L, K, A], in `dtype` (None: the pool's)."""
+    """These pool rows (page * page tokens + offset), contiguous: [L, K, A] of K and of V, in
+    `dtype` (None: the pool's)."""
     page_tokens, kv_heads, head_dim = k_pages.shape[1:]
     k_LKA, v_LKA = (
         k_pages.new_empty(rows_L.shape[0], kv_heads, head_dim, dtype=dtype or k_pages.dtype)
@@ -274,7 +276,8 @@ def decode_part_kernel(
     scale, heads, kv_heads, parts, page_tokens, table_stride, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence, for the query heads of one KV head. Writes softmax numerators and their sums."""
+    """One part of one sequence, for the query heads of one KV head. Writes softmax numerators and
+    sums."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -353,8 +356,9 @@ def decode_attention(
     units: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Softmax(q K^T / sqrt(A)) V over positions [0, length), every length 1 or more; [B, H * A]. `units`: SMs to fill. How a
-    sequence is cut is settled here, where its parts end on the device: so a captured launch stays right as lengths grow."""
+    """Softmax(q K^T / sqrt(A)) V over positions [0, length), every length at least 1; [B, H * A].
+    `units`: SMs to fill. The host fixes the number of parts, the device where each ends, so a
+    captured launch stays valid as lengths grow."""
     page_tokens, kv_heads, head_dim = k_pages.shape[1:]
     rows, heads = q_BHA.shape[:2]
     parts = max(1, min(64, 4 * units // max(1, rows * kv_heads)))

@@ -1,12 +1,14 @@
-"""The rehearsal: passes that run before the first request, for what CUDA makes when it is first needed.
+"""Warmup: passes run before the first request, for what CUDA creates on first use.
 
-Owns: which passes these are. Promises: afterwards the kernels of greedy passes of any size are loaded, and every place has had the
-memory of the largest; only the spare page is written, and no row stays open. Other ways of sampling are tried with one row, and
-log-probabilities of prompts not at every length: for these something may still have to be made. Must not: measure.
+Owns: the list of warmup passes. Promises: afterwards, the kernels of greedy passes of any size are
+loaded, and every stream has the memory of the largest pass. Only the padding page is written, and
+no slot stays open. Must not: measure. Other sampling settings run with one row only, and prompt
+log-probabilities not at every length, so a first such request may still load something.
 
-A kernel is loaded when it is first launched, and memory is got from the driver when there is none left. Both wait until the device
-has nothing to do (CUDA C++ Programming Guide: Lazy Loading, Implicit Synchronization), so in the midst of serving such a launch
-takes as long as the step that runs, and no answer gets on meanwhile: 80 to 330 ms beside steps of 80 ms on an H200.
+CUDA loads a kernel at its first launch, and gets memory from the driver when its pool is empty.
+Both wait until the device is idle (CUDA C++ Programming Guide: Lazy Loading, Implicit
+Synchronization). While serving, such a launch takes as long as the running step and stalls every
+request: 80 to 330 ms beside steps of 80 ms on an H200.
 """
 
 from __future__ import annotations
@@ -48,27 +50,29 @@ ALL_SAMPLING = Sampling(
 
 def warm_up(
     make_executor: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
-    places: Sequence[tuple[Role, StreamPartition]],
+    partitions: Sequence[tuple[Role, StreamPartition]],
     max_tokens: int,
 ) -> str:
-    """Play all passes in these places; `tokens`: of the largest. What was played, as a note."""
+    """Run all warmup passes on these partitions; `max_tokens`: of the largest pass. Returns a note
+    for the log."""
     began_s, inbox = time.perf_counter(), WallClockEventQueue()
     executor = make_executor(LANES, inbox)
-    player = WarmupRunner(executor, inbox)
+    runner = WarmupRunner(executor, inbox)
     try:
-        for role, place in places:
+        for role, partition in partitions:
             for segments, layers in warmup_passes(executor, max_tokens):
-                player.submit(role, place, segments, layers)
-        player.wait_until_at_most(0)
-        player.submit_sampled(*places[0])
+                runner.submit(role, partition, segments, layers)
+        runner.wait_until_at_most(0)
+        runner.submit_sampled(*partitions[0])
     finally:
         executor.close()
-    return f"{player.num_passes} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
+    return f"{runner.num_passes} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
 
 
 def warmup_passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
-    """The segments of each pass, and how many layers of it are played. First the largest, so that the others find its memory; then
-    those launched operation by operation; then any number of sampled rows behind graphs; then the longest contexts."""
+    """Segments of each pass, and how many layers to run. First the largest, so that later ones
+    reuse its memory; then eager passes; then every number of sampled rows after graphs; then the
+    longest contexts."""
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
     captured = max(executor.piecewise_graphs.sizes, default=0)
@@ -88,7 +92,7 @@ def warmup_passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Se
 
 
 def eager_sizes(captured: int, tokens: int) -> list[int]:
-    """Numbers of rows of passes that are no graphs, the largest first."""
+    """Padded row counts of passes that are not graphs, largest first."""
     sizes, rows = list[int](), captured + 1
     while rows <= tokens:
         sizes.append(min(next_larger(rows), tokens))
@@ -97,12 +101,13 @@ def eager_sizes(captured: int, tokens: int) -> list[int]:
 
 
 def prompt_segments(rows: int, context: int) -> list[Segment]:
-    """So many rows, as prompts as long as a context may be. A slot may have several: nobody reads what they compute."""
+    """`rows` rows, as prompts of up to `context` tokens. They may share a slot: nobody reads the
+    results."""
     return [Segment(0, 0, min(context, rows - at), False) for at in range(0, rows, context)]
 
 
 def long_context_segments(tokens: int, context: int) -> list[Segment]:
-    """The ends of the longest prompts, as many as are gathered at once."""
+    """The last tokens of the longest prompts, as many prompts as are gathered at once."""
     few = min(SHORT_PROMPT_TOKENS, tokens, context)
     return [Segment(0, context - few, few, False)] * max(
         1, min(MAX_GATHERED_TOKENS // context, tokens // few)
@@ -110,7 +115,8 @@ def long_context_segments(tokens: int, context: int) -> list[Segment]:
 
 
 class WarmupRunner:
-    """Steps by hand, some at once. A step that fails is logged: what it was to make ready is made when it is needed."""
+    """Submits steps, several in flight. A failed step is only logged: serving then creates what it
+    needs."""
 
     def __init__(self, executor: CudaExecutor, inbox: WallClockEventQueue) -> None:
         self.executor = executor
@@ -120,26 +126,27 @@ class WarmupRunner:
         self._running: dict[int, bool] = {}  # by step: whether its pass is left unfinished
 
     def submit(
-        self, role: Role, place: StreamPartition, segments: Sequence[Segment], layers: int
+        self, role: Role, partition: StreamPartition, segments: Sequence[Segment], layers: int
     ) -> None:
-        """Submit the first `layers` layers of a pass, once few enough others are on their way."""
+        """Submit the first `layers` layers of a pass, once at most MAX_IN_FLIGHT - 1 others are in
+        flight."""
         self.wait_until_at_most(MAX_IN_FLIGHT - 1)
         lane = next(lane.id for lane in LANES if lane.role is role)
         number = next(self._step_ids)
         self._running[number] = layers < self.executor.decoder.spec.layers
         work = BatchShape(prefill_tokens=sum(segment.tokens for segment in segments))
         self.executor.submit(
-            Step(number, lane, number, 0, layers, place.units, tuple(segments), work)
+            Step(number, lane, number, 0, layers, partition.units, tuple(segments), work)
         )
         self.num_passes += 1
 
-    def submit_sampled(self, role: Role, place: StreamPartition) -> None:
-        """A pass of which everything is asked that can be asked of a token."""
+    def submit_sampled(self, role: Role, partition: StreamPartition) -> None:
+        """A pass with every sampling setting."""
         tokens = min(SHORT_PROMPT_TOKENS, self.executor.tables.tokens.shape[1] - 1)
         self.executor.submit(InitSlot(0, (0,) * tokens, tokens, (), ALL_SAMPLING))
         self.submit(
             role,
-            place,
+            partition,
             [Segment(0, 0, tokens, True, (self.executor.tables.padding_page,))],
             self.executor.decoder.spec.layers,
         )
@@ -147,7 +154,7 @@ class WarmupRunner:
         self.executor.submit(FreeSlot(0))
 
     def wait_until_at_most(self, few: int) -> None:
-        """Until no more than so many are on their way."""
+        """Wait until at most `steps` steps are in flight."""
         while len(self._running) > few:
             got = self.inbox.get()
             for done in got[1] if got else ():

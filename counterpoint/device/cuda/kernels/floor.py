@@ -1,7 +1,8 @@
-"""The smallest logit that top-k and top-p leave, without a sort (kernel: floor.cu).
+"""The smallest logit that top-k and top-p keep, without a sort (kernel: floor.cu).
 
-Owns: the kernel's calling convention. Promises: what model/sample.py's `filter_floor` gives, up to the rounding of the mass; one
-launch, without synchronising, so that it can be captured. Must not: hold state between calls.
+Owns: the kernel's calling convention. Promises: the result of model/sample.py's `filter_floor`, up
+to rounding of the mass; one launch without synchronising, so it can be captured. Must not: hold
+state between calls.
 
 Shapes: F rows, V vocabulary.
 """
@@ -9,7 +10,6 @@ Shapes: F rows, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, lo
 class FilterFloor:
     """Raises KernelError if the kernel can't be built."""
 
-    def __init__(self, device: int = 0, cache: Path | None = None) -> None:
-        self._launch = load_library("floor", architecture(device), cache=cache).counterpoint_filter_floor
+    def __init__(self, device: int = 0) -> None:
+        self._launch = load_library("floor", architecture(device)).counterpoint_filter_floor
         pointer = ctypes.c_void_p
         self._launch.argtypes = [
             pointer,
@@ -37,7 +37,8 @@ class FilterFloor:
     def __call__(
         self, x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int = 0
     ) -> Tensor:
-        """`x_FV` float32, 0 at each row's best; top_k int64, 0: off; top_p float32, 1: off. `width` is for sorts."""
+        """`x_FV` float32, 0 at each row's maximum; top_k int64, 0: off; top_p float32, 1: off.
+        `width` is unused: only sorts need it."""
         floor_F = x_FV.new_empty(x_FV.shape[0])
         if x_FV.shape[0]:
             x_FV, top_k_F = x_FV.contiguous(), top_k_F.contiguous()

@@ -1,18 +1,18 @@
-"""Matrix products of a decode step, for a partition of a few SMs (kernel: gemm.cu).
+"""Matrix products of a decode step, for a partition of few SMs (kernel: gemm.cu).
 
-Owns: the choice of the weight tile and the generated wgmma wrappers.
-Promises: one call is one kernel launch on the current stream, without synchronising or allocating when `out` is given, so it can be
-captured. Must not: be asked for more than 128 rows.
+Owns: the choice of the weight tile and the generated wgmma wrappers. Promises: a call is one kernel
+launch on the current stream. It does not synchronise, and does not allocate if `out` is given, so
+it can be captured. Must not: be called with more than 128 rows.
 
-Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a multiple of 64, N of 8. On Hopper.
-Or x and w are Scaled (model/fp8.py) and K a multiple of 128: e4m3 times e4m3, times both scales.
+Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a
+multiple of 64, N of 8; on Hopper. Or x and w are ScaledWeight (model/fp8.py) and K a multiple of
+128: e4m3 times e4m3, times both scales.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ Rows = torch.Tensor | ScaledWeight
 
 
 class Tile(NamedTuple):
-    """How weight rows are dealt out: `height` rows to each of `groups` warpgroups (M > 64: the groups share the rows)."""
+    """`height` weight rows for each of `groups` warpgroups (M > 64: the groups share the weight
+    rows)."""
 
     height: int
     groups: int
@@ -46,9 +47,10 @@ class _GemmArgs(ctypes.Structure):  # struct Args of gemm.cu
 
 
 def fit_tile(n: int, sms: int, m: int) -> Tile:
-    """The tile that makes the busiest of `sms` SMs load the fewest rows for a weight of n rows.
+    """The tile with which the busiest of `sms` SMs loads the fewest rows, for a weight of n rows.
 
-    An SM loads, for each of its tiles, the tile's weight rows and the m rows of x again: cost = tiles per SM x (rows + m).
+    For each of its tiles, an SM loads the tile's weight rows and the m rows of x: cost = tiles per
+    SM x (rows + m).
     """
     wide = m > 64
 
@@ -62,7 +64,8 @@ def fit_tile(n: int, sms: int, m: int) -> Tile:
 
 
 def wgmma_header(height: int, fp8: bool = False) -> str:
-    """C++ for one wgmma shape: m64 n`height` and 32 bytes of K, both operands in shared memory (PTX ISA, wgmma.mma_async)."""
+    """C++ of one wgmma shape: m64 n`height` and 32 bytes of K, both operands in shared memory (PTX
+    ISA, wgmma.mma_async)."""
     count = height // 2
     kind, layout = ("k32.f32.e4m3.e4m3", "") if fp8 else ("k16.f32.bf16.bf16", ", 0, 0")
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -86,13 +89,12 @@ template <> struct Wgmma<{height}> {{
 
 
 class SkinnyGemm:
-    """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a weight tile's kernel when it is first needed (seconds, then cached)."""
+    """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a tile's kernel on first use (seconds, then
+    cached)."""
 
-    def __init__(
-        self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None
-    ) -> None:
+    def __init__(self, sms: int, device: int = 0, chained: bool = False) -> None:
         self.sms, self.chained = sms, chained
-        self._arch, self._cache = architecture(device), cache
+        self._arch = architecture(device)
         self._launches: dict[tuple[int, bool], Callable[[Any, Any], int]] = {}
         self._tiles: dict[tuple[int, int], Tile] = {}
         if self._arch != "90a":
@@ -101,13 +103,14 @@ class SkinnyGemm:
             )
 
     def tile(self, n: int, m: int) -> Tile:
-        """The tile used for a weight of n rows and m rows of x."""
+        """The tile for a weight of n rows and m rows of x."""
         if (n, m) not in self._tiles:
             self._tiles[n, m] = fit_tile(n, self.sms, m)
         return self._tiles[n, m]
 
     def __call__(self, x_MK: Rows, w_NK: Rows, out_MN: torch.Tensor | None = None) -> torch.Tensor:
-        """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
+        """x_MK @ w_NK^T. Rows may be strided, columns must be contiguous. Raises ValueError for a
+        tensor that doesn't fit."""
         fp8 = isinstance(w_NK, ScaledWeight)
         x, x_scale = values_and_scales(x_MK)
         w, w_scale = values_and_scales(w_NK)
@@ -156,10 +159,7 @@ class SkinnyGemm:
     def _kernel(self, height: int, fp8: bool) -> Callable[[Any, Any], int]:
         if (height, fp8) not in self._launches:
             library = load_library(
-                "gemm",
-                self._arch,
-                headers={"wgmma.cuh": wgmma_header(height, fp8)},
-                cache=self._cache,
+                "gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height, fp8)}
             )
             launch = library.counterpoint_skinny_gemm
             launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -168,7 +168,7 @@ class SkinnyGemm:
 
 
 def values_and_scales(rows: Rows) -> tuple[torch.Tensor, int | None]:
-    """The matrix, and where the scales of its rows are, if it has them."""
+    """The matrix, and the address of its row scales if it is quantised."""
     if isinstance(rows, ScaledWeight):
         return rows.values_RK, rows.scale_R.data_ptr()
     return rows, None

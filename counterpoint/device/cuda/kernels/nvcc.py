@@ -1,9 +1,8 @@
 """Builds and loads this folder's CUDA sources.
 
-Owns: the cache of shared objects.
-Promises: a source is compiled once per content, architecture and flags, with `nvcc`, in seconds (no torch headers); the result is
-found again by later processes. Nothing happens on import.
-Must not: launch anything.
+Owns: the cache of shared objects. Promises: `nvcc` compiles a source once per content, architecture
+and flags, in seconds (no torch headers). Later processes reuse the result. Importing does nothing.
+Must not: launch kernels.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ CACHE = Path.home() / ".cache" / "counterpoint" / "kernels"
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be built, loaded or launched; the message says why and what to do."""
+    """A kernel could not be built, loaded or launched. The message says why and how to fix it."""
 
 
 def architecture(device: int) -> str:
-    """The compiler's name of the GPU's instruction set, e.g. "90a" (with the features of that very chip, from Hopper on)."""
+    """The compiler's name of the GPU's instruction set, e.g. "90a" ("a": chip-specific features,
+    from Hopper on)."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -44,10 +44,10 @@ def load_library(
     flags: Sequence[str] = (),
     cache: Path | None = None,
 ) -> ctypes.CDLL:
-    """The shared object of `name`.cu for `arch`, compiled unless the cache has it.
+    """The shared object of `name`.cu for `arch`, compiled unless cached.
 
-    `headers` are generated files (name: text) that the source includes. Raises KernelError with the compiler's output, or with how
-    to get a compiler.
+    `headers`: generated files (name: text) that the source includes. Raises KernelError with the
+    compiler's output, or with how to get a compiler.
     """
     source = SOURCES / f"{name}.cu"
     headers = dict(headers or {})

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cuda_rig import HAS_GPU, PAGE, TINY, VOCAB, StepRig, EngineService, make_parts, random_requests, rig
+from cuda_rig import HAS_GPU, PAGE, TINY, VOCAB, StepRig, make_parts, rig
+from cuda_service import EngineService, random_requests
 
 from counterpoint.core.policy import Chunked, Multiplex
 from counterpoint.device.cuda.attention import group_for_gather
@@ -105,7 +106,7 @@ def prompts_of(lengths: Sequence[int], units: int | None = None) -> Script:
 
 
 @pytest.mark.parametrize("units", [None, *SPLIT])
-def test_prompts_of_every_size_and_beside_it(units: int | None):
+def test_prompts_around_every_graph_size_equal_eager(units: int | None):
     assert_alike(prompts_of(edges(SMALL), units))
 
 
@@ -134,7 +135,7 @@ def mixed_passes(r: StepRig) -> list[StepDone]:
     return dones
 
 
-def test_decodes_chunks_and_prefix_hits_in_one_pass():
+def test_mixed_passes_equal_eager():
     assert_alike(mixed_passes)
 
 
@@ -146,12 +147,14 @@ def stopping_passes(r: StepRig) -> list[StepDone]:
     for slot, length in enumerate((30, 44, 9, 60)):
         r.open(slot, prompt(length, slot), ASKING)
     one, other = (Segment(0, 0, 30, True, pages(0, 32)),), (Segment(1, 0, 44, True, pages(1, 48)),)
-    steps, places = [], (*SPLIT, r.parts.units, SPLIT[0])
-    r.submit_step([Segment(3, 0, 60, True, pages(3, 64))], lane=1, layers=(0, 2), batch=103)
-    for layer, units in enumerate(places):
+    steps, unit_counts = [], (*SPLIT, r.parts.units, SPLIT[0])
+    r.submit_step([Segment(3, 0, 60, True, pages(3, 64))], lane=1, layers=(0, 2), pass_id=103)
+    for layer, units in enumerate(unit_counts):
         for batch, segments in ((101, one), (102, other)):
             steps.append(
-                r.submit_step(list(segments), lane=1, layers=(layer, layer + 1), batch=batch, units=units)
+                r.submit_step(
+                    list(segments), lane=1, layers=(layer, layer + 1), pass_id=batch, units=units
+                )
             )
         if layer == 1:
             r.submit(DiscardPass(103))
@@ -159,16 +162,18 @@ def stopping_passes(r: StepRig) -> list[StepDone]:
     return [r.wait(step) for step in steps]
 
 
-def test_passes_that_stop_and_go_on_elsewhere():
+def test_passes_resumed_on_another_partition_equal_eager():
     assert_alike(stopping_passes)
 
 
-def test_a_stop_behind_any_layer_changes_no_bit():
+def test_stopping_after_any_layer_changes_no_bit():
     def cut(groups: Sequence[tuple[int, int]]) -> Script:
         def script(r: StepRig) -> list[StepDone]:
             r.open(0, prompt(45), ASKING)
             made = [
-                r.submit_step([Segment(0, 0, 45, True, pages(0, 45))], lane=1, layers=group, batch=9)
+                r.submit_step(
+                    [Segment(0, 0, 45, True, pages(0, 45))], lane=1, layers=group, pass_id=9
+                )
                 for group in groups
             ]
             return [r.wait(step) for step in made]
@@ -183,7 +188,7 @@ def test_a_stop_behind_any_layer_changes_no_bit():
 # ---------------------------------------------------------------- what behind the last layer is wanted
 
 
-def test_all_rows_none_and_some():
+def test_prompt_logprobs_and_unsampled_chunks_equal_eager():
     def script(r: StepRig) -> list[StepDone]:
         r.open(0, prompt(40), msgspec.structs.replace(ASKING, prompt_logprobs=1))
         dones = [
@@ -197,7 +202,7 @@ def test_all_rows_none_and_some():
     assert_alike(script)
 
 
-def test_nobody_is_harmed_by_the_rows_that_fill_up():
+def test_nan_in_the_padding_page_changes_nothing():
     """The spare page has them, also when what stood there before was not a number."""
 
     def script(r: StepRig) -> list[StepDone]:
@@ -214,7 +219,7 @@ def test_nobody_is_harmed_by_the_rows_that_fill_up():
 
 
 @pytest.mark.parametrize("name", ["chunked", "multiplex, layer by layer"])
-def test_policies_answer_as_without_graphs(name: str):
+def test_policies_give_the_same_tokens_with_and_without_graphs(name: str):
     answers = []
     for sizes in (SMALL, ()):
         parts = make_parts(pages=40, sizes=sizes)
@@ -244,7 +249,7 @@ NEAR = 0.06  # of a log-probability: products of other numbers of rows round oth
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
 @pytest.mark.parametrize("units", [None, *SPLIT])
-def test_all_sizes_that_serve(units: int | None):
+def test_default_graph_sizes_equal_eager(units: int | None):
     lengths = edges(GRAPH_SIZES) if units is None else edges(GRAPH_SIZES[::3])
     assert_alike(prompts_of(lengths, units), GRAPH_SIZES, NEAR, **BF16)
 
@@ -260,15 +265,17 @@ def test_all_sizes_that_serve(units: int | None):
         {**BF16, "kv_dtype": torch.float8_e4m3fn, "quantise": True},
     ],
 )
-def test_kernels_of_a_real_model(script: Script, how: dict[str, Any]):
+def test_16_and_8_bit_graphs_equal_eager(script: Script, how: dict[str, Any]):
     assert_alike(script, SMALL, NEAR * (4 if "quantise" in how else 1), **how)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
-@pytest.mark.parametrize("script", [mixed_passes, stopping_passes, prompts_of(edges(SMALL), SPLIT[0])])
-def test_batch_invariant_to_the_bit(script: Script):
-    how = {**BF16, "fixed": True}
+@pytest.mark.parametrize(
+    "script", [mixed_passes, stopping_passes, prompts_of(edges(SMALL), SPLIT[0])]
+)
+def test_batch_invariant_graphs_equal_eager_bit_for_bit(script: Script):
+    how = {**BF16, "invariant": True}
     ours, theirs = run_script(script, SMALL, **how), run_script(script, (), **how)
     assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
 
@@ -283,7 +290,7 @@ def test_large_layers_need_fewer_graphs():
     )
 
 
-def test_prompts_of_one_pass_may_be_gathered_in_parts(monkeypatch: pytest.MonkeyPatch):
+def test_gathering_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     """However many are gathered at once: decodes, prompts in pieces, and one that alone is longer than the bound."""
 
     def script(r: StepRig) -> list[StepDone]:
@@ -307,12 +314,12 @@ def test_prompts_of_one_pass_may_be_gathered_in_parts(monkeypatch: pytest.Monkey
 
     truth = run_script(script, ())
     for most in (1, 40, 100):
-        monkeypatch.setattr("counterpoint.device.cuda.attention.MOST_GATHERED", most)
+        monkeypatch.setattr("counterpoint.device.cuda.attention.MAX_GATHERED_TOKENS", most)
         tokens, numbers, _ = run_script(script, SMALL)
         assert tokens == truth[0] and (numbers - truth[1]).abs().max() <= 1e-4, most
 
 
-def test_how_many_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("counterpoint.device.cuda.attention.MOST_GATHERED", 100)
+def test_gather_groups_stay_below_the_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("counterpoint.device.cuda.attention.MAX_GATHERED_TOKENS", 100)
     assert group_for_gather([100, 1, 99, 1]) == [(0, 1), (1, 3), (3, 4)]
     assert group_for_gather([500, 500]) == [(0, 1), (1, 2)]
