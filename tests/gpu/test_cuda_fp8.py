@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from cuda_reference import reference_logits, tokens_of
 from cuda_rig import HAS_GPU, LEVELS, PAGE, VOCAB, rig
-from test_cuda_executor import reference_logits, tokens_of
-from test_cuda_gpu import LLAMA, layer_kernels, random_tensor, relative_error
+from test_cuda_gpu import LLAMA
+from test_cuda_operators import layer_kernels, random_tensor, relative_error
 
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 from counterpoint.model.ops import Ops, reference_ops
@@ -131,9 +132,7 @@ def test_fp8_tokens_are_near_the_best_of_the_reference(
     because activations that bfloat16 has rounded fall on other numbers of e4m3 now and then. And within one deviation of the
     plain reference's best."""
     prompt = [7 * n % VOCAB for n in range(1, 300)]
-    with rig(
-        spec=spec, dtype=torch.bfloat16, deviation=0.05, kv_dtype=kv_dtype, quantise=quantise
-    ) as r:
+    with rig(spec=spec, dtype=torch.bfloat16, std=0.05, kv_dtype=kv_dtype, quantise=quantise) as r:
         r.open(0, prompt)
         got = tokens_of(r.generate(0, len(prompt), 24, units=LEVELS[0]))
     for ops, bound in (

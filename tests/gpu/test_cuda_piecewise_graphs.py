@@ -242,7 +242,7 @@ def test_policies_give_the_same_tokens_with_and_without_graphs(name: str):
 WIDE = dataclasses.replace(
     TINY, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1024, max_context_tokens=2200
 )
-BF16 = {"spec": WIDE, "dtype": torch.bfloat16, "deviation": 0.04}
+BF16 = {"spec": WIDE, "dtype": torch.bfloat16, "std": 0.04}
 NEAR = 0.06  # of a log-probability: products of other numbers of rows round otherwise, in bfloat16 and through four layers
 
 

@@ -196,7 +196,7 @@ def test_a_pass_that_fails_midway_closes_its_plan(monkeypatch: pytest.MonkeyPatc
                     raise torch.OutOfMemoryError("no room")
                 return behind(decoder, x_TD, attended_TE, index)
 
-            monkeypatch.setattr(Decoder, "behind_attention", failing)
+            monkeypatch.setattr(Decoder, "after_attention", failing)
             first = r.submit_step(
                 [Segment(0, 0, 5, True)], lane=1, layers=(0, 2), pass_id=100 + fails
             )

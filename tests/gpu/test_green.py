@@ -82,7 +82,7 @@ class TestWithoutACompiler:
         self, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(
-            Partitions, "_split", lambda self, level: PartitionPair(self.full, self.full_urgent)
+            Partitions, "_split", lambda self, level: PartitionPair(self.full, self.full_high_priority)
         )
         with pytest.raises(ConfigError, match=r"nvcc.*policy to chunked"):
             split_device(Config().replace(policy="auto"))

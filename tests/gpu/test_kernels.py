@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from counterpoint.device.cuda.kernels.attention import DecodeAttention, check_shape
+from counterpoint.device.cuda.kernels.attention import AttentionShape, DecodeAttention, check_shape
 from counterpoint.device.cuda.kernels.gemm import fit_tile
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 
@@ -162,16 +162,8 @@ class TestAttention:
         cache = Cache(lengths, kv_heads, head_dim, dtype if kv is None else kv, layout, **kinds)
         q = torch.randn(len(lengths), heads, head_dim, device="cuda").to(dtype)
         part = stream_of(partitions, sms)
-        kernel = DecodeAttention(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            sms=sms,
-            max_seqs=len(lengths),
-            dtype=dtype,
-            kv_dtype=kv,
-            layout=layout,
-        )
+        shape = AttentionShape(heads, kv_heads, head_dim, dtype, kv, layout)
+        kernel = DecodeAttention(shape, sms=sms, max_seqs=len(lengths))
         reference = cache.reference(q)
         for turn in range(2):  # the second finds the workspace as the first left it
             out = torch.full_like(q, NAN)
@@ -233,7 +225,7 @@ class TestAttention:
         cache = Cache(longest, 8, 128, torch.bfloat16, "HND")
         q = torch.randn(20, 32, 128, device="cuda").to(torch.bfloat16)
         out = torch.full_like(q, NAN)
-        kernel = DecodeAttention(heads=32, kv_heads=8, head_dim=128, sms=sms, max_seqs=20)
+        kernel = DecodeAttention(AttentionShape(32, 8, 128), sms=sms, max_seqs=20)
         part, lengths_S = stream_of(partitions, sms), cache.lengths_S.clone()
         arguments = (q, cache.pool[:, 0], cache.pool[:, 1], cache.tables, lengths_S, out)
         torch.cuda.synchronize()
@@ -267,7 +259,7 @@ class TestAttention:
     def test_scale_and_large_scores(self, partitions):
         cache = Cache([700, 3], 2, 128, torch.bfloat16, "HND")
         q = 30 * torch.randn(2, 8, 128, device="cuda").to(torch.bfloat16)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=2)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=2)
         with torch.cuda.stream(partitions.pair(16).decode.stream):
             out = kernel(q, cache.pool[:, 0], cache.pool[:, 1], cache.tables, cache.lengths_S)
         torch.cuda.synchronize()
@@ -276,11 +268,11 @@ class TestAttention:
     def test_tensors_that_do_not_fit_are_rejected(self, partitions):
         cache = Cache([20, 3], 2, 128, torch.bfloat16, "HND")
         q = torch.randn(2, 8, 128, device="cuda").to(torch.bfloat16)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=1)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=1)
         k, v = cache.pool[:, 0], cache.pool[:, 1]
         with pytest.raises(ValueError, match="max_seqs"):
             kernel(q, k, v, cache.tables, cache.lengths_S)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=2)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=2)
         with pytest.raises(ValueError, match="lengths_S"):
             kernel(q, k, v, cache.tables, cache.lengths_S.long())
         with pytest.raises(ValueError, match="k_pool"):
@@ -359,9 +351,8 @@ class TestGemm:
         part, gemm = stream_of(partitions, sms), SkinnyGemm(sms, chained=True)
         lengths = [600, 33, 1, 2000]
         cache = Cache(lengths, 8, 128, torch.bfloat16, "HND")
-        attend = DecodeAttention(
-            heads=16, kv_heads=8, head_dim=128, sms=sms, max_seqs=4, chained=True
-        )
+        shape = AttentionShape(16, 8, 128)
+        attend = DecodeAttention(shape, sms=sms, max_seqs=4, chained=True)
         w1, w2 = (torch.randn(2048, 2048, device="cuda").bfloat16() / 45 for _ in range(2))
         x, q, a, y = (torch.empty(4, 2048, device="cuda").bfloat16() for _ in range(4))
 
