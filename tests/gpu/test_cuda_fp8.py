@@ -149,7 +149,7 @@ def quantising_reference(kv_dtype: torch.dtype | None, quantise: bool) -> Ops:
     plain = reference_ops()
 
     def linear(x, packed):
-        return quantise_rows(x).dequantise() @ packed.wide().T
+        return quantise_rows(x).dequantise() @ packed.dequantise().T
 
     def rope_and_append(x, angles, query_norm, key_norm, eps, k_pages, v_pages, rows):
         q = plain.rope_and_append(x, angles, query_norm, key_norm, eps, k_pages, v_pages, rows)

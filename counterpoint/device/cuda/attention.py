@@ -35,13 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_GATHERED_TOKENS = (
-    1 << 16
-)  # context tokens of prompts that are gathered at once: 256 MiB of a layer of Llama-3.1-8B
+# Context tokens gathered at once: 256 MiB for a layer of Llama-3.1-8B.
+MAX_GATHERED_TOKENS = 1 << 16
 
-DecodeKernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
-]  # q, k pages, v pages, block table, lengths -> [B, H * A]
+# (q, k pages, v pages, block table, lengths) -> [B, H * A]
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class PrefillAttention(Protocol):
@@ -66,7 +64,7 @@ class AttentionPlanner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRows:
-    """Rows [first, last) of a pass, from some of its prompts, and the pool rows of their context."""
+    """Rows [first, last) of a pass, from some prompts, and the pool rows of their context."""
 
     first: int
     last: int
@@ -258,7 +256,7 @@ class ReusablePlan:
         self._indptr_2S = self._pinned(self.CAPACITY)
 
     def indptrs(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cumulative sums [0, a, a + b, …] of queries and of contexts, int32, in pinned memory."""
+        """Cumulative sums [0, a, a + b, …] of queries and contexts, int32, in pinned memory."""
         if len(queries) >= self._indptr_2S.shape[1]:
             self._indptr_2S = self._pinned(2 * len(queries))
         ends_2S = self._indptr_2S[:, : len(queries) + 1]
@@ -271,7 +269,7 @@ class ReusablePlan:
         return ends_2S[0], ends_2S[1]
 
     def _pinned(self, prompts: int) -> Tensor:
-        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+        with torch.inference_mode(False):  # so that it is writable in any mode
             return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
 
 
@@ -292,7 +290,7 @@ def choose_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     try:
         return FlashInferPlanner(spec, dtype, device)
     except Exception as error:
-        # Whatever it is that FlashInfer lacks here, the pass can be computed without it.
+        # FlashInfer is optional: any failure falls back to torch.
         log.warning(
             "prefill attention by torch, not by FlashInfer: %s: %s",
             type(error).__name__,
@@ -345,7 +343,7 @@ class FewSmDecode:
 def reference_decode(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
-    """The reference of every decode kernel: float32, one sequence at a time. Waits for the device."""
+    """The reference of every decode kernel: float32, one sequence at a time. Synchronises."""
     page_tokens = k_pages.shape[1]
     group = q_BHA.shape[1] // k_pages.shape[2]
     out_BHA = torch.empty_like(q_BHA)

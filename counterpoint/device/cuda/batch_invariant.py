@@ -15,7 +15,8 @@ A head size.
 """
 
 # Pyright does not know Triton's builtins inside kernels.
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from counterpoint.spec import ModelSpec
 
-TILE = 64  # rows of a product's tile, and of an attention tile (queries times the query heads of a KV head)
+TILE = 64  # rows of a product's tile; queries x query heads per KV head of an attention tile
 BLOCK = 64  # outputs, inputs and keys of a tile
 
 
@@ -98,8 +99,8 @@ def linear(x_RK: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, first_ptr, count_ptr, position_ptr, owner_ptr, out_ptr,
     scale, heads, kv_heads, page_tokens, table_stride, page_stride, token_stride, head_stride,
-    PAGED: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    KEYS: tl.constexpr,
+    PAGED: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile: `count` queries from row `first`, at consecutive positions from `position`, of one
     KV head. Its context is row `owner` of the block table (PAGED), or starts at row `owner` of K
@@ -166,8 +167,8 @@ def tiled_attention(
     group = triton.next_power_of_2(heads // kv_heads)
     if tiles[0].shape[0]:
         attention_kernel[(tiles[0].shape[0], kv_heads)](
-            q_THA, k, v, tiles[0] if table_BP is None else table_BP, *tiles, out, size**-0.5, heads, kv_heads,
-            page_tokens, 0 if table_BP is None else table_BP.stride(0), *strides,
+            q_THA, k, v, tiles[0] if table_BP is None else table_BP, *tiles, out,
+            size**-0.5, heads, kv_heads, page_tokens, 0 if table_BP is None else table_BP.stride(0), *strides,
             PAGED=table_BP is not None, GROUP=group, QUERIES=TILE // group, SIZE=size,
             SIZE_PAD=max(16, triton.next_power_of_2(size)), KEYS=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -35,9 +35,8 @@ from counterpoint.model.kv import KVPool
 from counterpoint.model.sample import logprobs
 from counterpoint.types import Segment
 
-GraphLogprobs = tuple[
-    Tensor, Tensor, Tensor
-]  # of B rows: the token's log-probability, the best ids and their log-probabilities [B, N]
+# Of B rows: the token's log-probability, the best ids and their log-probabilities [B, N].
+GraphLogprobs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

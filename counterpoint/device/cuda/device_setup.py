@@ -188,7 +188,7 @@ def capture_all(config: Config, device: CudaDevice, progress: ReportProgress) ->
 
 
 def load_filter_floor(device: torch.device) -> FilterFloor | None:
-    """The kernel that spares a sort, if it can be built."""
+    """The kernel that replaces sorting in top-k and top-p, if it can be built."""
     try:
         return FilterFloor(device.index or 0)
     except KernelError as error:
@@ -197,29 +197,32 @@ def load_filter_floor(device: torch.device) -> FilterFloor | None:
 
 
 def check_supported(config: Config) -> None:
-    """Raise ConfigError for what this device does not do."""
+    """Raise ConfigError for a config that this device cannot serve."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            "device is cuda, but torch finds no usable GPU: install a CUDA build of torch and a driver, or set cpu"
+            "device is cuda, but torch finds no usable GPU: "
+            "install a CUDA build of torch and a driver, or set device to cpu"
         )
     if torch.cuda.get_device_capability(0)[0] < 8:
         raise ConfigError(
-            f"{torch.cuda.get_device_name(0)} is older than what device cuda supports (Ampere, compute capability 8.0)"
+            f"{torch.cuda.get_device_name(0)} is older than what device cuda supports "
+            "(Ampere, compute capability 8.0)"
         )
     check_fp8_supported(config, torch.cuda.get_device_capability(0), torch.cuda.get_device_name(0))
 
 
 def check_fp8_supported(config: Config, capability: tuple[int, int], name: str) -> None:
-    """Raise ConfigError if eight bits are asked for and this GPU does not have them."""
+    """Raise ConfigError if the config asks for fp8 and this GPU lacks it."""
     for setting in ("quantization", "kv_cache_dtype"):
         if getattr(config.device, setting) == "fp8" and capability < FP8_CAPABILITY:
             raise ConfigError(
-                f"{setting} is fp8, which {name} lacks (compute capability 8.9 and newer have it): leave it out"
+                f"{setting} is fp8, which {name} lacks "
+                "(compute capability 8.9 and newer have it): leave it out"
             )
 
 
 class RandomGpuWeights:
-    """Random weights of any shape, drawn on the GPU: for measuring speed (model/checkpoint.py's Dummy is for the same on a CPU)."""
+    """A checkpoint of random weights drawn on the GPU (RandomCheckpoint draws on the CPU)."""
 
     def __init__(
         self, seed: int, dtype: torch.dtype, device: torch.device, deviation: float = 0.02

@@ -73,7 +73,7 @@ class PassInputs:
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """`vocab`: ids from there on are never sampled. `padding_page`: the pool's page of no request."""
+    """`vocab`: ids from there on are never sampled. `padding_page`: used by no request."""
 
     slots: int
     max_context_tokens: int
@@ -128,7 +128,8 @@ class DeviceTables:
         slot = command.slot
         if len(command.tokens) >= self.tokens.shape[1]:
             raise ValueError(
-                f"slot {slot}: {len(command.tokens)} tokens do not fit a context of {self.tokens.shape[1] - 1}"
+                f"slot {slot}: {len(command.tokens)} tokens do not fit a context of "
+                f"{self.tokens.shape[1] - 1}: raise max_context_tokens"
             )
         self._num_pages[slot] = 0
         self.sampling.set_row(
@@ -148,7 +149,7 @@ class DeviceTables:
             if self._pending_slots
             else []
         )
-        entries: list[tuple[int, int, int]] = []  # slot, place in the block table, page
+        entries: list[tuple[int, int, int]] = []  # slot, index in its block table, page
         for command in opened:
             tokens = self.driver.upload(np.array(command.tokens, np.int32))
             self.tokens[command.slot, : len(command.tokens)] = tokens

@@ -63,7 +63,7 @@ class Driver(Protocol):
         ...
 
     def copy(self, source: Tensor, to: Tensor) -> None:
-        """Copy between the device and memory of `alloc_pinned`, in order with the current stream."""
+        """Copy between the device and `alloc_pinned` memory, in order with the current stream."""
         ...
 
     def take_staging(self) -> list[Tensor]:
@@ -71,7 +71,7 @@ class Driver(Protocol):
         ...
 
     def free_staging(self, staging: list[Tensor]) -> None:
-        """Free staging memory whose copies have finished and been read. Callable from any thread."""
+        """Free staging memory whose copies were read. Callable from any thread."""
         ...
 
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
@@ -101,7 +101,7 @@ class PinnedSlabs:
         """At least `size` bytes, never freed."""
         size = -(-size // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
         if size > len(self._slab):
-            with torch.inference_mode(False):  # else nobody could write to it but in that mode
+            with torch.inference_mode(False):  # so that it is writable in any mode
                 self._slab = self._allocate_slab(max(size, self.SLAB_BYTES))
         block, self._slab = self._slab[:size], self._slab[size:]
         return block
@@ -130,7 +130,7 @@ class CudaDriver:
         return torch.cuda.stream(stream)
 
     def set_stream(self, stream: torch.cuda.Stream) -> None:
-        # Mostly it is the current one already, and setting and restoring it each time is dear.
+        # It is mostly current already, and setting and restoring it each time is expensive.
         if torch._C._cuda_getCurrentRawStream(self.device.index) != stream.cuda_stream:
             torch.cuda.set_stream(stream)
 
@@ -188,8 +188,8 @@ class CudaDriver:
         wherever it is replayed."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            body()  # what is built or loaded on first use is so now; that can't be captured
-            # Only this thread must keep to what a capture allows: others wait for events meanwhile.
+            body()  # kernels compile and load on first use, which cannot be captured
+            # Only this thread is restricted to what a capture allows: others wait for events.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:
                 body()

@@ -99,7 +99,7 @@ class InFlightStep:
 
 
 class CudaExecutor:
-    """Call `submit` from one thread. Completions go to `inbox`, whose clock also times the steps."""
+    """Call `submit` from one thread. Completions go to `inbox`, whose clock times the steps."""
 
     def __init__(self, runtime: CudaRuntime, lanes: Sequence[Lane], inbox: CompletionQueue) -> None:
         self.decoder = runtime.decoder
@@ -208,7 +208,7 @@ class CudaExecutor:
         )
         if x_TD is None:
             self._passes[step.pass_id] = CudaPass(rows, prefill)
-            flight.on_done = None  # it goes on
+            flight.on_done = None  # the pass continues
             return
         if every:
             flight.prompt_logprobs = download_prompt_logprobs(decoder, self.tables, rows, x_TD)
@@ -244,9 +244,8 @@ class LaneInFlight:
         self._clock = clock
         self._inbox = inbox
         self._grammars = grammars
-        self._previous: tuple[StreamPartition, Any] | None = (
-            None  # where the previous step runs, and its end
-        )
+        # Where the previous step runs, and its end event.
+        self._previous: tuple[StreamPartition, Any] | None = None
         self._steps: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._wait_for_steps, name=f"lane{lane.id}", daemon=True
@@ -287,7 +286,7 @@ class LaneInFlight:
                 )
             if not flight.error:
                 prompts = read_prompts(flight.prompt_logprobs, len(step.segments))
-        except Exception as error:  # the device's own errors come up here
+        except Exception as error:  # the device reports its errors here
             log.exception("step %d of lane %d failed on the device", step.id, step.lane)
             flight.error = flight.error or f"{type(error).__name__}: {error}"
             tokens, chosen, prompts = (), (), ()

@@ -38,16 +38,14 @@ Matrix = Tensor | ScaledWeight
 Packed = tuple[Matrix, Tensor | None]
 Matmul = Callable[[Any, Any], Tensor]  # rows and weight, both plain or both quantised
 Quantise = Callable[[Tensor], ScaledWeight]
-DECODE_PROBES = (1, 2, 4, 16, 64, 128)  # rows; what lies between takes the choice of the next
-PREFILL_PROBES = (256, 384, 512, 768, 1024, 1536, 2048)  # the same, of prefill in a partition
+DECODE_PROBES = (1, 2, 4, 16, 64, 128)  # rows; numbers between take the next one's choice
+PREFILL_PROBES = (256, 384, 512, 768, 1024, 1536, 2048)  # likewise, for prefill in a partition
 ALL_PROBES = DECODE_PROBES + PREFILL_PROBES
 MAX_DECODE_ROWS = DECODE_PROBES[-1]
 REPEATS = 3
-SM_TARGETS = (
-    64,
-    96,
-)  # SMs that cuBLAS is told of, beside those there are: it then takes other tiles, whose number may divide better
-MAX_TIME_RATIO = 0.97  # of cuBLAS's time: what another way of many rows must stay under
+# SM counts for cuBLAS besides the partition's: other tiles may divide the product better.
+SM_TARGETS = (64, 96)
+MAX_TIME_RATIO = 0.97  # of cuBLAS's time: many rows take another kernel only below this
 
 
 @functools.cache
@@ -108,9 +106,8 @@ class GemmAutotuner:
     ) -> None:
         self.units = units
         self.layer = layer
-        self.chosen: dict[
-            tuple[torch.dtype, int, int, int], Matmul
-        ] = {}  # dtype of the weight, N, K, rows probed
+        # By dtype of the weight, N, K, rows probed.
+        self.chosen: dict[tuple[torch.dtype, int, int, int], Matmul] = {}
         self.names: dict[tuple[torch.dtype, int, int, int], str] = {}
         self.quantise: Quantise = quantise_rows if layer is None else layer.quantise
         self._sm_targets = tuple(sorted({units, *SM_TARGETS}))

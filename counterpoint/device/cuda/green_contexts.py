@@ -24,7 +24,7 @@ import torch
 
 from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
 
-DECODE_PRIORITY = -5  # CUDA's highest; clamped to what the device has
+DECODE_PRIORITY = -5  # CUDA's highest, clamped to the device's
 PREFILL_PRIORITY = 0
 # A probe block stays for about 10 microseconds, so that the next ones go to other SMs.
 SPIN_CYCLES = 20_000
@@ -80,7 +80,8 @@ def granularity(capability: tuple[int, int]) -> tuple[int, int]:
     if major == 7:
         return 2, 2
     raise PartitionError(
-        f"compute capability {capability[0]}.{capability[1]} can't be partitioned: it takes 7.0 or newer"
+        f"compute capability {capability[0]}.{capability[1]} can't be partitioned: "
+        "7.0 or newer is needed"
     )
 
 
@@ -95,7 +96,8 @@ class Partitions:
     def __init__(self, levels: Iterable[int], device: int = 0, isolate: bool = True) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(
-                "SM partitions need a CUDA GPU, and torch sees none (torch.cuda.is_available() is False)"
+                "SM partitions need a CUDA GPU, and torch sees none "
+                "(torch.cuda.is_available() is False)"
             )
         self.device = device
         self.levels = tuple(sorted(set(levels)))
@@ -117,8 +119,9 @@ class Partitions:
             except (ImportError, AttributeError, PartitionError) as error:
                 why_not = f"{type(error).__name__}: {error}"
                 warnings.warn(
-                    f"NO SM PARTITIONS on cuda:{device} ({why_not}). Prefill and decode share all {self.total_sms} SMs through "
-                    "plain streams: expect no isolation. Needed: a driver of CUDA 12.5 or newer and the package cuda-bindings.",
+                    f"NO SM PARTITIONS on cuda:{device} ({why_not}). Prefill and decode share all "
+                    f"{self.total_sms} SMs through plain streams: expect no isolation. Needed: a "
+                    "driver of CUDA 12.5 or newer and the package cuda-bindings.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -133,9 +136,8 @@ class Partitions:
     def pair(self, decode_sms: int) -> PartitionPair:
         """The split with `decode_sms` decode SMs. Raises ValueError if there is none."""
         if decode_sms not in self._pairs:
-            raise ValueError(
-                f"no split with {decode_sms} decode SMs: there are {', '.join(map(str, self.levels))}"
-            )
+            levels = ", ".join(map(str, self.levels))
+            raise ValueError(f"no split with {decode_sms} decode SMs: there are {levels}")
         return self._pairs[decode_sms]
 
     def check(self) -> dict[int, MeasuredSms]:
@@ -152,11 +154,13 @@ class Partitions:
                 eager, graph = probe.measure_eager(part.stream), probe.measure_graph(part.stream)
                 if self.isolated and eager != graph:
                     raise PartitionError(
-                        f"split {level}: {side} runs on SMs {sorted(eager)} eagerly, but on {sorted(graph)} from a captured graph"
+                        f"split {level}: {side} runs on SMs {sorted(eager)} eagerly, "
+                        f"but on {sorted(graph)} from a captured graph"
                     )
                 if self.isolated and len(eager) != part.sms:
                     raise PartitionError(
-                        f"split {level}: {side} should run on {part.sms} SMs, but ran on {len(eager)}: {sorted(eager)}"
+                        f"split {level}: {side} should run on {part.sms} SMs, "
+                        f"but ran on {len(eager)}: {sorted(eager)}"
                     )
                 sets[side] = eager
             shared = sets["prefill"] & sets["decode"]
@@ -185,7 +189,7 @@ class Partitions:
     def _split(self, level: int) -> PartitionPair:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
-        torch.empty(1, device=torch.device("cuda", self.device))  # the primary context exists
+        torch.empty(1, device=torch.device("cuda", self.device))  # creates the primary context
         device = check_driver_call(driver.cuDeviceGet(self.device), "cuDeviceGet")
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = check_driver_call(
@@ -198,7 +202,8 @@ class Partitions:
         prefill = self._make_partition(driver, device, rest, PREFILL_PRIORITY)
         if decode.sms != level or prefill.sms + decode.sms != self.total_sms:
             raise PartitionError(
-                f"asked for {level} of {self.total_sms} SMs, the driver gave {decode.sms} and {prefill.sms}"
+                f"asked for {level} of {self.total_sms} SMs, "
+                f"the driver gave {decode.sms} and {prefill.sms}"
             )
         return PartitionPair(prefill=prefill, decode=decode)
 
@@ -228,8 +233,9 @@ def check_levels(levels: Iterable[int], total_sms: int, capability: tuple[int, i
     for level in levels:
         if level < least or level % step or level > total_sms - least:
             raise ValueError(
-                f"{level} decode SMs: on this device a side has {least} SMs or more, in steps of {step}, and leaves {least} "
-                f"to the other: {least} to {(total_sms - least) // step * step}"
+                f"{level} decode SMs: on this device a side has {least} SMs or more, in steps of "
+                f"{step}, and leaves {least} to the other: "
+                f"{least} to {(total_sms - least) // step * step}"
             )
 
 
@@ -241,7 +247,7 @@ def check_driver_call(result: tuple[Any, ...], what: str) -> Any:
 
 
 class SmidProbe:
-    """Reads the SM sets of streams of one device. Raises KernelError if the probe can't be built."""
+    """Reads the SM sets of a device's streams. Raises KernelError if it can't be built."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -253,7 +259,7 @@ class SmidProbe:
         )
 
     def measure_eager(self, stream: torch.cuda.Stream) -> frozenset[int]:
-        """SM numbers that a plain launch on `stream` uses. Synchronises the stream."""
+        """SM numbers that a plain launch on `stream` uses. Synchronises it."""
         self.sm_ids.fill_(-1)
         torch.cuda.synchronize(self.device)
         self._launch(stream)
@@ -261,7 +267,7 @@ class SmidProbe:
         return frozenset(self.sm_ids.tolist())
 
     def measure_graph(self, stream: torch.cuda.Stream) -> frozenset[int]:
-        """SM numbers that a graph captured and launched on `stream` uses. Synchronises the stream."""
+        """SM numbers that a graph of `stream` uses when launched there. Synchronises it."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with torch.cuda.graph(graph, stream=stream):

@@ -81,9 +81,8 @@ class CudaCopier:
             self.max_rows if self._staged else 0, words, dtype=ROW, pin_memory=True
         )
         one = np.zeros(1, np.int64)
-        self.wait(
-            self.start_copy(memory.rows_RW, one, memory.rows_RW, one)
-        )  # the kernels are loaded now, not in someone's capture
+        # Load the kernels now, not during a capture.
+        self.wait(self.start_copy(memory.rows_RW, one, memory.rows_RW, one))
 
     # ------------------------------------------------------------ pools of other processes
 
@@ -107,7 +106,9 @@ class CudaCopier:
         base = int(self._call(self._driver.cuIpcOpenMemHandle, handle, flags))
         address = base + theirs.offset
         rows_RW = torch.as_tensor(RawPointer(address, rows, words))
-        if rows_RW.data_ptr() != address:  # a copy of it, which nobody would ever see
+        if (
+            rows_RW.data_ptr() != address
+        ):  # torch copied it, and the other process would not see writes
             raise TransportError("torch does not take another process's memory as its own")
         self._opened[address] = base
         return rows_RW
@@ -122,7 +123,8 @@ class CudaCopier:
         result = function(*arguments)
         if int(result[0]):
             raise TransportError(
-                f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's memory, or it is gone"
+                f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's "
+                "memory, or the other process has ended"
             )
         return result[1] if len(result) == 2 else result[1:]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PROMPT_FLAG = 1 << 30  # beside the count of a token in the answer
+PROMPT_FLAG = 1 << 30  # added to the count of a token in the output
 BYTES_PER_TOKEN = 9
 
 
@@ -23,10 +23,9 @@ class LogitsProcessors:
     `bias` float32 is added. `stop_mask` bool: tokens forbidden before `min_tokens`."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # also written outside it
-            self.counts = torch.zeros(
-                slots, vocab + 1, dtype=torch.int32, device=device
-            )  # the last: of all ids from `vocab` on
+        with torch.inference_mode(False):  # so that it is writable in any mode
+            # The last column counts all ids from `vocab` on.
+            self.counts = torch.zeros(slots, vocab + 1, dtype=torch.int32, device=device)
             self.bias = torch.zeros(slots, vocab, dtype=torch.float32, device=device)
             self.stop_mask = torch.zeros(slots, vocab, dtype=torch.bool, device=device)
 

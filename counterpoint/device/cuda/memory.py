@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from counterpoint.config import ConfigError, DeviceConfig
 from counterpoint.spec import ModelSpec
 
-MARGIN_BYTES = 1 << 30  # libraries' workspaces, and what torch's allocator cannot use of its blocks
-CONTEXT_BYTES = (
-    1 << 30
-)  # of a process on the GPU, where others come and go and it can't be measured
-GRAPH_BYTES = 6 << 20  # of one captured step, beside the memory that all share
-PIECE_BYTES = (
-    384 << 10
-)  # of one piece of a captured pass, in the same way: 0.30 GiB were seen for 896
+MARGIN_BYTES = 1 << 30  # libraries' workspaces, and fragmentation in torch's allocator
+CONTEXT_BYTES = 1 << 30  # of a process, where others on the GPU prevent measuring it
+GRAPH_BYTES = 6 << 20  # of one captured step, beside the pool that all graphs share
+PIECE_BYTES = 384 << 10  # of one piece of a captured pass, likewise: 896 took 0.30 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +45,11 @@ class MemoryBudget:
 
     def __str__(self) -> str:
         return (
-            f"of {format_gib(self.total_bytes)}, {format_gib(self.used_bytes)} were taken, weights need {format_gib(self.weight_bytes)}, activations "
-            f"{format_gib(self.activation_bytes)}, graphs {format_gib(self.graph_bytes)}, tables {format_gib(self.table_bytes)}, margin {format_gib(MARGIN_BYTES)}; "
+            f"of {format_gib(self.total_bytes)}, {format_gib(self.used_bytes)} were taken, "
+            f"weights need {format_gib(self.weight_bytes)}, "
+            f"activations {format_gib(self.activation_bytes)}, "
+            f"graphs {format_gib(self.graph_bytes)}, tables {format_gib(self.table_bytes)}, "
+            f"margin {format_gib(MARGIN_BYTES)}; "
             f"{format_gib(max(0, self.free_bytes))} are free for KV"
         )
 
@@ -70,7 +69,8 @@ def check_weights_fit(weights: int, total: int, free: int) -> None:
     """Raise ConfigError if `weights` bytes do not fit in `free` of `total` bytes."""
     if weights + MARGIN_BYTES > free:
         raise ConfigError(
-            f"the weights need {format_gib(weights)}, but {format_gib(free)} of the GPU's {format_gib(total)} are free: choose a smaller model, "
+            f"the weights need {format_gib(weights)}, but {format_gib(free)} of the GPU's "
+            f"{format_gib(total)} are free: choose a smaller model, "
             "quantization fp8, dtype bfloat16 if it is float32, or end what else runs on the GPU"
         )
 
@@ -98,7 +98,10 @@ def choose_pages(
         fix = {
             "kv_pages": f"set kv_pages to at most {max(0, room)}",
             "kv_memory_bytes": f"set kv_memory_bytes to at most {max(0, room * page_bytes)}",
-            "max_pass_tokens": "lower max_pass_tokens, max_context_tokens or max_running, choose fp8 or a smaller model",
+            "max_pass_tokens": (
+                "lower max_pass_tokens, max_context_tokens or max_running, "
+                "choose fp8 or a smaller model"
+            ),
         }[flag]
         raise ConfigError(f"{wanted}: {budget}. To fit, {fix}")
     return pages

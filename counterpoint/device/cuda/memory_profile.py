@@ -25,7 +25,7 @@ from counterpoint.types import Role
 
 
 def max_pass_tokens(config: Config) -> int:
-    """Tokens that a pass may have."""
+    """The most tokens of a pass."""
     scheduler = config.scheduler
     return max(scheduler.max_pass_tokens, scheduler.chunk_tokens or 0)
 
@@ -37,8 +37,8 @@ def measure_budget(
     driver: CudaDriver,
     engines: int,
 ) -> memory.MemoryBudget:
-    """Measure what a pass takes, and add up. Every stream keeps what its passes took. `shared`: others start and load on this GPU
-    meanwhile, so that what is free says nothing of this process."""
+    """The budget from a measured pass; every stream keeps its passes' memory. `engines` > 1: others
+    load on this GPU meanwhile, so its free memory says nothing about this process."""
     device, spec, scheduler = driver.device, decoder.spec, config.scheduler
     weights = torch.cuda.memory_allocated(device)
     largest, contexts = measure_activations(config, decoder, stream_partitions, driver)
@@ -76,8 +76,8 @@ def measure_budget(
 def measure_activations(
     config: Config, decoder: Decoder, stream_partitions: StreamPartitions, driver: CudaDriver
 ) -> tuple[int, int]:
-    """What a stream's passes keep of memory, measured on one layer and the LM head: the largest pass, and how much more one with
-    the longest contexts."""
+    """Memory that a stream's passes keep, measured on one layer and the LM head: bytes of the
+    largest pass, and how much more the longest contexts take."""
     spec, size, tokens = decoder.spec, config.device.page_tokens, max_pass_tokens(config)
     context = config.model.max_context_tokens or spec.max_context_tokens
     if config.device.kv_pages is not None:
@@ -86,7 +86,7 @@ def measure_activations(
     tables = DeviceTables(TableShape(1, context, size, spec.vocab, padding_page=0), (), driver)
     partition = stream_partitions.for_role(Role.PREFILL)[0]
     sizes = graph_sizes_for(config.scheduler.max_pass_tokens, spec)
-    torch.cuda.synchronize(driver.device)  # the tables are there, for the partition's stream too
+    torch.cuda.synchronize(driver.device)  # the partition's stream may use the tables
     torch.cuda.empty_cache()
     reserved, allocated = (
         torch.cuda.memory_reserved(driver.device),

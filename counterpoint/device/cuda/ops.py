@@ -172,7 +172,8 @@ def check_quantisable(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError unless this model's matrices can be multiplied in e4m3."""
     if dtype != torch.bfloat16:
         raise ConfigError(
-            f"quantization is fp8, dtype {str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or auto"
+            f"quantization is fp8, dtype {str(dtype).removeprefix('torch.')}: "
+            "set dtype to bfloat16 or auto"
         )
     for name, size in (
         ("hidden", spec.hidden),
@@ -181,8 +182,8 @@ def check_quantisable(spec: ModelSpec, dtype: torch.dtype) -> None:
     ):
         if size % SIZE_MULTIPLE or size > MAX_QUANTISED_FEATURES:
             raise ConfigError(
-                f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of {SIZE_MULTIPLE} up to "
-                f"{MAX_QUANTISED_FEATURES}; leave it out"
+                f"quantization is fp8, and {name} of {spec.name} is {size}: it takes multiples of "
+                f"{SIZE_MULTIPLE} up to {MAX_QUANTISED_FEATURES}; leave it out"
             )
 
 

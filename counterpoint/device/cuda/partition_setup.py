@@ -44,7 +44,7 @@ LEVELS = (16, 24, 32, 48, 64, 80)  # decode SMs of the default splits
 
 
 def split_device(config: Config) -> tuple[Partitions, tuple[str, ...]]:
-    """The splits that the policy may use, checked against the hardware; and notes for the user."""
+    """The policy's splits, with their SM sets measured, and notes for the user."""
     properties = torch.cuda.get_device_properties(0)
     least, step = granularity(torch.cuda.get_device_capability(0))
     total, scheduler = properties.multi_processor_count, config.scheduler
@@ -82,7 +82,7 @@ def split_device(config: Config) -> tuple[Partitions, tuple[str, ...]]:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """0-3, 8: ascending numbers, told shortly."""
+    """Ascending numbers as ranges, e.g. 0-3, 8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -99,7 +99,7 @@ def tune_partitions(
     planners: tuple[AttentionPlanner, AttentionPlanner],
     progress: ReportProgress,
 ) -> StreamPartitions:
-    """The places, each with its kernels; those where decode steps run have measured which product is fastest."""
+    """The partitions with their own kernels, and products tuned where steps will run."""
     spec, dtype, device = decoder.spec, decoder.ops.weight_dtype, torch.device("cuda", 0)
     max_rows = buckets_for(config.scheduler.max_running)[-1]
     tuners: dict[int, GemmAutotuner] = {}
@@ -149,7 +149,7 @@ def count_choices(tuners: Iterable[GemmAutotuner]) -> str:
 def invariant_partitions(
     decoder: Decoder, partitions: Partitions, planner: AttentionPlanner
 ) -> StreamPartitions:
-    """The places, all with the same kernels, chosen by nothing."""
+    """The partitions, all with the batch-invariant kernels."""
     from counterpoint.device.cuda import batch_invariant
 
     full = (partitions.full.stream, partitions.full_high_priority.stream)
@@ -160,7 +160,7 @@ def invariant_partitions(
 
 
 def weights_by_shape(decoder: Decoder) -> list[list[Matrix]]:
-    """The matrices of a decode step without biases, those of one kind together."""
+    """The matrices of a decode step that have no bias, grouped by kind."""
     kinds: list[list[Matrix]] = []
     packed = [
         [getattr(layer, name) for layer in decoder.weights.layers[:8]]
@@ -175,7 +175,7 @@ def weights_by_shape(decoder: Decoder) -> list[list[Matrix]]:
 def partitions_to_capture(
     config: Config, stream_partitions: StreamPartitions
 ) -> list[StreamPartition]:
-    """Where decode graphs are wanted from the first request on; elsewhere they are captured when first needed."""
+    """Where to capture decode graphs at start; elsewhere they are captured when first needed."""
     if config.scheduler.policy in ("serial", "chunked"):
         return stream_partitions.for_role(Role.BOTH)[:1]
     return stream_partitions.for_role(Role.DECODE)
@@ -184,8 +184,9 @@ def partitions_to_capture(
 def prefill_partitions(
     config: Config, stream_partitions: StreamPartitions
 ) -> list[tuple[Role, StreamPartition]]:
-    """Where passes with prompt tokens run, and as what: wherever there is prefill, and where `auto` decodes and fuses. Everything
-    is wanted there from the first request on: the 20 ms of a capture would be held against a step whose price is being learnt."""
+    """Where passes with prompt tokens run, with their role: all prefill partitions, and the decode
+    partition where `auto` runs mixed passes. Their graphs are captured at start: the 20 ms of a
+    later capture would distort a step time that the policy learns from."""
     fusing = (
         stream_partitions.for_role(Role.DECODE)[:1] if config.scheduler.policy == "auto" else []
     )

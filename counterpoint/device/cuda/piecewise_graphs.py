@@ -41,22 +41,17 @@ from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
 from counterpoint.spec import ModelSpec
 
-# Rows. Not 448: cuBLAS takes a third longer for them than for 512 on an H200 (14.9 and 11.3 ms; Llama-3.1-8B, bfloat16).
+# Rows. Not 448: cuBLAS takes longer for them than for 512 on an H200 (14.9 and 11.3 ms;
+# Llama-3.1-8B, bfloat16).
 GRAPH_SIZES = (
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
+    *(16, 32, 48, 64, 96, 128),
     *range(192, 385, 64),
     *range(512, 1025, 64),
     *range(1152, 2049, 128),
 )
-TILE_ROWS = 128  # the height of a matrix product's tiles: rows up to there cost it nothing
-MAX_MULTIPLICATIONS = (
-    2**39
-)  # multiplications in a layer, about: more keep the device busy for longer than it takes to launch the layer
+TILE_ROWS = 128  # height of a matrix product's tiles: padding up to it is free
+# Multiplications per layer and pass. Beyond about this many, a layer runs longer than its launch.
+MAX_MULTIPLICATIONS = 2**39
 
 
 def graph_sizes_for(max_pass_tokens: int, spec: ModelSpec) -> tuple[int, ...]:
@@ -131,7 +126,7 @@ class CapturedPass:
 
     passes: PiecewiseGraphs
     inputs: PassInputs
-    size: int  # rows of its graphs
+    size: int  # rows, padded
     buffers: GraphBuffers | None = None
     saved: tuple[Tensor, ...] = ()
 
@@ -180,7 +175,7 @@ class GraphBuffers:
 
     slot_position_2R: Tensor
     kv_rows_R: Tensor
-    angles: tuple[Tensor, ...]  # as Ops.rope_angles has them on a GPU: a row for each token
+    angles: tuple[Tensor, ...]  # of Ops.rope_angles: a row per token
     x_RD: Tensor
     q_RHA: Tensor
     attention_out_RE: Tensor
@@ -273,10 +268,8 @@ class PiecewiseGraphs:
             self._buffers[partition.name] = self._make_buffers()
         buffers = self._buffers[partition.name]
         buffers.evict()
-        buffers.slot_position_2R[0], buffers.slot_position_2R[1] = (
-            self.tables.padding_slot,
-            0,
-        )  # a capture runs each piece once
+        # A capture runs each piece once.
+        buffers.slot_position_2R[0], buffers.slot_position_2R[1] = self.tables.padding_slot, 0
         buffers.attention_out_RE.zero_()
         decoder = Decoder(self.decoder.spec, partition.decode_ops, self.decoder.weights)
         return [

@@ -36,8 +36,8 @@ from counterpoint.model.sample import (
 )
 from counterpoint.types import TokenLogprobs
 
-PROMPT_BLOCK_ROWS = 512  # rows of a prompt's logits at a time
-MAX_TOP_LOGPROBS = 20  # alternatives that a captured step has of each token
+PROMPT_BLOCK_ROWS = 512  # rows of a prompt's logits computed at once
+MAX_TOP_LOGPROBS = 20  # alternatives per token that a graph computes
 
 
 class SamplingMode(enum.Flag):
@@ -48,7 +48,7 @@ class SamplingMode(enum.Flag):
     RANDOM = enum.auto()
     FILTERED = enum.auto()  # top-k, top-p
     PROCESSED = enum.auto()  # penalties, bias, min_tokens
-    LOGPROBS = enum.auto()  # and at most MOST_TOP alternatives
+    LOGPROBS = enum.auto()  # and at most MAX_TOP_LOGPROBS alternatives
     EAGER = enum.auto()
 
 
@@ -63,10 +63,10 @@ GRAPH_STAGES = (
 )
 
 
-@functools.cache  # it is asked for every step, and flags are slow
+@functools.cache  # called for every step, and flags are slow
 def sampling_mode_for(stages: int) -> SamplingMode:
     """`stages`: the union of the rows' SamplingStage flags."""
-    if stages & ~int(GRAPH_STAGES):  # also what this device has never heard of
+    if stages & ~int(GRAPH_STAGES):  # includes unknown stages
         return SamplingMode.EAGER
     mode = SamplingMode.GREEDY
     if stages & SamplingStage.DRAW:
@@ -120,7 +120,7 @@ def sample_eagerly(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> T
         SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS
     ):
         return sample(logits_BV, SamplerInputs(), settings.vocab)
-    # The settings index the token table on the host; the device's is put in its place.
+    # The settings index a token table on the host; below, the device's replaces it.
     placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(
         settings.rows.shape[0], int(rows.end_B.max())
     )

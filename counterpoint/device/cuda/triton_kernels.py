@@ -13,7 +13,8 @@ Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv
 """
 
 # Pyright does not know Triton's builtins inside kernels.
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -43,9 +44,8 @@ def add_rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, size, eps, BLOCK: tl.const
     x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = (x + delta).to(
-        x_ptr.dtype.element_ty
-    )  # first rounded, then normed: as if they were two kernels
+    # First rounded, then normed, as if by two kernels.
+    rounded = (x + delta).to(x_ptr.dtype.element_ty)
     total = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / size + eps)
     tl.store(x_ptr + row + at, rounded, mask=inside)
@@ -116,7 +116,7 @@ def turn_heads(
     x_ptr, out_ptr, out_stride, norm_ptr, cos, sin, heads, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate `heads` contiguous heads at x_ptr; write them to out_ptr, `out_stride` apart."""
+    """Norm and rotate `heads` contiguous heads at x_ptr, to out_ptr, `out_stride` apart."""
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF_PAD)[None, :]
     inside = (head < heads) & (at < HALF)
@@ -144,9 +144,10 @@ def turn_heads(
 
 @triton.jit
 def rope_and_append_kernel(
-    x_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, q_ptr, k_ptr, v_ptr, row_ptr, heads, kv_heads, eps,
-    page_tokens, page_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, q_ptr, k_ptr, v_ptr, row_ptr,
+    heads, kv_heads, eps, page_tokens, page_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
@@ -211,17 +212,20 @@ def rope_and_append(
     half = head_dim // 2
     if rows:
         rope_and_append_kernel[(rows,)](
-            x_TE, cos, sin, cos if query_norm_A is None else query_norm_A, cos if key_norm_A is None else key_norm_A,
-            q_THA, k_pages, v_pages, kv_rows_T, heads, kv_heads, eps, k_pages.shape[1], *k_pages.stride()[:3],
+            x_TE, cos, sin, cos if query_norm_A is None else query_norm_A,
+            cos if key_norm_A is None else key_norm_A, q_THA, k_pages, v_pages, kv_rows_T,
+            heads, kv_heads, eps, k_pages.shape[1], *k_pages.stride()[:3],
             HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(kv_heads),
-            HALF=half, HALF_PAD=triton.next_power_of_2(half), NORM=query_norm_A is not None, num_warps=4,
+            HALF=half, HALF_PAD=triton.next_power_of_2(half), NORM=query_norm_A is not None,
+            num_warps=4,
         )  # fmt: skip
     return q_THA
 
 
 @triton.jit
 def gather_kernel(
-    k_ptr, v_ptr, row_ptr, k_out_ptr, v_out_ptr, page_tokens, page_stride, token_stride, head_stride,
+    k_ptr, v_ptr, row_ptr, k_out_ptr, v_out_ptr,
+    page_tokens, page_stride, token_stride, head_stride,
     KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -273,11 +277,11 @@ def gather_context(
 @triton.jit
 def decode_part_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, out_ptr, top_ptr, sum_ptr,
-    scale, heads, kv_heads, parts, page_tokens, table_stride, page_stride, token_stride, head_stride,
+    scale, heads, kv_heads, parts, page_tokens,
+    table_stride, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence, for the query heads of one KV head. Writes softmax numerators and
-    sums."""
+    """One part of a sequence, for one KV head's queries. Writes softmax numerators and sums."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -369,8 +373,10 @@ def decode_attention(
         size_pad = max(16, triton.next_power_of_2(head_dim))
         decode_part_kernel[(rows, kv_heads, parts)](
             q_BHA, k_pages, v_pages, table_BP, length_B, pieces, tops, sums,
-            head_dim**-0.5, heads, kv_heads, parts, page_tokens, table_BP.stride(0), *k_pages.stride()[:3],
-            GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), SIZE=head_dim, SIZE_PAD=size_pad, BLOCK=64, num_warps=4,
+            head_dim**-0.5, heads, kv_heads, parts, page_tokens,
+            table_BP.stride(0), *k_pages.stride()[:3],
+            GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
+            SIZE=head_dim, SIZE_PAD=size_pad, BLOCK=64, num_warps=4,
         )  # fmt: skip
         decode_merge_kernel[(rows * heads,)](
             pieces,

@@ -39,13 +39,20 @@ from counterpoint.types import (
 log = logging.getLogger(__name__)
 
 LANES = (Lane(0, Role.DECODE), Lane(1, Role.PREFILL))
-MAX_IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
-SHORT_PROMPT_TOKENS = 2  # tokens of a prompt: one alone is a decode's row
-PROMPT_TOKENS = 512  # tokens of the prompts of a large pass, where its rows are what matters
+MAX_IN_FLIGHT = 4  # passes at once: each needs an attention plan and pinned memory
+SHORT_PROMPT_TOKENS = 2  # a prompt of one token would be a decode row
+PROMPT_TOKENS = 512  # of each prompt in a large pass, where only the row count matters
 ALL_SAMPLING = Sampling(
-    max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias=((0, -1.0),), logprobs=2,
+    max_tokens=1,
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.1,
+    logit_bias=((0, -1.0),),
+    logprobs=2,
     prompt_logprobs=2,
-)  # fmt: skip
+)
 
 
 def warm_up(
@@ -123,7 +130,7 @@ class WarmupRunner:
         self.inbox = inbox
         self.num_passes = 0
         self._step_ids = itertools.count(1)
-        self._running: dict[int, bool] = {}  # by step: whether its pass is left unfinished
+        self._running: dict[int, bool] = {}  # by step: its pass is unfinished
 
     def submit(
         self, role: Role, partition: StreamPartition, segments: Sequence[Segment], layers: int

@@ -27,7 +27,7 @@ Layout = Literal["HND", "NHD"]
 TILE_TOKENS = 16
 MAX_SEQS = 4096
 FP8_CAPABILITY = (8, 9)  # the first that converts e4m3
-ENTRY_EXTRA = 16  # floats of a partial result beside its G * D accumulators
+ENTRY_EXTRA = 16  # floats of a partial result besides its G * D accumulators
 
 
 class _AttentionArgs(ctypes.Structure):  # struct Args of attention.cu
@@ -174,7 +174,8 @@ class DecodeAttention:
         Checking and filling in arguments costs the host more than the launch, so it happens once
         here. Raises ValueError as `__call__`.
         """
-        self._check_tensors(q_SHD, out_SHD, k_pool, v_pool, tables_SP, lengths_S)
+        self._check_tensors(q_SHD, out_SHD, tables_SP, lengths_S)
+        self._check_pools(k_pool, v_pool)
         if not q_SHD.shape[0]:
             return lambda k_pool, v_pool: None
         args = _AttentionArgs.from_buffer_copy(self._args)
@@ -206,13 +207,7 @@ class DecodeAttention:
         return attend
 
     def _check_tensors(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
+        self, q: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
     ) -> None:
         inner = (self.heads, self.head_dim)
         for name, x in (("q_SHD", q), ("out_SHD", out)):
@@ -223,26 +218,13 @@ class DecodeAttention:
                 or x.stride(0) % 2
             ):
                 raise ValueError(
-                    f"{name} must be {self.dtype} [S, {self.heads}, {self.head_dim}] with contiguous heads: {describe_tensor(x)}"
+                    f"{name} must be {self.dtype} [S, {self.heads}, {self.head_dim}] "
+                    f"with contiguous heads: {describe_tensor(x)}"
                 )
         if out.shape != q.shape or q.shape[0] > self.max_seqs:
             raise ValueError(
-                f"q_SHD {tuple(q.shape)}, out_SHD {tuple(out.shape)}: equal, and S at most max_seqs = {self.max_seqs}"
-            )
-        heads_axis, tokens_axis = (1, 2) if self.layout == "HND" else (2, 1)
-        for name, x in (("k_pool", k), ("v_pool", v)):
-            fits = x.dim() == 4 and x.dtype == self.kv_dtype and x.stride(3) == 1
-            fits = fits and not any(s * x.itemsize % 16 for s in x.stride()[:3])
-            fits = fits and x.shape[heads_axis] == self.kv_heads and x.shape[3] == self.head_dim
-            fits = fits and not x.shape[tokens_axis] % TILE_TOKENS and x.data_ptr() % 16 == 0
-            if not fits or x.shape[0] * x.stride(0) * x.itemsize >= 2**36:
-                raise ValueError(
-                    f"{name} must be {self.kv_dtype} {self.layout} with {self.kv_heads} heads of {self.head_dim}, a multiple of "
-                    f"{TILE_TOKENS} tokens to a page, rows of 16-byte alignment, under 64 GiB: {describe_tensor(x)}"
-                )
-        if k.shape != v.shape or k.stride() != v.stride():
-            raise ValueError(
-                f"k_pool and v_pool must have one shape and strides: {describe_tensor(k)} and {describe_tensor(v)}"
+                f"q_SHD {tuple(q.shape)} and out_SHD {tuple(out.shape)} must be equal, "
+                f"and S at most max_seqs = {self.max_seqs}"
             )
         if (
             tables.dtype != torch.int32
@@ -251,7 +233,8 @@ class DecodeAttention:
             or tables.stride(1) != 1
         ):
             raise ValueError(
-                f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: {describe_tensor(tables)}"
+                f"tables_SP must be int32 [{q.shape[0]}, P] with contiguous rows: "
+                f"{describe_tensor(tables)}"
             )
         if (
             lengths.dtype != torch.int32
@@ -262,6 +245,25 @@ class DecodeAttention:
                 f"lengths_S must be contiguous int32 [{q.shape[0]}]: {describe_tensor(lengths)}"
             )
 
+    def _check_pools(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        heads_axis, tokens_axis = (1, 2) if self.layout == "HND" else (2, 1)
+        for name, x in (("k_pool", k), ("v_pool", v)):
+            fits = x.dim() == 4 and x.dtype == self.kv_dtype and x.stride(3) == 1
+            fits = fits and not any(s * x.itemsize % 16 for s in x.stride()[:3])
+            fits = fits and x.shape[heads_axis] == self.kv_heads and x.shape[3] == self.head_dim
+            fits = fits and not x.shape[tokens_axis] % TILE_TOKENS and x.data_ptr() % 16 == 0
+            if not fits or x.shape[0] * x.stride(0) * x.itemsize >= 2**36:
+                raise ValueError(
+                    f"{name} must be {self.kv_dtype} {self.layout} with {self.kv_heads} heads of "
+                    f"{self.head_dim}, a multiple of {TILE_TOKENS} tokens to a page, "
+                    f"16-byte aligned rows, under 64 GiB: {describe_tensor(x)}"
+                )
+        if k.shape != v.shape or k.stride() != v.stride():
+            raise ValueError(
+                "k_pool and v_pool must have one shape and strides: "
+                f"{describe_tensor(k)} and {describe_tensor(v)}"
+            )
+
 
 def check_shape(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
@@ -269,7 +271,8 @@ def check_shape(
     """Raise ValueError unless the kernel supports this model's attention shape."""
     if heads % kv_heads or not 1 <= heads // kv_heads <= 8:
         raise ValueError(
-            f"{heads} query heads on {kv_heads} KV heads: this kernel takes 1 to 8 per KV head, a whole number"
+            f"{heads} query heads on {kv_heads} KV heads: "
+            "this kernel takes 1 to 8 per KV head, a whole number"
         )
     if head_dim not in (64, 128):
         raise ValueError(f"head_dim is {head_dim}: this kernel takes 64 or 128")
@@ -277,7 +280,8 @@ def check_shape(
         raise ValueError(f"dtype is {dtype}: this kernel takes bfloat16 or float16")
     if kv_dtype not in (dtype, FP8) or (kv_dtype == FP8 and head_dim != 128):
         raise ValueError(
-            f"the KV cache is {kv_dtype}: this kernel takes that of the queries, or e4m3 with heads of 128"
+            f"the KV cache is {kv_dtype}: "
+            "this kernel takes the queries' dtype, or e4m3 with heads of 128"
         )
 
 

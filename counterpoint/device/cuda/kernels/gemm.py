@@ -74,12 +74,15 @@ def wgmma_header(height: int, fp8: bool = False) -> str:
 #include <stdint.h>
 template <int N> struct Wgmma;
 template <> struct Wgmma<{height}> {{
-  static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
+  static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, \
+uint64_t b, int add) {{
     asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{height}{kind} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}\\n"
+      "wgmma.mma_async.sync.aligned.m64n{height}{kind} \
+{{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}\\n"
       : {outputs} : "l"(a), "l"(b), "r"(add));
   }}
-  static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  // no use of d moves above this
+  static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  \
+// no use of d moves above this
     asm volatile("" : {outputs} :: "memory");
   }}
 }};
@@ -132,7 +135,8 @@ class SkinnyGemm:
         if not 1 <= m <= MAX_ROWS or k * w.itemsize % STAGE_BYTES or n % 8:
             multiple = STAGE_BYTES // w.itemsize
             raise ValueError(
-                f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of {multiple}"
+                f"M = {m}, N = {n}, K = {k}: M must be 1 to {MAX_ROWS}, "
+                f"N a multiple of 8, K of {multiple}"
             )
         tile = self.tile(n, m)
         args = _GemmArgs(

@@ -88,7 +88,8 @@ class LayerKernels:
             raise ValueError(f"dtype is {dtype}: these kernels take bfloat16 or float16")
         if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MAX_FEATURES:
             raise ValueError(
-                f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8"
+                f"head_dim is {head_dim}, hidden {hidden}: "
+                f"these kernels take {HEAD_DIMS}, and multiples of 8 up to {MAX_FEATURES}"
             )
         self._device = device
         self._dtype = dtype
@@ -261,7 +262,7 @@ class LayerKernels:
     def _run(self, name: str, count: int, **fields: Any) -> None:
         if count:
             args = _LayerArgs(count=count, **fields, **self._common)
-            # As torch's own generated code asks; torch.cuda.current_stream takes ten times as long.
+            # As torch's generated code does it: torch.cuda.current_stream takes ten times as long.
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             check_launch(self._launches[name](ctypes.byref(args), stream), name)
 

@@ -68,7 +68,7 @@ def load_library(
         _compile(source, headers, recipe, built)
     try:
         return ctypes.CDLL(str(built))
-    except OSError as error:  # made on another system: make it here
+    except OSError as error:  # built on another system
         log.warning("%s does not load (%s): building it again", built, error)
         _compile(source, headers, recipe, built)
         return ctypes.CDLL(str(built))
@@ -84,8 +84,9 @@ def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], bu
     compiler = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if compiler is None:
         raise KernelError(
-            f"{source.name} must be compiled and there is no nvcc on PATH or in /usr/local/cuda/bin: install the CUDA toolkit "
-            f"(12.4 or newer), or copy {built.name} from a machine that has one to {built.parent}"
+            f"{source.name} must be compiled and there is no nvcc on PATH or in "
+            f"/usr/local/cuda/bin: install the CUDA toolkit (12.4 or newer), or copy "
+            f"{built.name} from a machine that has one to {built.parent}"
         )
     try:
         built.parent.mkdir(parents=True, exist_ok=True)
