@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.cuda_attention import (
+    AttentionProblem,
+    bind_output,
+    check_output,
+    flashinfer_decode,
+    make_our_decode,
+    time_attention,
+)
+from benchmarks.cuda_timing import capture_calls, parse_cases, time_interleaved, write_json
 from counterpoint.device.cuda.gemm_autotune import scaled_matmul
 from counterpoint.device.cuda.green_contexts import Partitions, SmPartition
-from counterpoint.device.cuda.kernels.attention import DecodeAttention, Layout
+from counterpoint.device.cuda.kernels.attention import Layout
 from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
-from counterpoint.model.fp8 import quantise_rows, to_fp8
+from counterpoint.model.fp8 import quantise_rows
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
 GEMMS_NK = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -35,58 +41,6 @@ GEMMS_NK = {
     "lm_head": (128256, 4096),
 }
 LAYERS = 32
-
-Candidates = Mapping[str, Callable[[int], object]]  # name: run it on buffer set i
-
-
-def time_interleaved(
-    candidates: Candidates, stream: torch.cuda.Stream, rounds: int = 15, warm: int = 3
-) -> dict[str, float]:
-    """Median milliseconds of each candidate on `stream`; one call of each per round."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    with torch.cuda.stream(stream):
-        for i in range(warm):
-            for run in candidates.values():
-                run(i)
-        events = []
-        for i in range(rounds):
-            for name, run in candidates.items():
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                )
-                begin.record(stream)
-                run(i)
-                end.record(stream)
-                events.append((name, begin, end))
-    stream.synchronize()
-    for name, begin, end in events:
-        times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def capture_calls(
-    run: Callable[[int], object], calls: int, stream: torch.cuda.Stream
-) -> Callable[[int], None]:
-    """A graph, captured on `stream`, of `calls` calls over the buffer sets in turn: no launch costs. Keeps `run` alive."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for i in range(calls):
-            run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            run(i)
-
-    def replay(_: int, owner: object = run) -> None:
-        graph.replay()
-
-    return replay
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((out.float() - reference).norm() / reference.norm())
 
 
 def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, dict[str, float]]:
@@ -126,56 +80,6 @@ def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, di
     return table
 
 
-class AttentionProblem:
-    """A decode attention problem: `sets` pools of KV for `batch` sequences of `context` tokens in shuffled pages."""
-
-    def __init__(self, batch: int, context: int, sets: int, layout: Layout) -> None:
-        pages = -(-context // PAGE_TOKENS)
-        inner = (KV_HEADS, PAGE_TOKENS) if layout == "HND" else (PAGE_TOKENS, KV_HEADS)
-        self.layout: Layout = layout
-        self.batch, self.context = batch, context
-        self.kv = [
-            torch.randn(batch * pages + 8, 2, *inner, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-            for _ in range(sets)
-        ]
-        self.order = torch.randperm(batch * pages + 8)[: batch * pages].to(torch.int32)
-        self.tables = self.order.view(batch, pages).cuda()
-        self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        self.bytes = batch * context * KV_HEADS * HEAD_DIM * 2 * 2
-
-    def reference(self, i: int, sequences: Sequence[int]) -> torch.Tensor:
-        """Float32 attention of some sequences on pool i: [sequences, heads, head_dim]."""
-        rows = []
-        for s in sequences:
-            kv = self.kv[i][self.tables[s].long()].float()
-            if self.layout == "HND":
-                kv = kv.transpose(2, 3)
-            k, v = (kv[:, j].reshape(-1, KV_HEADS, HEAD_DIM)[: self.context] for j in (0, 1))
-            q = self.q[s].float().view(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-            weights = (torch.einsum("kgd,tkd->kgt", q, k) / HEAD_DIM**0.5).softmax(-1)
-            rows.append(torch.einsum("kgt,tkd->kgd", weights, v).reshape(HEADS, HEAD_DIM))
-        return torch.stack(rows)
-
-
-def flashinfer_decode(problem: AttentionProblem) -> Callable[[int, torch.Tensor], Any]:
-    """FlashInfer's tensor-core decode as released, planned once (its plan doesn't know the partition)."""
-    import flashinfer  # pyright: ignore[reportMissingImports]
-
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, problem.layout, use_tensor_cores=True, backend="fa2"
-    )
-    pages = problem.tables.shape[1]
-    indptr = torch.arange(problem.batch + 1, dtype=torch.int32) * pages
-    last = torch.full((problem.batch,), (problem.context - 1) % PAGE_TOKENS + 1, dtype=torch.int32)
-    kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    wrapper.plan(
-        indptr, problem.order.cuda(), last, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS, **kinds
-    )
-    return lambda i, out: wrapper.run(problem.q, problem.kv[i], out=out)
-
-
 def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
     """TFLOP/s of a bfloat16 product of 8192 x 4096 x 4096 by cuBLAS in each partition: the ceiling of arithmetic."""
     x, w = (torch.randn(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (8192, 4096))
@@ -188,122 +92,6 @@ def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
         ]
         table[name] = {"peak TFLOP/s": 2 * 8192 * 4096 * 4096 / time / 1e9}
     return table
-
-
-def time_attention(
-    parts: dict[str, SmPartition],
-    problems: Sequence[tuple[int, int]],
-    layouts: Sequence[Layout],
-    fp8: bool,
-) -> dict[str, dict[str, float]]:
-    """GB/s of KV cache that decode attention reads in each partition, for (batch, context) problems. `fp8`: of e4m3, ours alone."""
-    table: dict[str, dict[str, float]] = {name: {} for name in parts}
-    for layout in layouts:
-        for batch, context in problems:
-            sets = max(2, min(24, -(-(256 << 20) // (batch * context * KV_HEADS * HEAD_DIM * 4))))
-            problem = AttentionProblem(batch, context, sets, layout)
-            for name, row in (
-                attention_fp8(parts, problem) if fp8 else attention_times(parts, problem)
-            ).items():
-                table[name] |= row
-    return table
-
-
-def attention_fp8(
-    parts: dict[str, SmPartition], problem: AttentionProblem
-) -> dict[str, dict[str, float]]:
-    problem.kv = [to_fp8(kv) for kv in problem.kv]
-    problem.bytes //= 2
-    sets, some = len(problem.kv), sorted({0, problem.batch // 2, problem.batch - 1})
-    reference, label = (
-        problem.reference(0, some),
-        f"{problem.layout} {problem.batch} x {problem.context} e4m3",
-    )
-    table = {}
-    for name, part in parts.items():
-        run, out = make_our_decode(problem, part), torch.full_like(problem.q, float("nan"))
-        torch.cuda.synchronize()
-        time = time_interleaved(
-            {"ours": capture_calls(bind_output(run, out, sets), sets, part.stream)}, part.stream
-        )["ours"]
-        table[name] = {
-            f"{label} GB/s": problem.bytes * sets / time / 1e6,
-            f"{label} us": time / sets * 1e3,
-        }
-        with torch.cuda.stream(part.stream):
-            run(0, out.fill_(float("nan")))
-        part.stream.synchronize()
-        check_output(f"{label} on {name} SMs", out[some], reference, 6e-3)
-    return table
-
-
-def attention_times(
-    parts: dict[str, SmPartition], problem: AttentionProblem
-) -> dict[str, dict[str, float]]:
-    sets = len(problem.kv)
-    some = sorted({0, problem.batch // 2, problem.batch - 1})
-    reference = problem.reference(0, some)
-    try:
-        rival = flashinfer_decode(problem)
-    except ImportError:
-        rival = None
-        print("FlashInfer is not installed: measured without it")
-    table: dict[str, dict[str, float]] = {}
-    for name, part in parts.items():
-        runs = {"ours": make_our_decode(problem, part)}
-        if rival is not None:
-            runs["FlashInfer"] = rival
-        outs = {who: torch.full_like(problem.q, float("nan")) for who in runs}
-        torch.cuda.synchronize()
-        graphs = {
-            who: capture_calls(bind_output(run, outs[who], sets), sets, part.stream)
-            for who, run in runs.items()
-        }
-        table[name] = {}
-        for who, time in time_interleaved(graphs, part.stream).items():
-            label = f"{problem.layout} {problem.batch} x {problem.context} {who}"
-            table[name] |= {
-                f"{label} GB/s": problem.bytes * sets / time / 1e6,
-                f"{label} us": time / sets * 1e3,
-            }
-            with torch.cuda.stream(part.stream):
-                runs[who](0, outs[who].fill_(float("nan")))
-            part.stream.synchronize()
-            check_output(f"{label} on {name} SMs", outs[who][some], reference, 6e-3)
-    return table
-
-
-def check_output(what: str, out: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
-    error = relative_error(out, reference)
-    if not error < limit:
-        print(f"WRONG: {what}: relative error {error:.2e}")
-
-
-def bind_output(
-    run: Callable[[int, torch.Tensor], object], out: torch.Tensor, sets: int
-) -> Callable[[int], object]:
-    return lambda i: run(i % sets, out)
-
-
-def make_our_decode(
-    problem: AttentionProblem, part: SmPartition, chained: bool = False
-) -> Callable[[int, torch.Tensor], object]:
-    kernel = DecodeAttention(
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        sms=part.sms,
-        max_seqs=problem.batch,
-        layout=problem.layout,
-        kv_dtype=problem.kv[0].dtype,
-        chained=chained,
-    )
-
-    def run(i: int, out: torch.Tensor) -> object:
-        kv = problem.kv[i]
-        return kernel(problem.q, kv[:, 0], kv[:, 1], problem.tables, problem.lengths, out)
-
-    return run
 
 
 def time_gemms(
@@ -458,7 +246,7 @@ def time_layers(
     return table
 
 
-def show(title: str, table: dict[str, dict[str, float]]) -> None:
+def print_partitions(title: str, table: dict[str, dict[str, float]]) -> None:
     """Print a table: partitions across, measurements down."""
     print(f"\n{title}\n{'SMs':34s}" + "".join(f"{name:>9s}" for name in table))
     for row in next(iter(table.values())):
@@ -500,28 +288,27 @@ def main() -> None:
     result: dict[str, Any] = {
         "realised": {k: {"prefill": v.prefill, "decode": v.decode} for k, v in realised.items()}
     }
-    problems = [
-        (int(batch), int(context)) for batch, context in (text.split("x") for text in args.problems)
-    ]
+    problems = parse_cases(args.problems)
     if "ceilings" in args.what:
         read, peak = read_ceiling(parts), peak_tflops(parts)
         result["ceilings"] = {name: read[name] | peak[name] for name in parts}
-        show("ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"])
+        print_partitions(
+            "ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"]
+        )
     if "attention" in args.what:
         result["attention"] = time_attention(parts, problems, layouts, args.fp8)
-        show("decode attention: layout, batch x context", result["attention"])
+        print_partitions("decode attention: layout, batch x context", result["attention"])
     if "gemm" in args.what:
         result["gemm"] = (time_fp8_gemms if args.fp8 else time_gemms)(parts, args.rows, args.shapes)
-        show("products of a decode step", result["gemm"])
+        print_partitions("products of a decode step", result["gemm"])
     if "layer" in args.what:
         for batch, context in ((64, 2048), (64, 4096)):
             result[f"layer {batch} x {context}"] = time_layers(parts, batch, context)
-            show(
+            print_partitions(
                 f"products and attention of 32 layers, batch {batch}, context {context}",
                 result[f"layer {batch} x {context}"],
             )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

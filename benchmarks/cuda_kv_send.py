@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.cuda_steps import StepBench, print_table
+from benchmarks.cuda_steps import StepBench
+from benchmarks.cuda_timing import print_table
 from counterpoint.config import Config
 from counterpoint.device.cuda.device_setup import open_cuda
 from counterpoint.device.cuda.ipc import CudaCopier
@@ -51,7 +52,7 @@ class TimedCopier(CudaCopier):
         super().__init__()
         self.copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def copy(
+    def start_copy(
         self,
         source_RW: Tensor,
         sources: NDArray[np.int64],

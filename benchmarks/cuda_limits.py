@@ -10,15 +10,15 @@ reader and the peak that a large product reach in the same partition.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.cuda_kernels import read_ceiling, time_interleaved
-from benchmarks.cuda_steps import StepBench, PowerMeter
+from benchmarks.cuda_kernels import read_ceiling
+from benchmarks.cuda_steps import StepBench
+from benchmarks.cuda_timing import PowerMeter, time_interleaved, time_repeated
 from counterpoint.device.cuda.gemm_autotune import Matrix, scaled_matmul
 from counterpoint.device.cuda.green_contexts import SmPartition
 from counterpoint.device.cuda.stream_partitions import StreamPartition
@@ -187,21 +187,3 @@ def make_operations(
         "SwiGLU": every(lambda layer, k, v: ops.silu_mul(wide)),
     }
     return kinds, batch.attention.close
-
-
-def time_repeated(
-    run: Callable[[], object], stream: torch.cuda.Stream, for_s: float = 0.3
-) -> tuple[float, dict[str, float]]:
-    """Median seconds of `run` in the second half of `for_s`, and what the meter saw."""
-    run()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    with PowerMeter() as meter:
-        while sum(times) < for_s:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            run()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times[len(times) // 2 :]), meter.summary

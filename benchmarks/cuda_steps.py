@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -94,33 +92,32 @@ class StepBench:
             last_layer=self.layers,
             layers=self.layers,
         )
-        return self.make_step(0, None, 0, self.layers, units, segments, work)
+        return self.make_step(segments, work, units, lane=0)
 
     def prefill_steps(self, tokens: int, units: int, group: int) -> list[Step]:
         segments = (Segment(PREFILL_SLOT, 0, tokens, True, self.open_prefill(tokens)),)
-        work = BatchShape(
+        work = self.prompt_shape(tokens)
+        self.last_id += 1
+        pass_id, ends = self.last_id, [*range(group, self.layers, group), self.layers]
+        return [
+            self.make_step(
+                segments, work, units, lane=1, pass_id=pass_id, first_layer=first, last_layer=last
+            )
+            for first, last in zip([0, *ends], ends, strict=False)
+        ]
+
+    def prompt_shape(self, tokens: int) -> BatchShape:
+        return BatchShape(
             prefill_tokens=tokens,
             prefill_squares=tokens * tokens,
             prefill_requests=1,
             samples=1,
             layers=self.layers,
         )
-        self.last_id += 1
-        batch, edges = self.last_id, range(0, self.layers, group)
-        return [
-            self.make_step(1, batch, a, min(a + group, self.layers), units, segments, work)
-            for a in edges
-        ]
 
     def prompt_steps(self, count: int, tokens: int) -> list[Step]:
         """Whole prompts in slots 0, 1, …, each a pass of the full device."""
-        work = BatchShape(
-            prefill_tokens=tokens,
-            prefill_squares=tokens * tokens,
-            prefill_requests=1,
-            samples=1,
-            layers=self.layers,
-        )
+        work = self.prompt_shape(tokens)
         each, steps = -(-tokens // self.page_tokens), []
         for slot in range(count):
             self.executor.submit(FreeSlot(slot))
@@ -128,29 +125,22 @@ class StepBench:
             self.executor.submit(InitSlot(slot, prompt, tokens, (), GREEDY))
             pages = tuple(self.page_order[slot * each :][:each])
             segments = (Segment(slot, 0, tokens, True, pages),)
-            steps.append(self.make_step(1, None, 0, self.layers, self.device.units, segments, work))
+            steps.append(self.make_step(segments, work, self.device.units, lane=1))
         return steps
 
     def make_step(
-        self,
-        lane: int,
-        batch: int | None,
-        first: int,
-        last: int,
-        units: int,
-        segments: Any,
-        work: BatchShape,
+        self, segments: Sequence[Segment], work: BatchShape, units: int, lane: int, **fields: int
     ) -> Step:
+        """A step of all layers and a pass of its own, unless `fields` of Step say otherwise."""
         self.last_id += 1
+        defaults = {"pass_id": self.last_id, "first_layer": 0, "last_layer": self.layers}
         return Step(
-            self.last_id,
-            lane,
-            self.last_id if batch is None else batch,
-            first,
-            last,
-            units,
-            segments,
-            work,
+            id=self.last_id,
+            lane=lane,
+            units=units,
+            segments=tuple(segments),
+            work=work,
+            **(defaults | fields),
         )
 
     def wait_done(self) -> list[StepDone]:
@@ -237,58 +227,6 @@ def fill_random(pool: torch.Tensor, pages: int = 4096) -> None:
             part.copy_(to_fp8(torch.randn(part.shape, device=part.device)))
 
 
-class PowerMeter:
-    """The card's SM clock and power, read every few milliseconds by a thread of its own, as NVML has them."""
-
-    EVERY_S = 0.004
-
-    def __init__(self, device: int = 0) -> None:
-        import pynvml  # pyright: ignore[reportMissingImports]
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        self._card = pynvml.nvmlDeviceGetHandleByIndex(device)
-        self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / 1e3
-        self._stopped = threading.Event()
-        self._readings: list[tuple[float, float]] = []  # MHz, W
-        self._num_capped = 0
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> PowerMeter:
-        self._readings, self._num_capped = [], 0
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        assert self._thread is not None
-        self._thread.join()
-
-    @property
-    def summary(self) -> dict[str, float]:
-        """Medians, the share of readings at which the power limit held the clock down as NVML says so, since the last entering."""
-        if not self._readings:
-            return {}
-        clocks, watts = zip(*self._readings, strict=True)
-        return {
-            "MHz": statistics.median(clocks),
-            "W": statistics.median(watts),
-            "power-capped %": 100 * self._num_capped / len(clocks),
-        }
-
-    def _loop(self) -> None:
-        nvml, card = self._nvml, self._card
-        while not self._stopped.wait(self.EVERY_S):
-            clock = nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)
-            self._readings.append((clock, nvml.nvmlDeviceGetPowerUsage(card) / 1e3))
-            self._num_capped += bool(
-                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card)
-                & nvml.nvmlClocksThrottleReasonSwPowerCap
-            )
-
-
 class StepRecorder:
     """Stands between loop and device, and keeps what passes."""
 
@@ -314,14 +252,3 @@ class StepRecorder:
 
     def close(self) -> None:
         self.executor.close()
-
-
-def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-    print(f"\n{title}\n{'':36s}" + "".join(f"{name.rstrip('.'):>18s}" for name in columns))
-    for label, row in rows.items():
-        print(
-            f"{label:36s}"
-            + "".join(f"{row[name]:18.3f}" if name in row else " " * 18 for name in columns),
-            flush=True,
-        )

@@ -168,7 +168,8 @@ def tiled_attention(
     if tiles[0].shape[0]:
         attention_kernel[(tiles[0].shape[0], kv_heads)](
             q_THA, k, v, tiles[0] if table_BP is None else table_BP, *tiles, out,
-            size**-0.5, heads, kv_heads, page_tokens, 0 if table_BP is None else table_BP.stride(0), *strides,
+            size**-0.5, heads, kv_heads, page_tokens,
+            0 if table_BP is None else table_BP.stride(0), *strides,
             PAGED=table_BP is not None, GROUP=group, QUERIES=TILE // group, SIZE=size,
             SIZE_PAD=max(16, triton.next_power_of_2(size)), KEYS=BLOCK, num_warps=4,
         )  # fmt: skip
