@@ -20,7 +20,8 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
 
 
 class AttentionProblem:
-    """A decode attention problem: `sets` pools of KV for `batch` sequences of `context` tokens in shuffled pages."""
+    """Decode attention of `batch` sequences of `context` tokens in shuffled pages, with `sets` KV
+    pools."""
 
     def __init__(self, batch: int, context: int, sets: int, layout: Layout) -> None:
         pages = -(-context // PAGE_TOKENS)
@@ -52,7 +53,7 @@ class AttentionProblem:
 
 
 def flashinfer_decode(problem: AttentionProblem) -> Callable[[int, torch.Tensor], Any]:
-    """FlashInfer's tensor-core decode as released, planned once (its plan doesn't know the partition)."""
+    """FlashInfer's tensor-core decode as released, planned once without regard to partitions."""
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
@@ -75,7 +76,8 @@ def time_attention(
     layouts: Sequence[Layout],
     fp8: bool,
 ) -> dict[str, dict[str, float]]:
-    """GB/s of KV cache that decode attention reads in each partition, for (batch, context) problems. `fp8`: of e4m3, ours alone."""
+    """GB/s of KV cache that decode attention reads in each partition, for (batch, context)
+    problems. `fp8`: of e4m3, our kernel only."""
     table: dict[str, dict[str, float]] = {name: {} for name in parts}
     for layout in layouts:
         for batch, context in problems:

@@ -1,10 +1,13 @@
-"""How fast the kernels are in each partition, beside their ceiling and their rivals, in one run.
+"""How fast the kernels are in each SM partition, next to their ceilings and competing kernels.
 
-    python -m benchmarks.cuda_kernels [ceilings] [attention] [gemm] [layer] [--json FILE] [--levels 16 24 32 48 64]
+    python -m benchmarks.cuda_kernels [ceilings] [attention] [gemm] [layer] [--json FILE]
+        [--levels 16 24 32 48 64] [--fp8]
 
-Owns: the measurement.
-Promises: candidates take turns, medians of their times on the device, buffers in all larger than the L2; every output that is timed
-is also compared with a float32 reference. FlashInfer is measured if it can be imported.
+Takes some minutes on one H200; the first run also compiles every weight tile.
+
+Promises: candidates are timed in turns, as medians of device time, with buffers larger than the L2
+cache in all. Attention and bfloat16 products are also compared with a float32 reference. FlashInfer
+is measured if installed. Must not: be imported by code that serves.
 """
 
 from __future__ import annotations
@@ -41,10 +44,12 @@ GEMMS_NK = {
     "lm_head": (128256, 4096),
 }
 LAYERS = 32
+Run = Callable[[int, torch.Tensor], object]  # on buffer set i, into an output
 
 
 def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, dict[str, float]]:
-    """GB/s that each partition reads from a buffer of 2 GiB: pieces dealt out to the warps in turn, or claimed by them."""
+    """GB/s that each partition reads from a 2 GiB buffer: pieces assigned to warps in advance
+    ("dealt"), or taken by them from a counter ("claimed")."""
     launch = load_library("read", architecture(device)).counterpoint_read
     launch.argtypes = [
         ctypes.c_void_p,
@@ -81,7 +86,8 @@ def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, di
 
 
 def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
-    """TFLOP/s of a bfloat16 product of 8192 x 4096 x 4096 by cuBLAS in each partition: the ceiling of arithmetic."""
+    """TFLOP/s of a bfloat16 product of 8192 x 4096 x 4096 by cuBLAS in each partition: the compute
+    ceiling."""
     x, w = (torch.randn(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (8192, 4096))
     out = torch.empty(8192, 4096, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
@@ -97,7 +103,7 @@ def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
 def time_gemms(
     parts: dict[str, SmPartition], batches: Sequence[int], shapes: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of each product of a decode step in each partition: cuBLAS through torch and ours."""
+    """Microseconds of each product of a decode step in each partition: cuBLAS and ours."""
     table: dict[str, dict[str, float]] = {name: {} for name in parts}
     for shape in shapes:
         n, k = GEMMS_NK[shape]
@@ -153,9 +159,9 @@ def time_fp8_gemms(
                     torch.empty(m, n, dtype=torch.bfloat16, device="cuda"),
                 )
                 runs: dict[str, Callable[[int], object]] = {
-                    "scaled": lambda i, x=x: scaled_matmul(x, weights[i % sets]),
-                    "ours": lambda i, x=x, kernel=kernel, out=out: kernel(
-                        x, weights[i % sets], out
+                    "scaled": lambda i, x=x, w=weights: scaled_matmul(x, w[i % len(w)]),
+                    "ours": lambda i, x=x, w=weights, kernel=kernel, out=out: kernel(
+                        x, w[i % len(w)], out
                     ),
                 }
                 torch.cuda.synchronize()
@@ -167,87 +173,106 @@ def time_fp8_gemms(
     return table
 
 
-def make_cublas_matmul(
-    x: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> Callable[[int, torch.Tensor], object]:
+def make_cublas_matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Run:
     return lambda i, out: torch.mm(x, weights[i].T, out=out)
 
 
 def make_our_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], part: SmPartition, chained: bool = False
-) -> Callable[[int, torch.Tensor], object]:
+) -> Run:
     kernel = SkinnyGemm(part.sms, chained=chained)
     return lambda i, out: kernel(x, weights[i], out)
+
+
+class LayerProblem:
+    """The products and the attention of `layers` decoder layers, with buffers of their own."""
+
+    def __init__(self, batch: int, context: int, layers: int) -> None:
+        self.attention = AttentionProblem(batch, context, layers, "HND")
+        self.batch, self.layers = batch, layers
+        self.shapes = {name: nk for name, nk in GEMMS_NK.items() if name != "lm_head"}
+        self.weights = {
+            name: [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+            for name, (n, k) in self.shapes.items()
+        }
+        self.x = {
+            name: torch.randn(batch, k, dtype=torch.bfloat16, device="cuda")
+            for name, (_, k) in self.shapes.items()
+        }
+        self.outs = {
+            name: torch.empty(batch, n, dtype=torch.bfloat16, device="cuda")
+            for name, (n, _) in self.shapes.items()
+        }
+        self.attended = torch.empty_like(self.attention.q)
+
+    def bound_s(self, bytes_per_s: float, flops: float) -> float:
+        """Of one layer, the sum of max(bytes / bandwidth, FLOPs / peak)."""
+        return self.attention.bytes / bytes_per_s + sum(
+            max(2 * n * k / bytes_per_s, 2 * self.batch * n * k / flops)
+            for n, k in self.shapes.values()
+        )
+
+    def capture(
+        self, matmuls: dict[str, Run], attend: Run, stream: torch.cuda.Stream
+    ) -> Callable[[int], None]:
+        def run(_: int) -> None:
+            for layer in range(self.layers):
+                matmuls["qkv"](layer, self.outs["qkv"])
+                attend(layer, self.attended)
+                for shape in ("o", "gate_up", "down"):
+                    matmuls[shape](layer, self.outs[shape])
+
+        return capture_calls(run, 1, stream)
+
+    def our_matmuls(self, part: SmPartition, chained: bool) -> dict[str, Run]:
+        return {
+            shape: make_our_matmul(self.x[shape], self.weights[shape], part, chained)
+            for shape in self.shapes
+        }
+
+    def cublas_matmuls(self) -> dict[str, Run]:
+        return {
+            shape: make_cublas_matmul(self.x[shape], self.weights[shape]) for shape in self.shapes
+        }
 
 
 def time_layers(
     parts: dict[str, SmPartition], batch: int, context: int, layers: int = 8
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of the four products and the attention of 32 layers (measured on fewer), without what is between them: ours,
-    ours with chained launches, and cuBLAS with FlashInfer. `bound`: sum of max(bytes / bandwidth, FLOPs / peak) in this run."""
-    problem = AttentionProblem(batch, context, layers, "HND")
-    shapes = {name: nk for name, nk in GEMMS_NK.items() if name != "lm_head"}
-    weights = {
-        name: [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
-        for name, (n, k) in shapes.items()
-    }
-    x = {
-        name: torch.randn(batch, k, dtype=torch.bfloat16, device="cuda")
-        for name, (_, k) in shapes.items()
-    }
-    outs = {
-        name: torch.empty(batch, n, dtype=torch.bfloat16, device="cuda")
-        for name, (n, _) in shapes.items()
-    }
-    attended = torch.empty_like(problem.q)
+    """Milliseconds of the four products and the attention of 32 layers, measured on fewer, without
+    the operations between them: ours, ours with chained launches, and cuBLAS with FlashInfer.
+    `bound`: sum of max(bytes / bandwidth, FLOPs / peak), with this run's ceilings."""
+    problem = LayerProblem(batch, context, layers)
     read, peak = read_ceiling(parts), peak_tflops(parts)
     try:
-        flashinfer = flashinfer_decode(problem)
+        flashinfer = flashinfer_decode(problem.attention)
     except ImportError:
         flashinfer = None
     table = {}
     for name, part in parts.items():
         bandwidth, flops = max(read[name].values()) * 1e9, peak[name]["peak TFLOP/s"] * 1e12
-        bound_s = problem.bytes / bandwidth + sum(
-            max(2 * n * k / bandwidth, 2 * batch * n * k / flops) for n, k in shapes.values()
-        )
-
-        def steps(
-            products: dict[str, Callable[[int, torch.Tensor], object]],
-            attend: Callable[[int, torch.Tensor], object],
-        ) -> Any:
-            def run(_: int) -> None:
-                for layer in range(layers):
-                    products["qkv"](layer, outs["qkv"])
-                    attend(layer, attended)
-                    for shape in ("o", "gate_up", "down"):
-                        products[shape](layer, outs[shape])
-
-            return capture_calls(run, 1, part.stream)
-
-        candidates = {}
-        for chained in (False, True):
-            products = {
-                shape: make_our_matmul(x[shape], weights[shape], part, chained) for shape in shapes
-            }
-            candidates["ours" + " chained" * chained] = steps(
-                products, make_our_decode(problem, part, chained)
+        candidates = {
+            "ours" + " chained" * chained: problem.capture(
+                problem.our_matmuls(part, chained),
+                make_our_decode(problem.attention, part, chained),
+                part.stream,
             )
-        if flashinfer is not None:
-            rivals = {shape: make_cublas_matmul(x[shape], weights[shape]) for shape in shapes}
-            candidates["cuBLAS + FlashInfer"] = steps(rivals, flashinfer)
-        times = time_interleaved(candidates, part.stream, rounds=7)
-        table[name] = {f"{who} ms": time / layers * LAYERS for who, time in times.items()} | {
-            "bound ms": bound_s * 1e3 * LAYERS
+            for chained in (False, True)
         }
-        table[name]["bound / ours chained %"] = (
-            100 * table[name]["bound ms"] / table[name]["ours chained ms"]
-        )
+        if flashinfer is not None:
+            cublas = problem.cublas_matmuls()
+            candidates["cuBLAS + FlashInfer"] = problem.capture(cublas, flashinfer, part.stream)
+        times = time_interleaved(candidates, part.stream, rounds=7)
+        bound_ms = problem.bound_s(bandwidth, flops) * 1e3 * LAYERS
+        row = {f"{who} ms": time / layers * LAYERS for who, time in times.items()}
+        row["bound ms"] = bound_ms
+        row["bound / ours chained %"] = 100 * bound_ms / row["ours chained ms"]
+        table[name] = row
     return table
 
 
 def print_partitions(title: str, table: dict[str, dict[str, float]]) -> None:
-    """Print a table: partitions across, measurements down."""
+    """Print a table with a column per partition."""
     print(f"\n{title}\n{'SMs':34s}" + "".join(f"{name:>9s}" for name in table))
     for row in next(iter(table.values())):
         cells = (column.get(row, float("nan")) for column in table.values())
@@ -279,14 +304,15 @@ def main() -> None:
     args = parser.parse_args()
     layouts: list[Layout] = args.layouts
     partitions = Partitions(args.levels)
-    realised = partitions.check()
+    measured = partitions.check()
     parts = {str(level): partitions.pair(level).decode for level in args.levels}
     parts[str(partitions.total_sms)] = partitions.full
     print(
-        f"{torch.cuda.get_device_name()}, {partitions.total_sms} SMs, torch {torch.__version__}, isolated {partitions.isolated}"
+        f"{torch.cuda.get_device_name()}, {partitions.total_sms} SMs, "
+        f"torch {torch.__version__}, isolated {partitions.isolated}"
     )
     result: dict[str, Any] = {
-        "realised": {k: {"prefill": v.prefill, "decode": v.decode} for k, v in realised.items()}
+        "realised": {k: {"prefill": v.prefill, "decode": v.decode} for k, v in measured.items()}
     }
     problems = parse_cases(args.problems)
     if "ceilings" in args.what:

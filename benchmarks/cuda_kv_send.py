@@ -1,13 +1,16 @@
-"""How fast KV goes to another process's pool on the same GPU, and how much of that a prefill hides, by CUDA's own events.
+"""How fast KV goes to another process's pool on the same GPU, and how much of that a prefill hides.
 
     python -m benchmarks.cuda_kv_send [--model NAME] [--tokens N …] [--groups N …] [--json FILE]
 
-Owns: the measurement. Promises: two processes, of which one only owns a pool; prompts through CudaExecutor in layer groups, each
-sent through CudaIpcTransport when its step has come back, as a worker does; pages in random order on both sides; medians.
-Must not: be imported by what serves.
+Takes about a minute on one H200.
 
-*Inside*: the share of the copies' own time that lies before the end of the prefill. *Visible*: from the end of the prefill to the
-end of the last copy. *Slower*: the prefill beside the copies, against the same one without them.
+Promises: two processes, one of which only owns a pool. Prompts go through CudaExecutor in layer
+groups; each group is sent by CudaIpcTransport when its step completes, as a worker does. Pages are
+in random order on both sides. Times are CUDA events, as medians. Must not: be imported by code that
+serves.
+
+*Inside*: share of the copies' time before the end of the prefill. *Visible*: from the end of the
+prefill to the end of the last copy. *Slower*: the prefill with copies, against the same without.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class TimedCopier(CudaCopier):
 def run_receiver(
     line: Connection, spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype
 ) -> None:
-    """The other process: everything is granted; it says what is in its pages when it is asked."""
+    """The other process: grants everything, and reports sums of its pages on request."""
     torch.cuda.set_device(0)
     pool = KVPool(spec, pages, page_tokens, dtype, "cuda")
     link = CudaIpcTransport(lambda: None, CudaCopier())
@@ -82,7 +85,7 @@ def run_receiver(
 
 
 class TimedSender:
-    """A device, a link to the other process, and prompts by hand."""
+    """A device, a transport to the other process, and prompts to send."""
 
     def __init__(self, bench: StepBench) -> None:
         self.bench, device = bench, bench.device
@@ -125,7 +128,7 @@ class TimedSender:
                 self.pending.discard(notice.op)
 
     def check(self, pages: list[int]) -> None:
-        """Raises RuntimeError if a page is not there as it is here."""
+        """Raises RuntimeError if a page differs from the one sent."""
         wanted = [
             (layer, index) for layer in (0, self.bench.layers - 1) for index in (0, len(pages) - 1)
         ]
@@ -145,7 +148,8 @@ class TimedSender:
     # ---------------------------------------------------------------- what is measured
 
     def measure_copy(self, tokens: int, times: int = 5) -> tuple[float, float, int]:
-        """(from posting to Completed, the GPU's own time, bytes) of a prompt's pages, with nothing else on the GPU."""
+        """(seconds from posting to Completed, GPU seconds, bytes) of a prompt's pages, on an idle
+        GPU."""
         pages = self.bench.page_order[: -(-tokens // self.bench.page_tokens)]
         host, own = [], []
         for _ in range(times + 1):
@@ -163,7 +167,7 @@ class TimedSender:
         )
 
     def measure_prefill(self, tokens: int, group: int, sends: bool) -> dict[str, float]:
-        """One prompt in layer groups, each sent as its step comes back. Milliseconds."""
+        """One prompt in layer groups, each sent when its step completes. Milliseconds."""
         bench, driver = self.bench, self.bench.device.driver
         stream = bench.device.stream_partitions.choose(Role.PREFILL, bench.device.units).stream
         steps = bench.prefill_steps(tokens, bench.device.units, group)

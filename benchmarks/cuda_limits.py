@@ -1,11 +1,11 @@
-"""What limits a step: the ceilings of each partition measured in the same run, and what is left when a pass is taken apart.
+"""What bounds a step: the ceilings of each partition, and the time of a pass by operation.
 
-Owns: the floor of a decode step, the parts of a prefill pass. Promises: ceilings, floors and parts are measured or computed on the
-device that ran the step, with its own weights.
-Must not: be imported by what serves.
+Owns: the floor of a decode step, and the operations of a prefill pass (tables of cuda_speed.py).
+Promises: everything is measured or computed on the device that ran the step, with its weights. Must
+not: be imported by code that serves.
 
-*Floor* of a decode step: the sum over its products and attention of max(bytes / bandwidth, FLOPs / peak), with the bandwidth that a
-reader and the peak that a large product reach in the same partition.
+*Floor* of a decode step: the sum over its products and attention of max(bytes / bandwidth, FLOPs /
+peak), with the measured bandwidth and peak of the same partition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from counterpoint.types import Role, Segment
 
 
 class Ceiling(NamedTuple):
-    """Of a partition: bytes/s that it reads, FLOP/s of a large product in bfloat16 and in e4m3."""
+    """Of a partition: bytes/s read, FLOP/s of a large product in bfloat16 and in e4m3."""
 
     bandwidth: float
     flops: float
@@ -62,7 +62,6 @@ def peak_flops(part: SmPartition, rows: int = 8192, size: int = 4096) -> tuple[f
 
 
 def decode_floor_s(bench: StepBench, batch: int, context: int, ceiling: Ceiling) -> float:
-    """Of a decode step, in seconds."""
     spec, weights = bench.device.spec, bench.device.decoder.weights
     layer = weights.layers[0]
     products = [layer.qkv, layer.output, layer.gate_up, layer.down] * spec.layers + [weights.head]
@@ -82,7 +81,7 @@ def matmul_floor_s(weight: Matrix, rows: int, ceiling: Ceiling) -> float:
 
 
 def decode_read_bytes(bench: StepBench, batch: int, context: int) -> int:
-    """What a decode step must read: weights but input embeddings, and the cache."""
+    """Bytes that a decode step must read: weights without input embeddings, and the KV cache."""
     spec, weights = bench.device.spec, bench.device.decoder.weights
     packed = [
         each
@@ -98,8 +97,9 @@ def decode_read_bytes(bench: StepBench, batch: int, context: int) -> int:
 
 
 def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, float]]:
-    """A prefill pass taken apart: each kind of operation of all layers, one kind after the other, on the whole device, over and
-    over for as long as some passes take, so that the card is as warm as in a pass. `MHz`, `W`: clock and power meanwhile."""
+    """A prefill pass by operation: each kind of operation of all layers, one kind at a time, on the
+    whole device. Each repeats for as long as some passes take, so that the GPU is as warm as in a
+    pass. `MHz`, `W`: clock and power meanwhile."""
     spec, partition = bench.device.spec, bench.device.stream_partitions.for_role(Role.PREFILL)[0]
     flops = {
         "qkv": spec.hidden * spec.qkv_features,
@@ -134,7 +134,8 @@ def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, flo
 def make_operations(
     bench: StepBench, partition: StreamPartition, tokens: int
 ) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
-    """Each kind of operation of a prefill pass, through all layers; and what to call when it is over."""
+    """Each kind of operation of a prefill pass, through all layers, and a function to call
+    afterwards."""
     device, spec, ops, weights = (
         bench.device,
         bench.device.spec,

@@ -57,7 +57,7 @@ def groups_table(bench: StepBench) -> dict[str, Any]:
 
 
 def small_table(bench: StepBench, sizes: Sequence[int], passes: int = 6) -> dict[str, Any]:
-    """Whole prompts on the full device, as graphs and operation by operation: one after another without a gap, and one alone."""
+    """Whole prompts on the full device, by graphs and eagerly: back to back, and one at a time."""
     result: dict[str, Any] = {}
     device = bench.device
     ways = {
@@ -91,7 +91,8 @@ def small_table(bench: StepBench, sizes: Sequence[int], passes: int = 6) -> dict
 def products_table(
     bench: StepBench, levels: Sequence[int], sizes: Sequence[int] = (256, 512, 1024, 2048)
 ) -> dict[str, Any]:
-    """Products of all layers on the rest of each split: by cuBLAS as it is, told of those SMs, and as the place has chosen."""
+    """Products of all layers on the prefill side of each split: by cuBLAS, by cuBLAS limited to
+    those SMs ("told"), and as tuned ("chosen")."""
     result: dict[str, Any] = {}
     kinds, total = weights_by_shape(bench.device.decoder)[:4], bench.device.units
     for units in (total, *(total - level for level in levels)):

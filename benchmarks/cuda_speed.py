@@ -5,8 +5,8 @@
 
 Takes about a minute on one H200, most of it loading and graph capture.
 
-Promises: random weights and KV contents; device times (StepDone), medians where repeated. Everything
-goes through CudaExecutor, so launching is part of what is measured.
+Promises: random weights and KV contents; device times (StepDone), medians where repeated.
+Everything goes through CudaExecutor, so launching is part of what is measured.
 Must not: be imported by code that serves.
 
 *Multiplexing gain*: the time of the same prefills and decode steps one after another on the whole
@@ -138,7 +138,7 @@ SAMPLINGS = {
 
 
 def sampling_table(bench: StepBench, batch: int = 64, context: int = 2048) -> dict[str, Any]:
-    """A decode step by how its rows are sampled, and what launching it costs the host."""
+    """A decode step by its rows' sampling settings, and the host time to launch it."""
     result = {}
     for name, sampling in SAMPLINGS.items():
         bench.open_decode_batch(batch, context, sampling)

@@ -1,8 +1,8 @@
-"""Steps by hand: what measurements of the CUDA device are made with.
+"""Steps on a CUDA device without an engine, as the CUDA benchmarks need them.
 
-Owns: a device with steps that no engine made, a tap between loop and device, the card's clock and power meanwhile. Promises: random
-KV contents; times are the device's own (StepDone).
-Must not: be imported by what serves.
+Owns: a device with an executor, made-up steps, and a recorder between engine and executor.
+Promises: random KV contents; times are device times (StepDone). Must not: be imported by code that
+serves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ PREFILL_SLOT = 0
 
 @dataclass
 class StepBench:
-    """A device, an executor and steps by hand. Decode rows are slots 1, 2, …, over shuffled pages; slot 0 is for prefills."""
+    """An executor and its steps. Decode rows use slots 1, 2, … with shuffled pages; slot 0 is for
+    prefills."""
 
     device: CudaDevice
     inbox: WallClockEventQueue = field(default_factory=WallClockEventQueue)
@@ -58,14 +59,14 @@ class StepBench:
         self.page_order = torch.randperm(self.device.pages).tolist()
 
     def use_device(self, device: CudaDevice) -> None:
-        """The same device with other settings: nothing is in flight."""
+        """The same device with other settings, while nothing is in flight."""
         self.executor.close()
         self.device, self.executor = device, device.executor(LANES, self.inbox)
 
     # ---------------------------------------------------------------- setting up
 
     def open_decode_batch(self, batch: int, context: int, sampling: Sampling = GREEDY) -> None:
-        """Slots 1 to `batch` with `context` tokens each, in the cache."""
+        """Initialise slots 1 to `batch`, with `context` cached tokens each."""
         per_slot = -(-(context + 1) // self.page_tokens)
         for slot in range(1, batch + 1):
             pages = tuple(self.page_order[-slot * per_slot :][:per_slot])
@@ -74,7 +75,7 @@ class StepBench:
         self.context = context
 
     def open_prefill(self, tokens: int) -> tuple[int, ...]:
-        """Slot 0 with a random prompt; its pages."""
+        """Initialise slot 0 with a random prompt. Returns its pages."""
         prompt = tuple(random.randrange(1000, 30000) for _ in range(tokens))
         self.executor.submit(FreeSlot(PREFILL_SLOT))
         self.executor.submit(InitSlot(PREFILL_SLOT, prompt, tokens, (), GREEDY))
@@ -83,7 +84,7 @@ class StepBench:
     # ---------------------------------------------------------------- steps
 
     def decode_step(self, batch: int, units: int) -> Step:
-        """Always at the same position: the context does not grow while it is measured."""
+        """Always at the same position: the context does not grow while measuring."""
         segments = tuple(Segment(slot, self.context - 1, 1, True) for slot in range(1, batch + 1))
         work = BatchShape(
             decode_batch=batch,
@@ -116,7 +117,7 @@ class StepBench:
         )
 
     def prompt_steps(self, count: int, tokens: int) -> list[Step]:
-        """Whole prompts in slots 0, 1, …, each a pass of the full device."""
+        """Whole prompts in slots 0, 1, …, each one pass on the full device."""
         work = self.prompt_shape(tokens)
         each, steps = -(-tokens // self.page_tokens), []
         for slot in range(count):
@@ -153,7 +154,7 @@ class StepBench:
         return dones
 
     def run_steps(self, steps: Sequence[Step], depth: int = 2) -> list[StepDone]:
-        """One lane, `depth` steps in flight."""
+        """Run steps on one lane, `depth` of them in flight."""
         waiting, finished = list(steps), []
         for _ in range(min(depth, len(waiting))):
             self.executor.submit(waiting.pop(0))
@@ -167,13 +168,13 @@ class StepBench:
     # ---------------------------------------------------------------- what is measured
 
     def measure_decode_s(self, batch: int, units: int, steps: int = 16) -> float:
-        """A decode step, one always queued ahead: from end to end."""
+        """Period of decode steps, with one always queued ahead."""
         dones = self.run_steps([self.decode_step(batch, units) for _ in range(steps)])
         ends = [done.ended_s for done in dones[2:]]
         return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
     def prefill_flops(self, tokens: int) -> float:
-        """Of a pass: matrices, causal attention, and the LM head once."""
+        """FLOPs of a pass: matrices, causal attention, and the LM head once."""
         spec = self.device.spec
         return (
             tokens * spec.flops_per_token((tokens + 1) // 2, sampled=False)
@@ -192,7 +193,8 @@ class StepBench:
     def measure_overlap(
         self, batch: int, level: int, tokens: int, group: int, passes: int = 3
     ) -> dict[str, float]:
-        """Prefills one after another on the rest of the device, decode steps all the while on `level` SMs."""
+        """Back-to-back prefills on the rest of the device, with decode steps on `level` SMs
+        throughout."""
         rest = self.device.units - level
         queue = [step for _ in range(passes) for step in self.prefill_steps(tokens, rest, group)]
         total, prefill_dones, decode_dones = len(queue), [], []
@@ -219,7 +221,7 @@ class StepBench:
 
 
 def fill_random(pool: torch.Tensor, pages: int = 4096) -> None:
-    """Random numbers, some pages at a time: of what e4m3 has, if it is such a pool."""
+    """Fill a pool with random values, in blocks of pages to bound memory."""
     for part in pool.split(pages):
         if part.dtype.itemsize > 1:
             part.normal_()
@@ -228,7 +230,7 @@ def fill_random(pool: torch.Tensor, pages: int = 4096) -> None:
 
 
 class StepRecorder:
-    """Stands between loop and device, and keeps what passes."""
+    """Records the steps and completions that pass between engine loop and executor."""
 
     def __init__(self, device: CudaDevice, lanes: Sequence[Lane]) -> None:
         self.inbox = WallClockEventQueue()

@@ -20,7 +20,7 @@ Candidates = Mapping[str, Callable[[int], object]]  # name: run it on buffer set
 def time_interleaved(
     candidates: Candidates, stream: torch.cuda.Stream, rounds: int = 15, warm: int = 3
 ) -> dict[str, float]:
-    """Median milliseconds of each candidate on `stream`; one call of each per round."""
+    """Median milliseconds of each candidate on `stream`; each round calls every candidate once."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     with torch.cuda.stream(stream):
         for i in range(warm):
@@ -46,7 +46,8 @@ def time_interleaved(
 def capture_calls(
     run: Callable[[int], object], calls: int, stream: torch.cuda.Stream
 ) -> Callable[[int], None]:
-    """A graph, captured on `stream`, of `calls` calls over the buffer sets in turn: no launch costs. Keeps `run` alive."""
+    """A graph of `calls` calls over the buffer sets in turn, so launching costs nothing. Keeps
+    `run` alive."""
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for i in range(calls):
@@ -66,7 +67,7 @@ def capture_calls(
 def time_repeated(
     run: Callable[[], object], stream: torch.cuda.Stream, for_s: float = 0.3
 ) -> tuple[float, dict[str, float]]:
-    """Median seconds of `run` in the second half of `for_s`, and what the meter saw."""
+    """Median seconds of `run` in the second half of `for_s`, and the power meter's summary."""
     run()
     torch.cuda.synchronize()
     times: list[float] = []
@@ -82,7 +83,7 @@ def time_repeated(
 
 
 class PowerMeter:
-    """The card's SM clock and power, read every few milliseconds by a thread of its own, as NVML has them."""
+    """The GPU's SM clock and power, read every few milliseconds by a thread, through NVML."""
 
     EVERY_S = 0.004
 
@@ -112,7 +113,8 @@ class PowerMeter:
 
     @property
     def summary(self) -> dict[str, float]:
-        """Medians, the share of readings at which the power limit held the clock down as NVML says so, since the last entering."""
+        """Medians since the last entry, and the share of readings at which NVML reports a power
+        cap."""
         if not self._readings:
             return {}
         clocks, watts = zip(*self._readings, strict=True)

@@ -1,10 +1,14 @@
-"""One trace against one GPU under several modes: co-located ones, and a prefill and a decode worker with KV over CUDA IPC.
+"""One trace on one GPU in several modes: co-located, and prefill and decode workers over CUDA IPC.
 
-    python docs/results/pools_on_one_gpu.py --trace FILE [--rates 6 12] [--requests 80] [--slo ttft=0.5,tpot=20ms] [--out FOLDER]
+    python benchmarks/pools_on_one_gpu.py --trace FILE [--rates 6 12] [--requests 80]
+        [--slo ttft=0.5,tpot=20ms] [--out FOLDER]
 
-Every server is `counterpoint serve` and every load `counterpoint bench --url`, from this machine. The co-located servers are
-started together and asked one after another; an idle one does not use the GPU. Then the pools are started and asked alike.
-All have the same weights (random), the same memory for KV in each engine, and prefix caches off.
+Takes some minutes on one H200.
+
+Every server is `counterpoint serve`, every load `counterpoint bench --url`, from this machine. The
+co-located servers start together and are measured one after another; an idle one does not use the
+GPU. Then come the pools. All have the same random weights, the same KV memory per engine, and no
+prefix cache.
 """
 
 from __future__ import annotations
@@ -93,7 +97,7 @@ class Server:
 
 
 def run_load(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One load; what `bench` found, and what the server says of its handoffs."""
+    """Run one load. Returns `bench`'s report and the server's handoff metrics."""
     path = args.out / f"{server.number}_{rate:g}.json"
     command = [
         sys.executable,
