@@ -1,4 +1,4 @@
-"""Memory that is cut from slabs."""
+"""PinnedSlabs: pinned memory cut from slabs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_allocated_blocks_never_overlap(asked):
 
 
 def held_offset(block: Tensor) -> int:
-    """Where its slab begins, within 256 bytes: pinned memory begins at a page."""
+    """The slab's own offset within 256 bytes; pinned memory starts at a page."""
     return block.untyped_storage().data_ptr() % 256
 
 

@@ -1,9 +1,10 @@
-"""The CUDA executor: the same answers as the reference, on a GPU or, without one, in place on the CPU."""
+"""The CUDA executor against the reference: on a GPU or, without one, in place on the CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 from cuda_reference import PROMPT, greedy_by_reference, tokens_of
 from cuda_rig import HAS_GPU, TINY, make_parts, rig
 from cuda_service import EngineService, random_requests
@@ -15,14 +16,7 @@ from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPa
 from counterpoint.interfaces import Policy
 from counterpoint.types import DiscardPass, Role, Segment
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from more threads, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +153,8 @@ def test_step_times_are_ordered():
 
 def test_a_partition_is_never_larger_than_granted():
     def make_partition(name: str, units: int) -> StreamPartition:
-        return StreamPartition(f"{name} {units}", None, units, reference_decode, None, None)  # pyright: ignore[reportArgumentType]
+        unused: Any = None
+        return StreamPartition(f"{name} {units}", None, units, reference_decode, unused, unused)
 
     stream_partitions = StreamPartitions(
         {n: make_partition("decode", n) for n in (16, 32, 132)},

@@ -1,4 +1,4 @@
-"""Eight bits on a GPU: kernels against the plain quantiser, models against the float32 reference."""
+"""FP8 on a GPU: kernels against the plain quantiser, models against the float32 reference."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_non_finite_row_does_not_affect_others():
 def test_an_e4m3_pool_holds_the_rounded_kv(
     dtype: torch.dtype, by: str, heads: int, kv_heads: int, size: int
 ):
-    """What is written is the rounded K and V, and nothing beside it; what is gathered is what was written."""
+    """Appending writes the rounded K and V and nothing else; gathering returns them."""
     from counterpoint.device.cuda import triton_kernels
     from counterpoint.device.cuda.attention import reference_decode
     from counterpoint.device.cuda.ops import rope_angles
@@ -127,10 +127,11 @@ def test_an_e4m3_pool_holds_the_rounded_kv(
 def test_fp8_tokens_are_near_the_best_of_the_reference(
     spec, kv_dtype: torch.dtype | None, quantise: bool
 ):
-    """A token that is not the best of a float32 reference with the same quantiser must be near it: within a quarter of a deviation
-    of the logits, as bfloat16 alone is (test_cuda_gpu), with a cache of e4m3; within three quarters where products are quantised,
-    because activations that bfloat16 has rounded fall on other numbers of e4m3 now and then. And within one deviation of the
-    plain reference's best."""
+    """Against a float32 reference with the same quantiser, a chosen token's logit is at most a
+    quarter of the logits' standard deviation below the best with an e4m3 cache, as with bfloat16
+    alone (test_cuda_gpu). With quantised products it is three quarters: activations rounded to
+    bfloat16 sometimes quantise to a neighbouring e4m3 value. Against the plain reference it is one.
+    """
     prompt = [7 * n % VOCAB for n in range(1, 300)]
     with rig(spec=spec, dtype=torch.bfloat16, std=0.05, kv_dtype=kv_dtype, quantise=quantise) as r:
         r.open(0, prompt)
@@ -145,7 +146,7 @@ def test_fp8_tokens_are_near_the_best_of_the_reference(
 
 
 def quantising_reference(kv_dtype: torch.dtype | None, quantise: bool) -> Ops:
-    """The plain record in float32, with what is quantised rounded as the quantiser does."""
+    """The reference Ops in float32, with the quantiser's rounding."""
     plain = reference_ops()
 
     def linear(x, packed):

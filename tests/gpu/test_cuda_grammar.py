@@ -19,19 +19,13 @@ from counterpoint.interfaces import Policy
 from counterpoint.serve.structured_output.grammar import from_choice, from_regex
 from counterpoint.types import NO_GRAMMAR, AddRequest, InitSlot, Sampling, Segment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FIRST = 10  # the id of byte 0
 (EOS,) = TINY.eos_token_ids
 PROMPT = [7 * n % VOCAB for n in range(1, 40)]
 PATTERN, NEVER = from_regex("([0-9]{2},){3}([a-z]+(;| )){2,}"), from_regex("[^\\s\\S]")
 PREFIX = re.compile(r"([0-9]{2},){0,3}[0-9]?[0-9]?[a-z;, ]*")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def vocabulary() -> Vocabulary:
@@ -91,7 +85,7 @@ def test_the_output_matches_its_grammar(device: StepRig, how: dict):
 
 
 def test_grammars_in_one_batch_do_not_affect_each_other(device: StepRig):
-    """Two bound to different things, one free, one that cannot be followed, in one step: each gets what it gets alone."""
+    """Two different grammars, no grammar, and one that cannot be followed, in one step."""
     samplings = [
         Sampling(max_tokens=16, temperature=0.0, grammar=from_regex("[0-9]{6,}")),
         GREEDY,

@@ -1,4 +1,4 @@
-"""--batch-invariant on a GPU: the same bits whatever shares a pass, however a prompt is cut, on whichever SMs."""
+"""--batch-invariant on a GPU: equal bits for any batch, chunking and SM partition."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_attention_bits_are_equal_in_decode_prefill_and_chunk(
 
 
 def numbers(chances: list[TokenLogprobs | None]) -> list[tuple[float, ...]]:
-    """Not the ids: of alternatives that are equally likely, any may be told."""
+    """Without ids: among equally likely alternatives, any may be reported."""
     return [(known.logprob, *known.top_logprobs) for known in chances if known is not None]
 
 

@@ -1,4 +1,4 @@
-"""Operators of a GPU, Triton's and CUDA C++, against the reference on the CPU."""
+"""GPU operators, in Triton and CUDA C++, against the reference on the CPU."""
 
 from __future__ import annotations
 

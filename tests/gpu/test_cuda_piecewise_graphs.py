@@ -1,9 +1,9 @@
-"""Passes with prompt tokens as graphs, against the same passes launched operation by operation; without a GPU, in place."""
+"""Passes as piecewise graphs against eager passes: on a GPU or, without one, in place."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,17 +18,11 @@ from counterpoint.device.cuda.piecewise_graphs import GRAPH_SIZES, graph_sizes_f
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import DiscardPass, Sampling, Segment, StepDone
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = (4, 8, 12, 24, 48, 96)
 ASKING = Sampling(max_tokens=16, temperature=0.0, logprobs=4)
 SPLIT = (4, 2) if not HAS_GPU else (100, 116)  # prefill units
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -38,7 +32,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def pages(slot: int, tokens: int, first: int = 0) -> tuple[int, ...]:
-    """The slot's own pages `first` and on, as far as so many tokens go."""
+    """The slot's own pages from `first` on, enough for `tokens`."""
     return tuple(range(16 * slot + first, 16 * slot + -(-tokens // PAGE)))
 
 
@@ -48,7 +42,7 @@ Script = Callable[[StepRig], list[StepDone]]
 def run_script(
     script: Script, sizes: Sequence[int], **how: Any
 ) -> tuple[list[tuple[int, ...]], torch.Tensor, int]:
-    """Tokens of the script's steps, all log-probabilities that they told, and the number of graphs."""
+    """Tokens of the script's steps, all their log-probabilities, and the number of graphs."""
     with rig(sizes=sizes, pages=160, **how) as r:
         dones = script(r)
         assert not any(done.error for done in dones)
@@ -111,8 +105,8 @@ def test_prompts_around_every_graph_size_equal_eager(units: int | None):
 
 
 def mixed_passes(r: StepRig) -> list[StepDone]:
-    """Decodes, the middle and the end of a prompt, whole prompts and one whose beginning is in the cache, in passes of 8 rows and
-    more; the first and the last ones are larger than any graph of SMALL."""
+    """Decodes, the middle and end of a prompt, whole prompts and one with a cached prefix, in
+    passes of at least 8 rows. The first and last passes are larger than any graph of SMALL."""
     lengths = {0: 20, 1: 33, 2: 90, 3: 17, 4: 5}
     for slot, length in lengths.items():
         r.open(slot, prompt(length, slot), ASKING)
@@ -143,7 +137,8 @@ def test_mixed_passes_equal_eager():
 
 
 def stopping_passes(r: StepRig) -> list[StepDone]:
-    """Two passes in turns, layer by layer and from place to place, while other passes need new graphs there; one is dropped."""
+    """Two passes in turns, layer by layer and from partition to partition, while other passes need
+    new graphs there. One pass is discarded."""
     for slot, length in enumerate((30, 44, 9, 60)):
         r.open(slot, prompt(length, slot), ASKING)
     one, other = (Segment(0, 0, 30, True, pages(0, 32)),), (Segment(1, 0, 44, True, pages(1, 48)),)
@@ -185,7 +180,7 @@ def test_stopping_after_any_layer_changes_no_bit():
         assert torch.equal(run_script(cut(groups), SMALL)[1], whole), groups
 
 
-# ---------------------------------------------------------------- what behind the last layer is wanted
+# ---------------------------------------------------------------- outputs of the last layer
 
 
 def test_prompt_logprobs_and_unsampled_chunks_equal_eager():
@@ -203,8 +198,6 @@ def test_prompt_logprobs_and_unsampled_chunks_equal_eager():
 
 
 def test_nan_in_the_padding_page_changes_nothing():
-    """The spare page has them, also when what stood there before was not a number."""
-
     def script(r: StepRig) -> list[StepDone]:
         for pool in (*r.parts.kv.k, *r.parts.kv.v):
             pool[-1].fill_(float("nan"))
@@ -243,7 +236,8 @@ WIDE = dataclasses.replace(
     TINY, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1024, max_context_tokens=2200
 )
 BF16 = {"spec": WIDE, "dtype": torch.bfloat16, "std": 0.04}
-NEAR = 0.06  # of a log-probability: products of other numbers of rows round otherwise, in bfloat16 and through four layers
+# Of a log-probability: products of other row counts round differently, in bfloat16, four layers.
+NEAR = 0.06
 
 
 @pytest.mark.gpu
@@ -291,7 +285,7 @@ def test_large_layers_need_fewer_graphs():
 
 
 def test_gathering_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    """However many are gathered at once: decodes, prompts in pieces, and one that alone is longer than the bound."""
+    """Decodes, chunked prompts, and one prompt longer than the limit, for several limits."""
 
     def script(r: StepRig) -> list[StepDone]:
         lengths = (30, 7, 96, 41, 2)

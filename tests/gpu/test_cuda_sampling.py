@@ -12,14 +12,7 @@ from counterpoint.device.cuda.sampling import MAX_TOP_LOGPROBS, SamplingMode, sa
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.types import InitSlot, Sampling, Segment
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from more threads, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampling_is_the_same_alone_and_in_a_batch(name: str):
-    """In one pass with others it takes another way of sampling, and must get the same tokens."""
+    """In a pass with others, a request takes another sampling path."""
     with rig() as r:
         r.open(0, PROMPT, SETTINGS[name])
         alone = tokens_of(r.generate(0, len(PROMPT), 9))
@@ -139,7 +132,7 @@ HARD = Sampling(
 
 @pytest.mark.parametrize("sampling", [*SETTINGS.values(), HARD], ids=[*SETTINGS, "everything"])
 def test_graph_sampling_equals_eager_sampling(sampling: Sampling):
-    """More alternatives than a graph has send a row through the host's settings: the same tokens, the same log-probabilities."""
+    """More alternatives than a graph computes make sampling eager."""
     answers = []
     for top in (3, MAX_TOP_LOGPROBS + 1):
         with rig() as r:
@@ -153,7 +146,7 @@ def test_graph_sampling_equals_eager_sampling(sampling: Sampling):
 
 
 def test_request_that_starts_with_a_decode_uses_its_settings():
-    """Its cache came from elsewhere: the step that decodes is the first to hear of the slot's settings."""
+    """Its KV came from elsewhere, so a decode step is the first to name the slot."""
     with rig() as r:
         r.open(0, PROMPT, HARD)
         whole = tokens_of(r.generate(0, len(PROMPT), 3))
@@ -166,8 +159,8 @@ def test_request_that_starts_with_a_decode_uses_its_settings():
 
 
 def test_penalty_state_is_reset_between_requests():
-    """A slot that had penalties, a bias and held-back ends is given to a request that asks for none, beside one that does; and a
-    request that comes back with a part of its answer is counted on from there."""
+    """A slot with penalties, bias and min_tokens is reused by a request without them, beside one
+    with them. A resumed request counts its earlier output tokens."""
     plain = Sampling(max_tokens=9, temperature=0.0)
     with rig() as r:
         r.open(0, PROMPT, plain)

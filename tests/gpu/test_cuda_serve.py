@@ -69,7 +69,7 @@ def test_greedy_completions_are_repeatable(server: Running):
 
 
 def test_concurrent_completions_mostly_equal_single_ones(server: Running):
-    """In 16 bits a batch may round otherwise than one row; most answers are the same to the end."""
+    """In 16 bits a batch may round differently from a single row."""
     bodies = [{"prompt": f"Story number {n}: once", "max_tokens": 12} for n in range(24)]
     alone = [completion(server, **body)["choices"][0]["text"] for body in bodies]
     with ThreadPoolExecutor(24) as pool:

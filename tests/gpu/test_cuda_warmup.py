@@ -1,4 +1,4 @@
-"""What a rehearsal leaves behind: everything made, nothing changed. On a GPU or, without one, in place on the CPU."""
+"""Warmup creates everything and changes nothing: on a GPU or, without one, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SM partitions: sizes are checked early, and what the hardware reports is what was asked for."""
+"""SM partitions: sizes are checked early, and the hardware reports the SMs asked for."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class TestWithoutACompiler:
         self, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(
-            Partitions, "_split", lambda self, level: PartitionPair(self.full, self.full_high_priority)
+            Partitions,
+            "_split",
+            lambda self, level: PartitionPair(self.full, self.full_high_priority),
         )
         with pytest.raises(ConfigError, match=r"nvcc.*policy to chunked"):
             split_device(Config().replace(policy="auto"))

@@ -1,4 +1,5 @@
-"""Kernels against a float32 torch reference: fresh random inputs, odd sizes, poisoned outputs, every partition, eager and graph."""
+"""Kernels against a float32 torch reference: random inputs, odd sizes, poisoned outputs, every
+partition, eager and in a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ATTENTION_BOUND = {
     torch.float16: 1e-3,
 }  # operands and probabilities are rounded to the dtype
 GEMM_BOUND = 4e-3  # the result is rounded to bfloat16: at most 2 ** -8
-GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tensor cores keep some 14 bits of a sum of them
+GEMM_BOUND_FP8 = 1e-2  # of the same e4m3 product: tensor cores keep some 14 bits of its sums
 
 
 # ---- without a GPU
@@ -64,7 +65,8 @@ def stream_of(partitions, sms):
 
 
 class Cache:
-    """A paged KV cache in which whatever no sequence owns is NaN. Of e4m3, what it holds are numbers that e4m3 has."""
+    """A paged KV cache that is NaN wherever no sequence owns it. For e4m3, K and V are
+    representable."""
 
     def __init__(
         self, lengths, kv_heads, head_dim, dtype, layout, page_tokens=16, table_pages=None
@@ -343,7 +345,8 @@ class TestGemm:
 
     @pytest.mark.parametrize("sms", [24, 132])
     def test_chained_launches_wait_for_what_they_read(self, partitions, sms):
-        """Programmatic dependent launch, eager and in a graph: each kernel reads what the one ahead writes."""
+        """Programmatic dependent launch, eager and in a graph: each kernel reads the previous one's
+        output."""
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 
         if torch.cuda.get_device_capability()[0] != 9:

@@ -1,9 +1,11 @@
-"""Ten thousand mixed requests, three in ten aborted, while the split moves every few steps; and a short run for compute-sanitizer.
+"""Ten thousand mixed requests with aborts and a moving split; and a short run for
+compute-sanitizer.
 
     pytest tests/gpu/test_stress.py
-    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m pytest tests/gpu/test_stress.py -k short
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \\
+        python -m pytest tests/gpu/test_stress.py -k short
 
-Without a GPU some hundred requests go through the same executor in place.
+Without a GPU, some hundred requests use the same executor in place.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MAX_PASS_TOKENS = 400
 
 
 class MovingLayeredSplit(Multiplex):
-    """Multiplex whose split is another one every five decode steps, and whose prefills go layer by layer."""
+    """Multiplex whose split changes every five decode steps, with prefill layer by layer."""
 
     def __init__(self, units: int, layers: int) -> None:
         super().__init__(MAX_PASS_TOKENS, units, SPLITS[0], layers, layer_group=1, depth=2)
@@ -43,7 +45,7 @@ class MovingLayeredSplit(Multiplex):
 
 
 def mixed_requests(count: int, seed: int = 5) -> list[AddRequest]:
-    """Short and long prompts, half of them with a common beginning; every way of sampling."""
+    """Short and long prompts, half with a common prefix; every sampling setting."""
     chance = random.Random(seed)
     beginning = [chance.randrange(VOCAB) for _ in range(50)]
     kinds = [
@@ -74,7 +76,7 @@ def run_service(
     timeout_s: float,
     overlap: bool,
 ) -> EngineService:
-    """The service when all have ended. A `share` is aborted: at once, or after some tokens."""
+    """The service after all requests ended. A `share` is aborted, at once or after some tokens."""
     chance = random.Random(7)
     service = EngineService(
         parts, policy, slots=SLOTS, max_pass_tokens=MAX_PASS_TOKENS, overlap=overlap
@@ -93,9 +95,9 @@ def run_service(
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_tokens_survive_ten_thousand_requests_and_moving_splits():
-    """No answer but the right one, no page lost, no memory taken that was not there before. How attention is cut depends on the
-    partition, so sums differ in the last bits, and of a hundred thousand tokens drawn one or two stand so near a border that they
-    fall on the other side: at most one answer in a thousand may."""
+    """Right tokens, no lost page, no memory growth. The partition determines how attention is
+    split, so sums differ in the last bits; of a hundred thousand sampled tokens, one or two are
+    close enough to a boundary to differ. At most one output in a thousand may."""
     arrivals = mixed_requests(REQUESTS)
     parts = make_parts(pages=400, slots=SLOTS)
     truth = run_service(
@@ -116,7 +118,8 @@ def test_tokens_survive_ten_thousand_requests_and_moving_splits():
         other += [(arrive.id, answer, wanted)] * (answer != wanted)
     assert len(other) <= len(arrivals) / 1000, other[:5]
     print(
-        f"{len(arrivals)} requests, {len(service.abort_after)} to be aborted, {len(other)} answers differ: {other}"
+        f"{len(arrivals)} requests, {len(service.abort_after)} to be aborted, "
+        f"{len(other)} answers differ: {other}"
     )
     if HAS_GPU:
         held, graphs = torch.cuda.memory_allocated(), parts.decode_graphs.num_graphs
@@ -137,7 +140,8 @@ KINDS = {"bfloat16": {}, "fp8": {"kv_dtype": FP8, "quantise": True}}
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_run_of_every_kernel(kind: str):
-    """For compute-sanitizer: few requests through the kernels that serve, in 16 bits and in 8, chunked and multiplexed."""
+    """For compute-sanitizer: few requests through all serving kernels, 16 and 8 bits, chunked and
+    multiplexed."""
     arrivals = mixed_requests(24)
     for policy in (
         lambda units: Chunked(96, units, depth=2),

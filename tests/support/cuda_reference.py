@@ -17,7 +17,7 @@ PROMPT = [7 * n % VOCAB for n in range(1, 40)]
 def reference_logits(
     spec, tokens: list[int], deviation: float = 0.15, ops: Ops | None = None
 ) -> torch.Tensor:
-    """Logits behind every position, by the plain decoder (or `ops`) on the CPU in float32: [tokens, vocab]."""
+    """Logits at every position, by the plain decoder (or `ops`): [tokens, vocab]."""
     decoder = build_decoder(spec, RandomCheckpoint(3, deviation=deviation), ops or reference_ops())
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)

@@ -1,4 +1,4 @@
-"""A CUDA executor for tests: on a GPU or, without one, on a driver that runs on the CPU in place."""
+"""A CUDA executor for tests: on a GPU or, without one, with a driver that runs on the CPU."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class CudaParts(CudaRuntime):
 
 @dataclasses.dataclass(frozen=True)
 class PartsOptions:
-    """`sizes`: row counts of piecewise graphs. The others are as in Precision and RandomCheckpoint."""
+    """`sizes`: row counts of piecewise graphs. The rest as in Precision and RandomCheckpoint."""
 
     spec: ModelSpec = TINY
     pages: int = 64
@@ -266,7 +266,7 @@ class StepRig:
     def generate(
         self, slot: int, length: int, count: int, first_page: int = 0, **how: Any
     ) -> list[StepDone]:
-        """Prefill an opened slot of `length` tokens into its own pages, then decode: `count` tokens."""
+        """Prefill a slot of `length` tokens into pages of its own, then decode: `count` tokens."""
         pages = list(range(first_page, first_page + -(-(length + count) // PAGE)))
         held = -(-length // PAGE)
         dones = [self.run([Segment(slot, 0, length, True, tuple(pages[:held]))], lane=1)]

@@ -1,4 +1,4 @@
-"""An engine with its loop on the CUDA executor, as a server runs it, and requests for it."""
+"""An engine with its loop on the CUDA executor, and random requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_requests(
     max_prompt_tokens: int = 60,
     max_tokens: int = 12,
 ) -> list[AddRequest]:
-    """Greedy and seeded requests of 3 tokens and more; half begin alike."""
+    """Greedy and seeded requests of at least 3 tokens; half share a prefix."""
     chance = random.Random(seed)
     beginning = [chance.randrange(vocab) for _ in range(40)]
     arrivals = []
@@ -49,7 +49,7 @@ def random_requests(
 
 
 class EngineService:
-    """An engine's thread with its device, as a server has it."""
+    """An engine thread with its device, as a server runs it."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class EngineService:
     def run_requests(
         self, arrivals: Sequence[Any], expected: int | None = None, timeout_s: float = 120
     ) -> dict[str, list[int]]:
-        """Send events, wait until every request has its finish; the answers."""
+        """Send events and wait until every request finished. Returns the tokens by request."""
         self.answers, self.logprobs, self.finishes = {}, {}, {}
         self.expected = len(arrivals) if expected is None else expected
         for arrive in arrivals:
