@@ -129,10 +129,10 @@ def run_vllm(model: str) -> None:
     print(f"=> vLLM {vllm.__version__}", flush=True)
     for line in sys.stdin:
         given, tokens = json.loads(line)
-        asked = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in given]
+        prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in given]
         began_s = time.perf_counter()
         llm.generate(
-            asked,
+            prompts,
             vllm.SamplingParams(
                 max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False
             ),

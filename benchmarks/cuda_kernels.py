@@ -7,7 +7,8 @@ Takes some minutes on one H200; the first run also compiles every weight tile.
 
 Promises: candidates are timed in turns, as medians of device time, with buffers larger than the L2
 cache in all. Attention and bfloat16 products are also compared with a float32 reference. FlashInfer
-is measured if installed. Must not: be imported by code that serves.
+is measured if installed.
+Must not: be imported by code that serves.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Takes about a minute on one H200.
 
 Promises: two processes, one of which only owns a pool. Prompts go through CudaExecutor in layer
 groups; each group is sent by CudaIpcTransport when its step completes, as a worker does. Pages are
-in random order on both sides. Times are CUDA events, as medians. Must not: be imported by code that
-serves.
+in random order on both sides. Times are CUDA events, as medians.
+Must not: be imported by code that serves.
 
 *Inside*: share of the copies' time before the end of the prefill. *Visible*: from the end of the
 prefill to the end of the last copy. *Slower*: the prefill with copies, against the same without.

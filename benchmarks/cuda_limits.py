@@ -1,8 +1,8 @@
 """What bounds a step: the ceilings of each partition, and the time of a pass by operation.
 
 Owns: the floor of a decode step, and the operations of a prefill pass (tables of cuda_speed.py).
-Promises: everything is measured or computed on the device that ran the step, with its weights. Must
-not: be imported by code that serves.
+Promises: everything is measured or computed on the device that ran the step, with its weights.
+Must not: be imported by code that serves.
 
 *Floor* of a decode step: the sum over its products and attention of max(bytes / bandwidth, FLOPs /
 peak), with the measured bandwidth and peak of the same partition.

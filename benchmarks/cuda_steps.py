@@ -1,8 +1,8 @@
 """Steps on a CUDA device without an engine, as the CUDA benchmarks need them.
 
 Owns: a device with an executor, made-up steps, and a recorder between engine and executor.
-Promises: random KV contents; times are device times (StepDone). Must not: be imported by code that
-serves.
+Promises: random KV contents; times are device times (StepDone).
+Must not: be imported by code that serves.
 """
 
 from __future__ import annotations

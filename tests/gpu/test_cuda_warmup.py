@@ -130,10 +130,10 @@ def test_a_failed_warmup_pass_is_logged_and_the_others_run(caplog: pytest.LogCap
     parts.piecewise_graphs.start_pass = failing
     with caplog.at_level(logging.WARNING, logger="counterpoint.device.cuda.warmup"):
         note = run_warmup(parts, all_partitions(parts)[:1])
-    assert [r.message for r in caplog.records if "rehearsed" in r.message] == [
-        "a pass could not be rehearsed: OutOfMemoryError: no room for this one"
+    assert [r.message for r in caplog.records if "warmup" in r.message] == [
+        "a warmup pass failed: OutOfMemoryError: no room for this one"
     ]
-    assert note.startswith(f"{calls} passes rehearsed")
+    assert note.startswith(f"{calls} warmup passes")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="in place: products are counted where ops are the reference's")
@@ -149,19 +149,19 @@ def test_serving_uses_no_row_count_that_warmup_did_not_run(
 
     monkeypatch.setattr(cuda_rig, "in_place_ops", lambda: dataclasses.replace(plain, linear=linear))
     new = {}
-    for rehearsed in (False, True):
+    for warmed in (False, True):
         seen.clear()
         parts = make_parts(sizes=SIZES, pages=128)
         parts.decode_graphs.capture(
             parts.stream_partitions.for_role(Role.DECODE),
             (SamplingMode.GREEDY, SamplingMode.RANDOM),
         )
-        if rehearsed:
+        if warmed:
             run_warmup(parts, tokens=160)
         before = set(seen)
         serve_requests(parts)
         serve_requests(parts, seed=9)
-        new[rehearsed] = seen - before
+        new[warmed] = seen - before
     assert new[False] and not new[True]
 
 

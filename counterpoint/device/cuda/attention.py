@@ -1,10 +1,11 @@
 """Attention of a pass: which kernel computes which rows.
 
-Owns: the attention plan of a pass, and the kernels' workspaces. Promises: the first rows of a pass,
-one token each, use a decode kernel that reads pages in place. The other rows are prefill: their
-context is first gathered into contiguous memory, which costs far less than attention over it and
-allows faster kernels. At most MAX_GATHERED_TOKENS are gathered at once, which bounds memory.
-Planning happens once per pass and never waits. Must not: know a request.
+Owns: the attention plan of a pass, and the kernels' workspaces.
+Promises: the first rows of a pass, one token each, use a decode kernel that reads pages in place.
+The other rows are prefill: their context is first gathered into contiguous memory, which costs far
+less than attention over it and allows faster kernels. At most MAX_GATHERED_TOKENS are gathered at
+once, which bounds memory. Planning happens once per pass and never waits.
+Must not: know a request.
 
 Prefill kernel: FlashInfer where it supports the shape (FlashAttention-3 on Hopper: Shah et al.,
 arXiv:2407.08608), else torch, one segment at a time. Decode kernel: the one for few SMs
@@ -325,7 +326,7 @@ def choose_decode_kernel(
         log.warning("decode attention by Triton: %s", error)
         return "Triton", by_triton
 
-    return "frugal", FewSmDecode(kernel)
+    return "few SMs", FewSmDecode(kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,8 +4,8 @@ Owns: one kernel for all matrix products and one for all attention, each with on
 Promises: a row's result depends only on that row and its context: not on the batch, on how a prompt
 was chunked, on which rows are decodes, or on the SMs. No sum is split: K runs in blocks from first
 to last; keys run in blocks of BLOCK from position 0. A block that a query does not see leaves its
-sums exactly unchanged (times exp(0), plus 0). Must not: be imported without Triton; choose anything
-by rows, lengths or units.
+sums exactly unchanged (times exp(0), plus 0).
+Must not: be imported without Triton; choose anything by rows, lengths or units.
 
 Cost: cuBLAS, FlashInfer and the kernels for few SMs are not used. A single request's long context
 is read by only as many SMs as there are KV heads.

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one per stream partition, batch bucket and sampling mode.
 
-Owns: the graphs and their input and output buffers. Promises: a step of any batch size is one
-upload, one graph launch and one download. A graph is captured on its partition's stream, which
-determines its SMs, either at start or when first needed. Must not: know a request.
+Owns: the graphs and their input and output buffers.
+Promises: a step of any batch size is one upload, one graph launch and one download. A graph is
+captured on its partition's stream, which determines its SMs, either at start or when first needed.
+Must not: know a request.
 
 A batch is padded to its bucket with rows of the padding slot, whose results nobody reads.
 

@@ -1,8 +1,9 @@
 """DeviceTables: token ids, block tables and sampling settings of the open slots, on the device.
 
-Owns: these tensors and their uploads. Promises: a decode step needs only slots, positions and new
-pages from the host. Sampled tokens stay on the device. Nothing here waits for the device. Decode
-batches are padded to few sizes (BUCKETS). Must not: run a model.
+Owns: these tensors and their uploads.
+Promises: a decode step needs only slots, positions and new pages from the host. Sampled tokens stay
+on the device. Nothing here waits for the device. Decode batches are padded to few sizes (BUCKETS).
+Must not: run a model.
 
 `init_slot` keeps its data on the host until a step names the slot. It is uploaded on that step's
 stream, so no stream waits for another. The tables have one slot more than asked for, and the KV

@@ -1,8 +1,9 @@
 """Driver: the CUDA calls that the executor makes.
 
-Owns: stream order, events, graph capture, and host-device copies. Promises: only `synchronize`
-waits for the device. Each copy uses staging memory, which the caller frees once the copy has
-finished. Must not: know a model or a request.
+Owns: stream order, events, graph capture, and host-device copies.
+Promises: only `synchronize` waits for the device. Each copy uses staging memory, which the caller
+frees once the copy has finished.
+Must not: know a model or a request.
 
 It is an interface so that tests can run the executor without a GPU, with a driver that runs
 everything in place.

@@ -1,15 +1,16 @@
 """CudaExecutor: lanes as streams on SM partitions of one GPU.
 
 Owns: the order of a lane's steps, the hidden states of unfinished passes, and one waiting thread
-per lane. Promises: `submit` launches and returns without waiting for the device. A lane's steps run
-in order, also across streams. No lane waits for another. A step that fails to launch reports
-StepDone.error, and the executor continues. One copy of the weights, one KV pool. Must not: make
-scheduling decisions, free pages, or keep a request's text.
+per lane.
+Promises: `submit` launches and returns without waiting for the device. A lane's steps run in order,
+also across streams. No lane waits for another. A step that fails to launch reports StepDone.error,
+and the executor continues. One copy of the weights, one KV pool.
+Must not: make scheduling decisions, free pages, or keep a request's text.
 
 The caller of `submit` launches everything; each lane's thread waits for its events and reports.
 Only two orders hold across streams:
-a lane's step runs after the lane's previous step, where their streams differ;
-a request's decode runs after its prefill, since the engine schedules it once that is reported.
+    a lane's step runs after the lane's previous step, where their streams differ;
+    a request's decode runs after its prefill, as the engine schedules it when that is reported.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Owns: the choice between kernels. For decode: cuBLAS, the kernel for few rows (kernels/layer.py) and
 the one for few SMs (kernels/gemm.py). For quantised weights: torch's scaled product and the one for
 few SMs. For prefill in a partition: cuBLAS as it is (it tiles for all SMs of the device) and cuBLAS
-limited to fewer SMs. Promises: the choice was the fastest measured on this device for that shape,
-row count and SMs. cuBLAS computes everything else: more rows than measured, biases, other dtypes.
+limited to fewer SMs.
+Promises: the choice was the fastest measured on this device for that shape, row count and SMs.
+cuBLAS computes everything else: more rows than measured, biases, other dtypes.
 Must not: tune during a capture; a shape that was not measured takes cuBLAS.
 
 cuBLAS tiles a product for all SMs of the device, also on a green context's stream. `set_sm_count`

@@ -1,11 +1,11 @@
 """SM partitions: pairs of disjoint SM sets of one GPU, each with its own stream.
 
-Owns: the green contexts and their streams, created once, before any graph capture. Promises: both
-sides of a pair come from one split, so they cannot overlap. `check()` reads the SM sets back from
-the hardware, eager and in a graph, and raises if they overlap or have the wrong size. Where SMs
-cannot be partitioned (no cuda-bindings, an old driver), both sides get plain streams, `isolated` is
-False, and a warning says so. Must not: need CUDA or cuda-bindings at import; create contexts per
-re-split.
+Owns: the green contexts and their streams, created once, before any graph capture.
+Promises: both sides of a pair come from one split, so they cannot overlap. `check()` reads the SM
+sets back from the hardware, eager and in a graph, and raises if they overlap or have the wrong
+size. Where SMs cannot be partitioned (no cuda-bindings, an old driver), both sides get plain
+streams, `isolated` is False, and a warning says so.
+Must not: need CUDA or cuda-bindings at import; create contexts per re-split.
 
 Source: CUDA driver API, green contexts (cuDevSmResourceSplitByCount, cuGreenCtxStreamCreate). A
 graph runs on the SMs of the stream it was captured on, not of the one it is launched on: keep one

@@ -1,8 +1,9 @@
 """CudaCopier: copies between KV pools on one GPU, also of other processes (kv_transfer/gpu.py).
 
-Owns: a low-priority stream and the staging memory of copies. Promises: copies and steps never wait
-for each other; they only share the GPU. `prepare` allocates everything, so no copy interferes with
-a graph capture. Must not: know who may write which page.
+Owns: a low-priority stream and the staging memory of copies.
+Promises: copies and steps never wait for each other; they only share the GPU. `prepare` allocates
+everything, so no copy interferes with a graph capture.
+Must not: know who may write which page.
 
 A copy gathers rows into staging memory and scatters them from there: two kernels, whatever the
 order of the pages. One copy command per run of pages would cost the host more than the GPU: a

@@ -1,8 +1,9 @@
 """LogitsProcessors: penalties, logit bias and `min_tokens`, on the device.
 
-Owns: per slot, the token counts, the bias and the stop tokens held back. Promises: `apply` equals
-model/sample.py's penalties and bias, from these rows alone, so it can be captured. Tokens are
-counted where they are sampled. Slots without such settings are unchanged. Must not: choose a token.
+Owns: per slot, the token counts, the bias and the stop tokens held back.
+Promises: `apply` equals model/sample.py's penalties and bias, from these rows alone, so it can be
+captured. Tokens are counted where they are sampled. Slots without such settings are unchanged.
+Must not: choose a token.
 
 Memory: 9 bytes per slot and vocabulary token (BYTES_PER_TOKEN).
 

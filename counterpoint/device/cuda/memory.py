@@ -1,7 +1,8 @@
 """GPU memory budget: weights, activations, graphs, tables; the rest goes to the KV cache.
 
-Owns: the sums, as plain arithmetic. Promises: an error states every term of the budget and which
-flag to change. Must not: allocate or touch a device.
+Owns: the sums, as plain arithmetic.
+Promises: an error states every term of the budget and which flag to change.
+Must not: allocate or touch a device.
 """
 
 from __future__ import annotations

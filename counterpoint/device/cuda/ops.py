@@ -1,8 +1,9 @@
 """Ops of a CUDA GPU.
 
-Owns: the choice of every operator except attention kernels and tuned products. Promises: results
-equal the reference up to rounding to `dtype`. No operation waits for the device, so all can be
-captured. Importable without a GPU. Must not: hold state between calls.
+Owns: the choice of every operator except attention kernels and tuned products.
+Promises: results equal the reference up to rounding to `dtype`. No operation waits for the device,
+so all can be captured. Importable without a GPU.
+Must not: hold state between calls.
 
 Eager passes take their matrix products from cuBLAS, through torch. Each stream partition has its
 own Ops for decode steps (`make_decode_ops`), whose products were tuned on its SMs. The operations

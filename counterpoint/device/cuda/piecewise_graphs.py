@@ -1,10 +1,11 @@
 """Passes with prompt tokens: small ones run as piecewise CUDA graphs, so launching is not the
 limit.
 
-Owns: the graphs, their buffers, and which passes use them. Promises: the same results as eager
-launches, up to a product's rounding at another row count (none with --batch-invariant). A pass may
-stop after any layer and continue later, also on another partition, while other passes run in
-between. Graphs are captured at start or when first needed. Must not: know a request.
+Owns: the graphs, their buffers, and which passes use them.
+Promises: the same results as eager launches, up to a product's rounding at another row count (none
+with --batch-invariant). A pass may stop after any layer and continue later, also on another
+partition, while other passes run in between. Graphs are captured at start or when first needed.
+Must not: know a request.
 
 The work between the attentions of two layers is one graph, a *piece*, per stream partition and row
 count: piece n ends layer n - 1 and starts layer n, up to its queries and its keys and values in the

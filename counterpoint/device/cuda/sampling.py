@@ -2,8 +2,8 @@
 
 Owns: the sampler's device tensors from the host's settings, and TokenLogprobs from the device.
 Promises: launching never waits. Results for the host are a LogprobsDownload, to be read when the
-step's event has completed. Must not: run the model, except the LM head for prompt
-log-probabilities.
+step's event has completed.
+Must not: run the model, except the LM head for prompt log-probabilities.
 
 Shapes: B sampled rows, R of them with log-probabilities, V vocabulary, T tokens of the pass, D
 hidden, S segments.

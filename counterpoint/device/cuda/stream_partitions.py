@@ -1,9 +1,10 @@
 """StreamPartitions: the streams on which a step may run.
 
-Owns: the choice of a stream by a lane's role and units. Promises: a stream serves one role. So all
-its work belongs to one lane and runs in order, and memory that torch frees on it is safe to reuse.
-A step gets no more units than granted, if such a split exists. Must not: create a partition
-(green_contexts.py does).
+Owns: the choice of a stream by a lane's role and units.
+Promises: a stream serves one role. So all its work belongs to one lane and runs in order, and
+memory that torch frees on it is safe to reuse. A step gets no more units than granted, if such a
+split exists.
+Must not: create a partition (green_contexts.py does).
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ class StreamPartitions:
         self, decode: Mapping[int, StreamPartition], prefill: Mapping[int, StreamPartition]
     ) -> None:
         if not decode or not prefill:
-            raise ValueError(
-                "there must be a decode place and a prefill place: the whole device, at least"
-            )
+            raise ValueError("each role needs at least one partition: the whole device")
         self._decode = dict(sorted(decode.items()))
         self._prefill = dict(sorted(prefill.items()))
 

@@ -1,10 +1,10 @@
 """A decoder's small operations, fused, in Triton.
 
 Owns: norms, SiLU, RoPE with the write to the KV pool, the gather of a context, and decode attention
-for shapes that no faster kernel supports. Promises: each element is read and written once;
-arithmetic is float32, rounded once. `add_rms_norm` equals an add and then `rms_norm`, bit for bit.
-No host synchronisation, so all can be captured. Must not: be imported without Triton (ops.py
-imports it only for a GPU).
+for shapes that no faster kernel supports.
+Promises: each element is read and written once; arithmetic is float32, rounded once. `add_rms_norm`
+equals an add and then `rms_norm`, bit for bit. No host synchronisation, so all can be captured.
+Must not: be imported without Triton (ops.py imports it only for a GPU).
 
 Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E =
 (H + 2 * K) * A, B sequences, P pages, C parts of a sequence. A pool is [pages, page tokens, K, A]

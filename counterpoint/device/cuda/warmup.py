@@ -1,9 +1,10 @@
 """Warmup: passes run before the first request, for what CUDA creates on first use.
 
-Owns: the list of warmup passes. Promises: afterwards, the kernels of greedy passes of any size are
-loaded, and every stream has the memory of the largest pass. Only the padding page is written, and
-no slot stays open. Must not: measure. Other sampling settings run with one row only, and prompt
-log-probabilities not at every length, so a first such request may still load something.
+Owns: the list of warmup passes.
+Promises: afterwards, the kernels of greedy passes of any size are loaded, and every stream has the
+memory of the largest pass. Only the padding page is written, and no slot stays open.
+Must not: measure. Other sampling settings run with one row only, and prompt log-probabilities not
+at every length, so a first such request may still load something.
 
 CUDA loads a kernel at its first launch, and gets memory from the driver when its pool is empty.
 Both wait until the device is idle (CUDA C++ Programming Guide: Lazy Loading, Implicit
@@ -73,7 +74,7 @@ def warm_up(
         runner.submit_sampled(*partitions[0])
     finally:
         executor.close()
-    return f"{runner.num_passes} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
+    return f"{runner.num_passes} warmup passes in {time.perf_counter() - began_s:.1f} s"
 
 
 def warmup_passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
@@ -167,6 +168,6 @@ class WarmupRunner:
             for done in got[1] if got else ():
                 assert isinstance(done, StepDone)
                 if done.error:
-                    log.warning("a pass could not be rehearsed: %s", done.error)
+                    log.warning("a warmup pass failed: %s", done.error)
                 if self._running.pop(done.step):
                     self.executor.submit(DiscardPass(done.step))

@@ -1,8 +1,9 @@
 """Decode attention over a paged KV cache, for a partition of few SMs (kernel: attention.cu).
 
-Owns: the kernel's workspace and calling convention. Promises: a call is one kernel launch on the
-current stream. It does not synchronise, and does not allocate if `out` is given, so it can be
-captured. The device divides the work, so a graph stays valid when `lengths` and `tables` change.
+Owns: the kernel's workspace and calling convention.
+Promises: a call is one kernel launch on the current stream. It does not synchronise, and does not
+allocate if `out` is given, so it can be captured. The device divides the work, so a graph stays
+valid when `lengths` and `tables` change.
 Must not: be shared by streams that run at once; the workspace serves one.
 
 Shapes: S sequences, H query heads, K KV heads, G = H / K query heads per KV head (1 to 8), D head

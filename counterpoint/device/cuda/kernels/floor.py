@@ -1,8 +1,9 @@
 """The smallest logit that top-k and top-p keep, without a sort (kernel: floor.cu).
 
-Owns: the kernel's calling convention. Promises: the result of model/sample.py's `filter_floor`, up
-to rounding of the mass; one launch without synchronising, so it can be captured. Must not: hold
-state between calls.
+Owns: the kernel's calling convention.
+Promises: the result of model/sample.py's `filter_floor`, up to rounding of the mass; one launch
+without synchronising, so it can be captured.
+Must not: hold state between calls.
 
 Shapes: F rows, V vocabulary.
 """

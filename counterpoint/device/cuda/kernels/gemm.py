@@ -1,8 +1,9 @@
 """Matrix products of a decode step, for a partition of few SMs (kernel: gemm.cu).
 
-Owns: the choice of the weight tile and the generated wgmma wrappers. Promises: a call is one kernel
-launch on the current stream. It does not synchronise, and does not allocate if `out` is given, so
-it can be captured. Must not: be called with more than 128 rows.
+Owns: the choice of the weight tile and the generated wgmma wrappers.
+Promises: a call is one kernel launch on the current stream. It does not synchronise, and does not
+allocate if `out` is given, so it can be captured.
+Must not: be called with more than 128 rows.
 
 Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a
 multiple of 64, N of 8; on Hopper. Or x and w are ScaledWeight (model/fp8.py) and K a multiple of

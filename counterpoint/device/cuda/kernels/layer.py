@@ -1,8 +1,9 @@
 """The operations between a decoder layer's matrix products, and products of few rows (layer.cu).
 
-Owns: the kernels' calling convention. Promises: model/ops.py's operations, up to rounding, each one
-launch on the current stream without synchronising, so they can be captured. A call costs the host a
-few microseconds. Must not: hold state between calls.
+Owns: the kernels' calling convention.
+Promises: model/ops.py's operations, up to rounding, each one launch on the current stream without
+synchronising, so they can be captured. A call costs the host a few microseconds.
+Must not: hold state between calls.
 
 Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E =
 (H + 2 * K) * A, N outputs, R rows. A pool is [pages, page tokens, K, A] with any strides of the

@@ -1,7 +1,8 @@
 """Builds and loads this folder's CUDA sources.
 
-Owns: the cache of shared objects. Promises: `nvcc` compiles a source once per content, architecture
-and flags, in seconds (no torch headers). Later processes reuse the result. Importing does nothing.
+Owns: the cache of shared objects.
+Promises: `nvcc` compiles a source once per content, architecture and flags, in seconds (no torch
+headers). Later processes reuse the result. Importing does nothing.
 Must not: launch kernels.
 """
 
