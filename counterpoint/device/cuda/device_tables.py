@@ -160,8 +160,8 @@ class DeviceTables:
             if segment.pages:
                 entries += self._append_pages(segment.slot, segment.pages)
         if entries:
-            slot_N, place_N, page_N = self.driver.upload(np.array(entries, np.int64).T.copy())
-            self.pages[slot_N, place_N] = page_N.to(torch.int32)
+            slot_N, index_N, page_N = self.driver.upload(np.array(entries, np.int64).T.copy())
+            self.pages[slot_N, index_N] = page_N.to(torch.int32)
         if opened:
             slots = np.array([command.slot for command in opened], np.int64)
             rows = self.sampling.rows[slots]
@@ -199,10 +199,10 @@ class DeviceTables:
         slot_S, start_S, tokens_S = rows.slot_S.numpy(), rows.start_S.numpy(), rows.tokens_S.numpy()
         first_S = np.cumsum(tokens_S) - tokens_S
         total = int(tokens_S.sum())
-        place_2T = np.zeros((2, pad_rows(total)), np.int64)
-        place_2T[0, :total] = np.repeat(slot_S, tokens_S)
-        place_2T[0, total:] = self.padding_slot
-        place_2T[1, :total] = np.arange(total) + np.repeat(start_S - first_S, tokens_S)
+        slot_position_2T = np.zeros((2, pad_rows(total)), np.int64)
+        slot_position_2T[0, :total] = np.repeat(slot_S, tokens_S)
+        slot_position_2T[0, total:] = self.padding_slot
+        slot_position_2T[1, :total] = np.arange(total) + np.repeat(start_S - first_S, tokens_S)
         last_S = first_S + tokens_S - 1
         count = len(rows.slot_B)
         sampled_3N = np.zeros((3, self.pad_to_bucket(count)), np.int64)
@@ -215,16 +215,16 @@ class DeviceTables:
         last_rows_N, slot_N, end_N = self.driver.upload(sampled_3N)
         plan = self._plan_attention(slot_S, start_S + tokens_S, tokens_S, planner, decode)
         return PassInputs(
-            self.driver.upload(place_2T),
+            self.driver.upload(slot_position_2T),
             last_rows_N,
             SampledRows(slot_N[:count], end_N[:count]),
             plan,
         )
 
-    def lookup_tokens(self, place_2T: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup_tokens(self, slot_position_2T: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of rows given by slot and position, and their K and V rows in the pool.
         Capturable."""
-        slot_T, position_T = place_2T
+        slot_T, position_T = slot_position_2T
         return self.tokens[slot_T, position_T], self._kv_rows(slot_T, position_T)
 
     def make_batch(self, inputs: PassInputs) -> PassTensors:
@@ -275,11 +275,11 @@ class DeviceTables:
             return AttentionPlan(table_BP, length_B, decode)
         prompts, row = list[PromptRows](), decodes
         for first, last in group_for_gather(end_S[decodes:].tolist()):
-            some = slice(decodes + first, decodes + last)
-            prefill = planner.plan(tokens_S[some].tolist(), end_S[some].tolist())
-            until = row + int(tokens_S[some].sum())
+            part = slice(decodes + first, decodes + last)
+            prefill = planner.plan(tokens_S[part].tolist(), end_S[part].tolist())
+            until = row + int(tokens_S[part].sum())
             prompts.append(
-                PromptRows(row, until, prefill, self._context_rows(slot_S[some], end_S[some]))
+                PromptRows(row, until, prefill, self._context_rows(slot_S[part], end_S[part]))
             )
             row = until
         return AttentionPlan(table_BP, length_B, decode, tuple(prompts))

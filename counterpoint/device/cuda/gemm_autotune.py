@@ -167,13 +167,13 @@ class GemmAutotuner:
         return found
 
     def tiles_to_build(
-        self, weights: Sequence[Sequence[Matrix]], most_rows: int
+        self, weights: Sequence[Sequence[Matrix]], max_rows: int
     ) -> set[tuple[int, bool]]:
         """Weight tiles that the kernel for few SMs may need, and whether of e4m3: each is compiled
         separately."""
         if self._few_sms is None:
             return set()
-        rows = range(1, min(most_rows, MAX_ROWS) + 1)
+        rows = range(1, min(max_rows, MAX_ROWS) + 1)
         return {
             (self._few_sms.tile(same[0].shape[0], m).height, same[0].dtype == FP8)
             for same in weights
@@ -218,9 +218,9 @@ class GemmAutotuner:
         return self.layer.few_rows(x_RK, weight_NK)
 
 
-def decode_probes_up_to(most_rows: int) -> tuple[int, ...]:
-    """The DECODE_PROBES that steps of up to `most_rows` rows need."""
-    return DECODE_PROBES[: bisect.bisect_left(DECODE_PROBES, most_rows) + 1]
+def decode_probes_up_to(max_rows: int) -> tuple[int, ...]:
+    """The DECODE_PROBES that steps of up to `max_rows` rows need."""
+    return DECODE_PROBES[: bisect.bisect_left(DECODE_PROBES, max_rows) + 1]
 
 
 def time_in_graph_ms(

@@ -189,8 +189,8 @@ class GraphBuffers:
         if prefill.buffers is not None:
             prefill.buffers.evict()
         if prefill.saved:
-            for buffer, target in zip(self._pass_state, prefill.saved, strict=True):
-                buffer[: prefill.size] = target
+            for buffer, saved in zip(self._pass_state, prefill.saved, strict=True):
+                buffer[: prefill.size] = saved
         prefill.buffers, prefill.saved, self.owner = self, (), weakref.ref(prefill)
 
     def release(self) -> None:
