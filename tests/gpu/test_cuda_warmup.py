@@ -137,9 +137,7 @@ def test_a_failed_warmup_pass_is_logged_and_the_others_run(caplog: pytest.LogCap
 
 
 @pytest.mark.skipif(HAS_GPU, reason="in place: products are counted where ops are the reference's")
-def test_serving_uses_no_row_count_that_warmup_did_not_run(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_serving_uses_no_row_count_that_warmup_did_not_run(monkeypatch: pytest.MonkeyPatch):
     seen: set[tuple[int, tuple[int, ...]]] = set()
     plain = cuda_rig.in_place_ops()
 

@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.device.cuda.attention import (
-    AttentionPlanner,
-    DecodeKernel,
-    choose_decode_kernel,
-)
+from counterpoint.device.cuda.attention import AttentionPlanner, DecodeKernel, choose_decode_kernel
 from counterpoint.device.cuda.device_tables import buckets_for
 from counterpoint.device.cuda.gemm_autotune import (
     PREFILL_PROBES,

@@ -21,7 +21,12 @@ from typing import Literal
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
+from counterpoint.device.cuda.kernels.nvcc import (
+    architecture,
+    check_launch,
+    load_library,
+    struct_fields,
+)
 from counterpoint.model.fp8 import FP8, KV_SCALE
 
 Layout = Literal["HND", "NHD"]
@@ -33,30 +38,11 @@ ENTRY_EXTRA = 16  # floats of a partial result besides its G * D accumulators
 
 class _AttentionArgs(ctypes.Structure):  # struct Args of attention.cu
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "q",
-                "out",
-                "k",
-                "v",
-                "table",
-                "lengths",
-                "partial",
-                "arrived",
-                "rows_arrived",
-            )
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("q_stride", "out_stride", "page_stride", "head_stride", "token_stride")
-        ),
-        *(
-            (name, ctypes.c_int)
-            for name in ("table_stride", "seqs", "kv_heads", "group", "page_tokens", "pages")
-        ),
-        *((name, ctypes.c_float) for name in ("scale_log2", "per_v_scale")),
-        *((name, ctypes.c_int) for name in ("head_dim", "is_bf16", "kv_fp8", "sms", "chained")),
+        *struct_fields("void_p", "q out k v table lengths partial arrived rows_arrived"),
+        *struct_fields("int64", "q_stride out_stride page_stride head_stride token_stride"),
+        *struct_fields("int", "table_stride seqs kv_heads group page_tokens pages"),
+        *struct_fields("float", "scale_log2 per_v_scale"),
+        *struct_fields("int", "head_dim is_bf16 kv_fp8 sms chained"),
     ]
 
 

@@ -23,17 +23,8 @@ class FilterFloor:
 
     def __init__(self, device: int = 0) -> None:
         self._launch = load_library("floor", architecture(device)).counterpoint_filter_floor
-        pointer = ctypes.c_void_p
-        self._launch.argtypes = [
-            pointer,
-            ctypes.c_longlong,
-            ctypes.c_int,
-            ctypes.c_int,
-            pointer,
-            pointer,
-            pointer,
-            pointer,
-        ]
+        pointer, size = ctypes.c_void_p, ctypes.c_int
+        self._launch.argtypes = [pointer, ctypes.c_longlong, size, size, *[pointer] * 4]
 
     def __call__(
         self, x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int = 0

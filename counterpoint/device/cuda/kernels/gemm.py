@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
+from counterpoint.device.cuda.kernels.nvcc import (
+    architecture,
+    check_launch,
+    load_library,
+    struct_fields,
+)
 from counterpoint.model.fp8 import FP8, ScaledWeight
 
 MAX_ROWS = 128
@@ -41,9 +46,9 @@ class Tile(NamedTuple):
 
 class _GemmArgs(ctypes.Structure):  # struct Args of gemm.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "w", "out", "x_scale", "w_scale")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "w_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "sms", "height", "groups", "chained")),
+        *struct_fields("void_p", "x w out x_scale w_scale"),
+        *struct_fields("int64", "x_stride w_stride out_stride"),
+        *struct_fields("int", "m n k sms height groups chained"),
     ]
 
 

@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
+from counterpoint.device.cuda.kernels.nvcc import (
+    architecture,
+    check_launch,
+    load_library,
+    struct_fields,
+)
 from counterpoint.model.fp8 import FP8, KV_SCALE, ScaledWeight
 
 HEAD_DIMS = (64, 128, 256)
@@ -32,38 +37,11 @@ FEW_BYTES = 200 * 1024  # of the rows together
 
 class _LayerArgs(ctypes.Structure):  # struct Args of layer.cu
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "x",
-                "weight",
-                "weight2",
-                "cos",
-                "sin",
-                "y",
-                "k",
-                "v",
-                "rows",
-                "y8",
-                "scales",
-            )
-        ),
-        *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "count",
-                "size",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "page_tokens",
-                "n",
-                "units",
-            )
-        ),
-        *((name, ctypes.c_float) for name in ("eps", "k_scale", "v_scale")),
-        *((name, ctypes.c_int) for name in ("is_bf16", "chained", "kv_fp8")),
+        *struct_fields("void_p", "x weight weight2 cos sin y k v rows y8 scales"),
+        *struct_fields("int64", "page_stride token_stride head_stride"),
+        *struct_fields("int", "count size heads kv_heads head_dim page_tokens n units"),
+        *struct_fields("float", "eps k_scale v_scale"),
+        *struct_fields("int", "is_bf16 chained kv_fp8"),
     ]
 
 

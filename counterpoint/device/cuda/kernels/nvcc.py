@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,6 +80,11 @@ def check_launch(code: int, what: str) -> None:
     """Raise KernelError unless `code`, a cudaError_t, is success."""
     if code:
         raise KernelError(f"{what}: {torch.cuda.CudaError(code)}")
+
+
+def struct_fields(kind: str, names: str) -> list[tuple[str, Any]]:
+    """Consecutive fields of a ctypes.Structure, all of C type `kind`, e.g. int64."""
+    return [(name, getattr(ctypes, f"c_{kind}")) for name in names.split()]
 
 
 def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], built: Path) -> None:
