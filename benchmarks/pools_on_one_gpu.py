@@ -76,8 +76,8 @@ class Server:
             str(PORT + number),
         ]
         command = [sys.executable, "-m", "counterpoint", "serve", model, *common, *flags]
-        with self.log.open("wb") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        with self.log.open("wb") as log_file:
+            self.process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT)
 
     def wait(self, seconds: float = 150) -> None:
         end = time.monotonic() + seconds
@@ -123,9 +123,9 @@ def run_load(server: Server, rate: float, args: argparse.Namespace) -> dict[str,
     subprocess.run(
         command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120
     )
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found["handoffs"] = read_handoff_metrics(server)
-    return found
+    report = json.loads(path.read_text()) if path.exists() else {}
+    report["handoffs"] = read_handoff_metrics(server)
+    return report
 
 
 def read_handoff_metrics(server: Server) -> dict[str, float]:
@@ -139,14 +139,14 @@ def read_handoff_metrics(server: Server) -> dict[str, float]:
     return sums
 
 
-def format_row(name: str, rate: float, found: dict[str, Any]) -> str:
+def format_row(name: str, rate: float, report: dict[str, Any]) -> str:
     cells = [
-        f"{found.get(figure):.3g}" if isinstance(found.get(figure), int | float) else "-"
+        f"{found.get(figure):.3g}" if isinstance(report.get(figure), int | float) else "-"
         for figure in COLUMNS
     ]
     done, count = (
-        found.get("completed", "-"),
-        found["handoffs"].get("handoff_visible_seconds_count", 0),
+        report.get("completed", "-"),
+        report["handoffs"].get("handoff_visible_seconds_count", 0),
     )
     visible = (
         f"{1e3 * found['handoffs']['handoff_visible_seconds_sum'] / count:.2f}" if count else "-"
@@ -185,8 +185,8 @@ def main() -> None:
             for server in servers:
                 server.wait()
                 for rate in args.rates:
-                    found = results[f"{server.name} at {rate:g}"] = run_load(server, rate, args)
-                    print(format_row(server.name, rate, found), flush=True)
+                    report = results[f"{server.name} at {rate:g}"] = run_load(server, rate, args)
+                    print(format_row(server.name, rate, report), flush=True)
                     (args.out / "pools.json").write_text(json.dumps(results, indent=1))
         finally:
             for server in servers:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.device.cuda.device_setup import split_device
 from counterpoint.device.cuda.green_contexts import (
     PartitionError,
     PartitionPair,
@@ -20,6 +19,7 @@ from counterpoint.device.cuda.green_contexts import (
     granularity,
 )
 from counterpoint.device.cuda.kernels.nvcc import KernelError, load_library
+from counterpoint.device.cuda.partition_setup import split_device
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
