@@ -141,7 +141,7 @@ def read_handoff_metrics(server: Server) -> dict[str, float]:
 
 def format_row(name: str, rate: float, report: dict[str, Any]) -> str:
     cells = [
-        f"{found.get(figure):.3g}" if isinstance(report.get(figure), int | float) else "-"
+        f"{report.get(figure):.3g}" if isinstance(report.get(figure), int | float) else "-"
         for figure in COLUMNS
     ]
     done, count = (
@@ -149,7 +149,7 @@ def format_row(name: str, rate: float, report: dict[str, Any]) -> str:
         report["handoffs"].get("handoff_visible_seconds_count", 0),
     )
     visible = (
-        f"{1e3 * found['handoffs']['handoff_visible_seconds_sum'] / count:.2f}" if count else "-"
+        f"{1e3 * report['handoffs']['handoff_visible_seconds_sum'] / count:.2f}" if count else "-"
     )
     return f"| {name} | {rate:g} | {done} | " + " | ".join(cells) + f" | {visible} |"
 
