@@ -298,7 +298,7 @@ def loop_table(
     units, layers = device.units, device.spec.layers
     for name, policy in (
         ("serial", Serial(8192, units, 2)),
-        ("multiplex 32", Multiplex(8192, units, 32, layers, depth=2)),
+        ("multiplex 32", Multiplex(8192, units, 32, depth=2)),
     ):
         tap = Tap(device, policy.lanes)
         inbox = tap.inbox

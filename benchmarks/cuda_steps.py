@@ -87,24 +87,12 @@ class Bench:
     def decode_step(self, batch: int, units: int) -> Step:
         """Always at the same position: the context does not grow while it is measured."""
         segments = tuple(Segment(slot, self.context - 1, 1, True) for slot in range(1, batch + 1))
-        work = BatchShape(
-            decode_batch=batch,
-            decode_context=batch * self.context,
-            samples=batch,
-            last_layer=self.layers,
-            layers=self.layers,
-        )
+        work = BatchShape.decode(batch, batch * self.context, self.layers)
         return self.made(0, None, 0, self.layers, units, segments, work)
 
     def prefill_steps(self, tokens: int, units: int, group: int) -> list[Step]:
         segments = (Segment(PREFILL_SLOT, 0, tokens, True, self.open_prefill(tokens)),)
-        work = BatchShape(
-            prefill_tokens=tokens,
-            prefill_squares=tokens * tokens,
-            prefill_requests=1,
-            samples=1,
-            layers=self.layers,
-        )
+        work = BatchShape.prefill(tokens, 0, self.layers)
         self.serial += 1
         batch, edges = self.serial, range(0, self.layers, group)
         return [
@@ -114,13 +102,7 @@ class Bench:
 
     def prompts(self, count: int, tokens: int) -> list[Step]:
         """Whole prompts in slots 0, 1, …, each a pass of the full device."""
-        work = BatchShape(
-            prefill_tokens=tokens,
-            prefill_squares=tokens * tokens,
-            prefill_requests=1,
-            samples=1,
-            layers=self.layers,
-        )
+        work = BatchShape.prefill(tokens, 0, self.layers)
         each, steps = -(-tokens // self.size), []
         for slot in range(count):
             self.executor.submit(FreeSlot(slot))

@@ -30,6 +30,7 @@ from counterpoint.core.request import DONE, PREFILL, Phase, Request
 from counterpoint.core.state import EngineState, LaneState, Pass
 from counterpoint.core.step_history import StepHistory
 from counterpoint.interfaces import Policy
+from counterpoint.stats import Stats
 from counterpoint.types import (
     UNSAMPLED_REASONS,
     Abort,
@@ -47,7 +48,6 @@ from counterpoint.types import (
     Release,
     ResumeDecode,
     Segment,
-    Stats,
     Step,
     StepDone,
     TokenLogprobs,

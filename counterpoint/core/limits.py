@@ -11,6 +11,21 @@ from counterpoint.types import AddRequest, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceShape:
+    """What a policy schedules on: a device of `units` units and a model of `layers` layers.
+
+    `depth`: steps that a lane may have in flight. `levels`: decode units of the splits that the
+    device allows. `chunk_tokens`: the device's usual budget for a chunked step.
+    """
+
+    units: int
+    layers: int
+    depth: int = 1
+    levels: tuple[int, ...] = ()
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What the device and the configuration allow. `overlap`: steps of two lanes may share units (not on a CPU)."""
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from counterpoint.core.state import EngineState, LaneState
-from counterpoint.types import BatchShape, FinishReason, PolicyReport, Role, Stats, Step, StepDone
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import BatchShape, FinishReason, Role, Step, StepDone
 
 
 class IdleReason(enum.StrEnum):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from counterpoint.core.state import EngineState, LaneState
-from counterpoint.types import LaneStep, Step, StepDone
+from counterpoint.stats import LaneStep
+from counterpoint.types import Step, StepDone
 
 RECENT_STEPS = 128
 

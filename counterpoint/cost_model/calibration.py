@@ -115,38 +115,3 @@ def decode(text: bytes) -> Calibration:
     if any(not (point.seconds > 0 and math.isfinite(point.seconds)) for point in table.points):
         raise ValueError("not a calibration: a step takes more than 0 s")
     return table
-
-
-def prefill_work(tokens: int, reused: int, prompts: int, layers: int) -> BatchShape:
-    """A whole pass over `prompts` prompts of `tokens` new tokens each, after `reused` ones."""
-    return BatchShape(
-        prefill_tokens=prompts * tokens,
-        prefill_squares=prompts * tokens * tokens,
-        prefill_reused=prompts * tokens * reused,
-        prefill_requests=prompts,
-        samples=prompts,
-        last_layer=layers,
-        layers=layers,
-    )
-
-
-def decode_work(contexts: list[int], layers: int) -> BatchShape:
-    """A step of decodes whose contexts have these lengths."""
-    batch = len(contexts)
-    return BatchShape(
-        decode_batch=batch,
-        decode_context=sum(contexts),
-        samples=batch,
-        last_layer=layers,
-        layers=layers,
-    )
-
-
-def fused_work(prefill: BatchShape, decode: BatchShape, samples: int) -> BatchShape:
-    """Both in one pass, of which so many rows are sampled."""
-    return msgspec.structs.replace(
-        prefill,
-        decode_batch=decode.decode_batch,
-        decode_context=decode.decode_context,
-        samples=samples,
-    )

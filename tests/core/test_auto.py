@@ -8,6 +8,7 @@ import pytest
 from engine_harness import Harness
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.core.policy.candidates import Candidate, PrefillBacklog
 from counterpoint.core.policy.online_cost import OnlineCostModel
@@ -40,7 +41,7 @@ class Priced:
 
 def auto(estimator, **settings) -> Harness:
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, **settings)
-    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), estimator=estimator)
+    policy = make_policy(scheduler, DeviceShape(4, 6, levels=(1, 2, 3)), estimator)
     assert isinstance(policy, Auto)
     return Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
 
@@ -456,7 +457,7 @@ def test_no_chunk_is_queued_behind_a_step_that_takes_long(ttft_s, queued):
     """Lanes two steps deep, weights that dominate: all is fused, in steps of 5 to 6 s."""
     estimator = Priced(fixed=5.0, prefill=0.01, context=0.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0, ttft_s=ttft_s)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
+    policy = make_policy(scheduler, DeviceShape(4, 6, 2, (1, 2, 3)), estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=60)
     while not h.got.get("a"):
@@ -541,7 +542,7 @@ def test_who_is_overtaken():
 def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
     """One split is half a period late, the other half too slow for the first tokens."""
     policy = make_policy(
-        SchedulerConfig(policy="auto", **weights), 4, 6, levels=(1, 2, 3), estimator=Priced()
+        SchedulerConfig(policy="auto", **weights), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
     )
     assert isinstance(policy, Auto)
     fast, punctual = (
@@ -558,7 +559,9 @@ def test_the_weights_decide_when_both_targets_can_not_be_met(weights, units):
 
 def split_for(stakes: DelayWeights) -> int:
     """Both splits meet all targets. One, of 1 unit, ends the prompt in half the time, but keeps decodes from most of their work."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(
+        SchedulerConfig(policy="auto"), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
+    )
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
@@ -570,7 +573,9 @@ def split_for(stakes: DelayWeights) -> int:
 @pytest.mark.parametrize(("need", "late", "units"), [(5.0, 0.0, 3), (0.2, 0.0, 1), (0.2, 2.0, 3)])
 def test_where_all_prompts_will_be_late_it_still_matters_by_how_much(need, late, units):
     """Decodes are many: while prompts are in time the gentle split is taken. What decodes are promised weighs more than delay."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(
+        SchedulerConfig(policy="auto"), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
+    )
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
@@ -620,7 +625,7 @@ def test_no_decode_is_queued_on_its_share_while_the_last_prefill_ends():
     """Lanes two steps deep. What is queued keeps its units: behind the last layers of the last prompt it would have all."""
     estimator = Priced(fixed=0.5, prefill=0.5, context=0.01, sharing=0.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=80.0, ttft_s=1e5)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
+    policy = make_policy(scheduler, DeviceShape(4, 6, 2, (1, 2, 3)), estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=100)
     while not h.got.get("a"):
@@ -646,7 +651,7 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_step_between():
     """Lanes two steps deep: the next chunk is queued while the last one runs."""
     estimator = Priced(fixed=5.0, prefill=0.01, context=0.0, contention=50.0)
     scheduler = SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0)
-    policy = make_policy(scheduler, 4, 6, 2, levels=(1, 2, 3), estimator=estimator)
+    policy = make_policy(scheduler, DeviceShape(4, 6, 2, (1, 2, 3)), estimator)
     h = Harness(policy, estimator, pages=400, max_context_tokens=800, max_pass_tokens=64)
     h.arrive("a", range(8), max_tokens=100)
     while not h.got.get("a"):
@@ -669,7 +674,7 @@ def test_who_waits_for_a_slot_is_not_taken_for_work_of_the_prefill():
     scheduler = SchedulerConfig(
         policy="auto", max_pass_tokens=64, max_running=2, tpot_s=80.0, ttft_s=1e5
     )
-    policy = make_policy(scheduler, 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(scheduler, DeviceShape(4, 6, levels=(1, 2, 3)), Priced())
     assert isinstance(policy, Auto)
     h = Harness(policy, Priced(), max_running=2)
     for name in ("a", "b", "c", "d"):
@@ -686,10 +691,8 @@ def test_no_prefill_starts_beside_a_pass_that_has_chunks():
     estimator = Priced(fixed=5.0, prefill=0.01, context=0.0)
     policy = make_policy(
         SchedulerConfig(policy="auto", max_pass_tokens=64, tpot_s=100.0),
-        4,
-        6,
-        levels=(1, 2, 3),
-        estimator=estimator,
+        DeviceShape(4, 6, levels=(1, 2, 3)),
+        estimator,
     )
     assert isinstance(policy, Auto)
     h = Harness(
@@ -730,7 +733,9 @@ def test_none_but_short_prompts_go_before_a_pass_that_was_set_aside():
 def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not():
     """Ten steps of 1.5 s and then steps of 0.5 s: a mean over 100 tokens bears that, one over 12 does not. Nor does one over 100
     where prompts have come all the time."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(
+        SchedulerConfig(policy="auto"), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
+    )
     assert isinstance(policy, Auto)
     chunk = Candidate(64, 4, 1.5, 1.5, 0.6, 7.5, 7.5, 1.2)
 
@@ -747,7 +752,9 @@ def test_long_answers_bear_long_steps_till_a_queue_is_done_and_short_ones_do_not
 @pytest.mark.parametrize(("demand", "units"), [(0.2, 3), (0.7, 1)])
 def test_prefill_keeps_up_with_what_comes(demand, units):
     """All prompts that are here would be in time with either split; one of them is too slow for as many again each time."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(
+        SchedulerConfig(policy="auto"), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
+    )
     assert isinstance(policy, Auto)
     fast, gentle = (
         Candidate(0, 1, 3.0, 3.0, 0.8, 1.0, 1.0, 1.0),
@@ -763,7 +770,9 @@ def test_prefill_keeps_up_with_what_comes(demand, units):
 
 def test_a_mean_is_judged_by_what_is_expected_and_a_gap_by_what_may_happen():
     """Now and then a pass takes twice as long. That is no reason against it, unless a longest gap was promised."""
-    policy = make_policy(SchedulerConfig(policy="auto"), 4, 6, levels=(1, 2, 3), estimator=Priced())
+    policy = make_policy(
+        SchedulerConfig(policy="auto"), DeviceShape(4, 6, levels=(1, 2, 3)), Priced()
+    )
     assert isinstance(policy, Auto)
     chunk = Candidate(64, 4, 0.9, 1.8, 0.6, 0.9, 0.9, 1.2)
     assert policy._decode_excess([chunk], DecodeBudget(1.0, 2.0, 2.0, 100, 1.0), 0.5, 1.0, 1.0) == [

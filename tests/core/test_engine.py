@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
 from counterpoint.core.step_history import RECENT_STEPS
 from counterpoint.types import Abort, FinishReason, InitSlot, Slo, Step
@@ -40,7 +41,7 @@ def policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **schedul
     } | scheduler
     settings = SchedulerConfig(policy=name, **scheduler)
     return make_policy(
-        settings, units, layers, depth, levels=tuple(range(1, units)), estimator=Linear()
+        settings, DeviceShape(units, layers, depth, tuple(range(1, units))), Linear()
     )
 
 

@@ -7,7 +7,8 @@ import pytest
 from engine_harness import Harness
 
 from counterpoint.core.policy import Chunked, Multiplex
-from counterpoint.types import BatchShape, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import BatchShape
 
 
 def lanes(stats: Stats) -> dict[tuple[str, str], float]:
@@ -15,7 +16,7 @@ def lanes(stats: Stats) -> dict[tuple[str, str], float]:
 
 
 def test_a_lanes_time_is_busy_launching_or_idle_for_a_reason():
-    h = Harness(Multiplex(48, 4, 2, 6, layer_group=3))
+    h = Harness(Multiplex(48, 4, 2, layer_group=3))
     h.arrive("a", range(8), max_tokens=3)
     h.drain()
     h.arrive("late", range(50, 58), max_tokens=2)
@@ -46,7 +47,7 @@ def test_what_a_step_waits_on_the_device_is_launch():
 
 
 def test_a_prefill_lane_without_pages_waits_for_memory():
-    h = Harness(Multiplex(48, 4, 2, 6), pages=8)
+    h = Harness(Multiplex(48, 4, 2), pages=8)
     h.arrive("long", range(20), max_tokens=8)
     h.arrive("next", range(100, 116), max_tokens=2)
     while h.engine.waiting:
@@ -57,7 +58,7 @@ def test_a_prefill_lane_without_pages_waits_for_memory():
 
 def test_units_that_others_hold_are_the_reason():
     """A decode lane that has gone to the whole device leaves none for a prompt until its step has come back."""
-    h = Harness(Multiplex(48, 4, 2, 6))
+    h = Harness(Multiplex(48, 4, 2))
     h.arrive("a", range(8), max_tokens=4)
     while not h.got.get("a"):
         h.step()

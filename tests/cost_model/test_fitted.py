@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as put
 
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.calibration import (
@@ -16,11 +17,8 @@ from counterpoint.cost_model.calibration import (
     CalibrationKey,
     CalibrationPoint,
     decode,
-    decode_work,
     encode,
     file_name,
-    fused_work,
-    prefill_work,
     shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
@@ -58,12 +56,17 @@ OTHER = Roofline(
 )
 
 
+def fuse(prefill: BatchShape, decode: BatchShape) -> BatchShape:
+    """A piece of a prompt, which is not sampled, and decodes in one pass."""
+    return put(prefill, samples=0) + decode
+
+
 def works() -> list[tuple[BatchShape, int]]:
     prefills = [
-        prefill_work(n, r, 1, LAYERS) for n in (64, 256, 1024, 4096, 8192) for r in (0, 4096)
+        BatchShape.prefill(n, r, LAYERS) for n in (64, 256, 1024, 4096, 8192) for r in (0, 4096)
     ]
-    decodes = [decode_work([c] * b, LAYERS) for b in (1, 16, 64, 128) for c in (512, 4096)]
-    fused = [fused_work(p, d, d.samples) for p in prefills[::3] for d in decodes[1::3]]
+    decodes = [BatchShape.decode(b, b * c, LAYERS) for b in (1, 16, 64, 128) for c in (512, 4096)]
+    fused = [fuse(p, d) for p in prefills[::3] for d in decodes[1::3]]
     found = [(w, units) for w in prefills for units in (132, *(132 - level for level in LEVELS))]
     found += [(w, units) for w in decodes for units in (132, *LEVELS)]
     return found + [(w, 132) for w in fused]
@@ -74,7 +77,7 @@ def pairs() -> list[tuple[BatchShape, int, tuple[BatchShape, int]]]:
     for level in LEVELS:
         for n in (512, 4096):
             for b, c in ((8, 1024), (64, 4096)):
-                p, d = prefill_work(n, 0, 1, LAYERS), decode_work([c] * b, LAYERS)
+                p, d = BatchShape.prefill(n, 0, LAYERS), BatchShape.decode(b, b * c, LAYERS)
                 found += [(d, level, (p, 132 - level)), (p, 132 - level, (d, level))]
     return found
 
@@ -102,17 +105,16 @@ def between(seed: int, count: int = 120) -> list[CalibrationPoint]:
     chance, found = random.Random(seed), []
     for number in range(count):
         n, r = int(2 ** chance.uniform(6, 13)), chance.choice((0, 1024, 5000))
-        p = prefill_work(n, r, 1, LAYERS)
-        d = decode_work(
-            [chance.randrange(64, 6000) for _ in range(chance.randrange(1, 129))], LAYERS
-        )
+        p = BatchShape.prefill(n, r, LAYERS)
+        contexts = [chance.randrange(64, 6000) for _ in range(chance.randrange(1, 129))]
+        d = BatchShape.decode(len(contexts), sum(contexts), LAYERS)
         level = chance.choice(LEVELS)
         beside: list[tuple[BatchShape, int, tuple[BatchShape, int] | None]] = [
             (p, chance.choice((132, 132 - level)), None),
             (d, chance.choice((132, level)), None),
             (p, 132 - level, (d, level)),
             (d, level, (p, 132 - level)),
-            (fused_work(p, d, d.samples), 132, None),
+            (fuse(p, d), 132, None),
         ]
         work, units, other = beside[number % len(beside)]
         found.append(CalibrationPoint(work, units, OTHER.seconds(work, units, other), other))
@@ -166,29 +168,27 @@ def test_nothing_measured_is_the_roofline():
 
 def test_units_between_two_measured_ones_lie_between():
     fitted = Fitted(table(measured(OTHER)), PRIOR)
-    work = decode_work([4096] * 64, LAYERS)
+    work = BatchShape.decode(64, 64 * 4096, LAYERS)
     assert fitted.seconds(work, 24) > fitted.seconds(work, 32) > fitted.seconds(work, 48)
 
 
 def test_a_decode_batch_costs_what_its_bucket_does():
     points = [
-        CalibrationPoint(decode_work([512] * b, LAYERS), 132, s)
+        CalibrationPoint(BatchShape.decode(b, b * 512, LAYERS), 132, s)
         for b, s in ((8, 0.005), (16, 0.006), (64, 0.009))
     ]
     fitted = Fitted(table(points, buckets=(8, 16, 64)), PRIOR)
-    attention = fitted.seconds(decode_work([512] * 64, LAYERS), 132) - fitted.seconds(
-        decode_work([256] * 64, LAYERS), 132
+    attention = fitted.seconds(BatchShape.decode(64, 64 * 512, LAYERS), 132) - fitted.seconds(
+        BatchShape.decode(64, 64 * 256, LAYERS), 132
     )
-    assert fitted.seconds(decode_work([512] * 17, LAYERS), 132) == pytest.approx(
+    assert fitted.seconds(BatchShape.decode(17, 17 * 512, LAYERS), 132) == pytest.approx(
         0.009 - attention * 2 * 47 / 64, rel=0.02
     )
 
 
 def test_layer_groups_add_up_to_the_pass():
     fitted = Fitted(table(measured(OTHER)), PRIOR)
-    whole = prefill_work(2048, 512, 1, LAYERS)
-    from msgspec.structs import replace as put
-
+    whole = BatchShape.prefill(2048, 512, LAYERS)
     parts = [put(whole, first_layer=a, last_layer=a + 8) for a in range(0, LAYERS, 8)]
     assert sum(fitted.seconds(part, 100) for part in parts) == pytest.approx(
         fitted.seconds(whole, 100)
@@ -205,7 +205,7 @@ def test_nobody_is_faster_beside_another():
 
 def test_too_many_units_are_refused():
     with pytest.raises(ValueError, match="133 units"):
-        Fitted(table(measured(OTHER)), PRIOR).seconds(prefill_work(8, 0, 1, LAYERS), 133)
+        Fitted(table(measured(OTHER)), PRIOR).seconds(BatchShape.prefill(8, 0, LAYERS), 133)
 
 
 def test_a_prediction_is_cheap():

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.config import Config
-from counterpoint.cost_model.calibration import decode_work, prefill_work
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.ops import reference_ops
@@ -16,6 +15,7 @@ from counterpoint.simulator.machine import kv_pages
 from counterpoint.spec.device import H200, device_spec
 from counterpoint.spec.model import ModelError
 from counterpoint.spec.presets import PRESETS
+from counterpoint.types import BatchShape
 
 QWEN, DEEPSEEK, LLAMA70 = (
     PRESETS["qwen3-235b-a22b"],
@@ -45,10 +45,10 @@ def test_a_small_batch_reads_few_experts_and_a_large_one_all():
 def test_latent_attention_keeps_576_numbers_a_token():
     assert DEEPSEEK.kv_bytes_per_token() == 61 * 576 * 2
     roofline = Roofline(DEEPSEEK, H200)
-    read = roofline.decode_attention(decode_work([1000] * 4, 61), 132)
+    read = roofline.decode_attention(BatchShape.decode(4, 4 * 1000, 61), 132)
     assert read.bytes == 4000 * 576 * 2
     assert read.flops == 2 * 4000 * 128 * (512 + 512 + 64)
-    square = prefill_work(1000, 0, 1, 61)
+    square = BatchShape.prefill(1000, 0, 61)
     assert roofline.prefill_attention(square, 132).flops == pytest.approx(
         2 * 128 * (128 + 64 + 128) * (1000 * 1001 / 2)
     )
@@ -56,7 +56,7 @@ def test_latent_attention_keeps_576_numbers_a_token():
 
 def test_tensor_parallel_shards_do_the_whole_work_between_them():
     whole, shard = Roofline(LLAMA70, H200), Roofline(LLAMA70, device_spec("8xh200"))
-    work = prefill_work(2048, 0, 1, 80)
+    work = BatchShape.prefill(2048, 0, 80)
     assert 8 * shard.solo_cost(work, 132).flops == pytest.approx(
         whole.solo_cost(work, 132).flops, rel=0.01
     )

@@ -34,7 +34,7 @@ def everywhere(parts: Parts) -> list[tuple[Role, StreamPartition]]:
 def ask(parts: Parts, seed: int = 4) -> dict[str, list[int]]:
     service = Service(
         parts,
-        Multiplex(160, parts.units, parts.places.of(Role.DECODE)[-1].units, TINY.layers, depth=2),
+        Multiplex(160, parts.units, parts.places.of(Role.DECODE)[-1].units, depth=2),
         overlap=HAS_GPU,
     )
     answers = service.ask(requests(24, seed=seed))

@@ -13,7 +13,7 @@ import random
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, LEVELS, TINY, VOCAB, Parts, Service, make_parts
+from cuda_rig import HAS_GPU, LEVELS, VOCAB, Parts, Service, make_parts
 from test_cuda_gpu import LLAMA
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
@@ -31,8 +31,8 @@ MOST_PASS = 400
 class Restless(Multiplex):
     """Multiplex whose split is another one every five decode steps, and whose prefills go layer by layer."""
 
-    def __init__(self, units: int, layers: int) -> None:
-        super().__init__(MOST_PASS, units, SPLITS[0], layers, layer_group=1, depth=2)
+    def __init__(self, units: int) -> None:
+        super().__init__(MOST_PASS, units, SPLITS[0], layer_group=1, depth=2)
         self.turns = itertools.count()
 
     def next_batch(self, lane: Lane, state, now: float):
@@ -98,7 +98,7 @@ def test_ten_thousand_requests_while_the_split_moves():
     truth = served(
         parts, Serial(MOST_PASS, parts.units, depth=2), arrivals, 0.0, 300, False
     ).answers
-    service = served(parts, Restless(parts.units, TINY.layers), arrivals, 0.3, 300, HAS_GPU)
+    service = served(parts, Restless(parts.units), arrivals, 0.3, 300, HAS_GPU)
     assert all(finish is not FinishReason.ERROR for finish in service.finishes.values())
     other = []
     for arrive in arrivals:
@@ -115,7 +115,7 @@ def test_ten_thousand_requests_while_the_split_moves():
     )
     if HAS_GPU:
         held, graphs = torch.cuda.memory_allocated(), parts.graphs.count
-        served(parts, Restless(parts.units, TINY.layers), arrivals[:2000], 0.3, 300, HAS_GPU)
+        served(parts, Restless(parts.units), arrivals[:2000], 0.3, 300, HAS_GPU)
         taken, made = torch.cuda.memory_allocated() - held, parts.graphs.count - graphs
         assert taken < (1 + made) << 20, (
             f"{taken} bytes more after 2,000 requests of the same kind, {made} graphs among them"
@@ -134,7 +134,7 @@ def test_short_run_of_every_kernel(kind: str):
     arrivals = mixed(24)
     for policy in (
         lambda units: Chunked(96, units, depth=2),
-        lambda units: Restless(units, LLAMA.layers),
+        lambda units: Restless(units),
     ):
         parts = make_parts(
             spec=LLAMA, pages=300, slots=SLOTS, dtype=torch.bfloat16, deviation=0.05, **KINDS[kind]

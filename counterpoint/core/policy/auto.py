@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy.batching import pack_chunks, pack_prompts
 from counterpoint.core.policy.candidates import Candidate, CandidatePricer, PrefillBacklog
 from counterpoint.core.policy.online_cost import OnlineCostModel
@@ -33,7 +34,8 @@ from counterpoint.core.policy.slo import DecodeBudget, DelayWeights, SloTracker
 from counterpoint.core.request import DECODE, WAITING, Request
 from counterpoint.core.state import EngineState, Pass
 from counterpoint.interfaces import BatchPlan, Estimator
-from counterpoint.types import BatchShape, Lane, PolicyReport, Role, Slo, Step, StepDone
+from counterpoint.stats import PolicyReport
+from counterpoint.types import BatchShape, Lane, Role, Slo, Step, StepDone
 
 HYSTERESIS = 1.04  # another option must be better by so much
 TARGET_SHARE = 0.95  # share of the target that is aimed at
@@ -48,25 +50,23 @@ SPARED_SHARE = 0.3  # of its time for the first token, which that one must not l
 class Auto:
     """Lane 0 decodes and runs fused passes; lane 1 prefills in layer groups, beside it."""
 
+    pricer_class: type[CandidatePricer] = CandidatePricer
+
     def __init__(
         self,
         scheduler: SchedulerConfig,
-        units: int,
-        layers: int,
-        levels: tuple[int, ...],
+        device: DeviceShape,
         estimator: Estimator,
-        depth: int = 1,
     ) -> None:
-        self.lanes = (Lane(0, Role.DECODE, depth), Lane(1, Role.PREFILL, depth))
+        units, levels = device.units, device.levels
+        self.lanes = (Lane(0, Role.DECODE, device.depth), Lane(1, Role.PREFILL, device.depth))
         self.scheduler = scheduler
         self.units = units
-        self.layers = layers
+        self.layers = device.layers
         self.lane_units = (levels[len(levels) // 2], units - levels[len(levels) // 2])
         self.cost_model = OnlineCostModel(estimator)
-        self.pricer = CandidatePricer(
-            self.cost_model, units, layers, levels, scheduler.max_pass_tokens
-        )
-        self.slo_tracker = SloTracker(scheduler, self.cost_model, units, layers)
+        self.pricer = self.pricer_class(self.cost_model, device, scheduler.max_pass_tokens)
+        self.slo_tracker = SloTracker(scheduler, self.cost_model, units, device.layers)
         self.current: Candidate | None = None  # in force; None: one phase is empty
         self.preferred: Candidate | None = (
             None  # the best; another than in force while a pass in layer groups has to end first

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy.online_cost import OnlineCostModel
 from counterpoint.types import BatchShape
 
@@ -87,15 +88,13 @@ class CandidatePricer:
     def __init__(
         self,
         cost_model: OnlineCostModel,
-        units: int,
-        layers: int,
-        levels: tuple[int, ...],
+        device: DeviceShape,
         max_pass_tokens: int,
     ) -> None:
         self.cost_model = cost_model
-        self.units = units
-        self.layers = layers
-        self.levels = levels
+        self.units = device.units
+        self.layers = device.layers
+        self.levels = device.levels
         self.max_pass_tokens = max_pass_tokens
         self._cache: dict[tuple[int, ...], list[Candidate]] = {}
         self._version = 0

@@ -26,7 +26,6 @@ class Multiplex(Policy):
         max_pass_tokens: int,
         units: int,
         split: int,
-        layers: int,
         layer_group: int | None = None,
         depth: int = 1,
     ) -> None:
@@ -39,7 +38,6 @@ class Multiplex(Policy):
         self.units = units
         self.split = split
         self.lane_units = (split, units - split)
-        self.layers = layers
         self.layer_group = layer_group
         self._decode_s = 0.0  # a decode step, moving average
         self._token_layer_unit_s = (
@@ -55,13 +53,19 @@ class Multiplex(Policy):
         units = self._prefill_units(lane, state)
         if not picks or not units:
             return None
-        return BatchPlan(picks, units, self._layer_group(sum(tokens for _, tokens in picks), units))
+        return BatchPlan(
+            picks, units, self._layer_group(sum(tokens for _, tokens in picks), units, state)
+        )
 
     def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
-        return (units, self._layer_group(open_pass.work.prefill_tokens, units)) if units else None
+        return (
+            (units, self._layer_group(open_pass.work.prefill_tokens, units, state))
+            if units
+            else None
+        )
 
     def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
         took = done.ended_s - done.started_s
@@ -80,14 +84,14 @@ class Multiplex(Policy):
         kept = self.split if state.has_decode else 0
         return min(self.units - kept, state.free_units(lane))
 
-    def _layer_group(self, tokens: int, units: int) -> int:
+    def _layer_group(self, tokens: int, units: int, state: EngineState) -> int:
         """Layers that take about as long as one decode step: N = ceil(T_decode * L / T_prefill) (MuxWise)."""
         if self.layer_group:
             return self.layer_group
         if not self._decode_s or not self._token_layer_unit_s:
-            return max(1, self.layers // 4)
+            return max(1, state.layers // 4)
         layer_s = self._token_layer_unit_s * tokens / units
-        return max(1, min(self.layers, math.ceil(self._decode_s / layer_s)))
+        return max(1, min(state.layers, math.ceil(self._decode_s / layer_s)))
 
 
 def moving_average(mean: float, new: float) -> float:

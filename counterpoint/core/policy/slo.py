@@ -289,23 +289,13 @@ class SloTracker:
         key = (tokens, after)
         known = self._prompt_s.get(key)
         if known is None:
-            work = BatchShape(
-                tokens,
-                tokens * tokens,
-                tokens * after,
-                1,
-                samples=1,
-                last_layer=self.layers,
-                layers=self.layers,
-            )
+            work = BatchShape.prefill(tokens, after, self.layers)
             known = self._prompt_s[key] = self.cost_model.seconds(work, self.units)
         return known
 
     def _single_decode_s(self) -> float:
         """A decode step of one request with a short context, on the whole device: the device's own tempo."""
-        return self.cost_model.seconds(
-            BatchShape(0, 0, 0, 0, 1, 512, 1, 0, self.layers, self.layers), self.units
-        )
+        return self.cost_model.seconds(BatchShape.decode(1, 512, self.layers), self.units)
 
 
 def find_late(plans: Sequence[PrefillPlan], takes_s: Sequence[float], begins_s: float) -> list[int]:
