@@ -14,7 +14,7 @@ from counterpoint.core.policy.candidates import Candidate, PrefillBacklog
 from counterpoint.core.policy.online_cost import OnlineCostModel
 from counterpoint.core.policy.slo import DecodeBudget, DelayWeights, SloTracker
 from counterpoint.core.request import Request
-from counterpoint.core.state import SOON, OutputLengths
+from counterpoint.core.state import MIN_REMAINING, OutputLengths
 from counterpoint.types import AddRequest, BatchShape, Sampling, Slo, Step, StepDone
 
 
@@ -321,12 +321,12 @@ def test_a_lag_is_made_good_before_answers_are_likely_to_end():
 
 def test_what_is_likely_still_to_come_follows_the_latest_answers():
     answers = OutputLengths()
-    assert answers.likely_remaining(3) == SOON, "it may end any time"
+    assert answers.likely_remaining(3) == MIN_REMAINING, "it may end any time"
     assert answers.likely_remaining(400) == 100
     for i in range(300):
         answers.add(1000 if i < 44 else 10 + i % 10)  # the first ones are forgotten
     assert answers.likely_remaining(0) in (11, 12)
-    assert answers.likely_remaining(19) == SOON
+    assert answers.likely_remaining(19) == MIN_REMAINING
 
 
 def test_prompts_that_waited_very_long_go_first_and_are_not_overtaken():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.limits import DeviceShape
+from counterpoint.core.metrics import RECENT_STEPS
 from counterpoint.core.policy import make_policy
-from counterpoint.core.step_history import RECENT_STEPS
 from counterpoint.types import Abort, FinishReason, InitSlot, Slo, Step
 
 POLICIES = ["serial", "serial in groups", "chunked", "multiplex", "auto"]
@@ -162,8 +162,8 @@ def test_how_much_of_a_prompt_is_known_is_seen_while_it_waits():
     h.drain()
 
     def look() -> list[int]:
-        h.engine.prefix_cache.update_matches(h.engine.waiting)
-        return [r.matched_tokens for r in h.engine.waiting]
+        h.engine.admission.prefix_cache.update_matches(h.engine.admission.waiting)
+        return [r.matched_tokens for r in h.engine.admission.waiting]
 
     h.arrive("busy", range(100, 140), max_tokens=2)
     h.arrive("cached", (*range(30), 1, 1, 1))
@@ -174,13 +174,13 @@ def test_how_much_of_a_prompt_is_known_is_seen_while_it_waits():
         h.arrive(f"long{n}", [*range(16), *range(20_000)])
     assert look() == [28, 40, 28, 0, 16, 0]
     assert look() == [28, 40, 28, 0, 16, 16]
-    assert [r.remaining_tokens for r in h.engine.waiting][:4] == [5, 1, 4, 32]
+    assert [r.remaining_tokens for r in h.engine.admission.waiting][:4] == [5, 1, 4, 32]
     pages = h.engine.page_pool
     pages.release(pages.allocate(pages.available))  # which evicts all
     assert look() == [0, 40, 0, 0, 0, 0]
     h.event(Abort("busy"))
     h.step()
-    assert look()[0] == 0 and h.engine.waiting[0].id == "soon"
+    assert look()[0] == 0 and h.engine.admission.waiting[0].id == "soon"
     h.drain()
     h.check_answers()
 

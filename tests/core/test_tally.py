@@ -50,7 +50,7 @@ def test_a_prefill_lane_without_pages_waits_for_memory():
     h = Harness(Multiplex(48, 4, 2), pages=8)
     h.arrive("long", range(20), max_tokens=8)
     h.arrive("next", range(100, 116), max_tokens=2)
-    while h.engine.waiting:
+    while h.engine.admission.waiting:
         h.step()
     assert lanes(h.engine.stats())["prefill", "memory"] > 0
     h.drain()

@@ -243,7 +243,7 @@ class Harness:
                     "a token is to be computed that nobody knows yet"
                 )
             if request.phase is Phase.WAITING:
-                assert not request.pages and request.slot < 0 and request in engine.waiting
+                assert not request.pages and request.slot < 0 and request in engine.admission.waiting
         if not self.device.busy():
             assert engine.idle or any(r.pinned for r in engine.requests.values()), (
                 "work waits and nothing runs"
