@@ -155,9 +155,10 @@ class Engine:
             if request.pinned:
                 request.pinned = False
                 self._set_done(request)
-        elif request.phase is Phase.HELD:
-            if self._handoffs.resume_decode(request, event.token, now):
-                self.admission.init_slot(request, request.pages)
+        elif request.phase is Phase.HELD and self._handoffs.resume_decode(
+            request, event.token, now
+        ):
+            self.admission.init_slot(request, request.pages)
 
     def _on_step_done(self, now: float, done: StepDone) -> None:
         lane = self.state.lanes[done.lane]
@@ -217,7 +218,7 @@ class Engine:
     def _emit_prompt_logprobs(
         self, request: Request, segment: Segment, logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Send those of the tokens behind `segment.start` that were not sent before a preemption."""
+        """Send those behind `segment.start` that were not sent before a preemption."""
         new = logprobs[request.prompt_logprobs_sent - segment.start :]
         if new:
             request.prompt_logprobs_sent += len(new)

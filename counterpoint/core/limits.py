@@ -57,7 +57,8 @@ class EngineLimits:
         if max_tokens < 1:
             return f"max_tokens is {max_tokens}: it must be at least 1"
         if generated >= max_tokens:
-            return f"{generated} tokens of the answer are there already, and max_tokens is {max_tokens}"
+            there = f"{generated} tokens of the answer are there already"
+            return f"{there}, and max_tokens is {max_tokens}"
         need = f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) exceed"
         if prompt + max_tokens > self.max_context_tokens:
             return f"{need} the context of {self.max_context_tokens} tokens"

@@ -33,10 +33,8 @@ class PrefixCache:
         self._hash_pages(request, tokens // self._page_tokens)
         usable = request.page_hashes[: self._max_reusable_pages(request, tokens)]
         hits = self._pool.match(usable)
-        if len(hits) < len(usable) and not is_transferred(request):
-            if usable[len(hits)] in self._computing:
-                return None
-        return hits
+        complete = len(hits) == len(usable) or is_transferred(request)
+        return hits if complete or usable[len(hits)] not in self._computing else None
 
     def update_matches(self, waiting: Iterable[Request]) -> None:
         """Set `matched_tokens` of each waiting request: tokens in the cache or being computed.
