@@ -1,7 +1,7 @@
-"""An estimator that is wrong on purpose.
+"""An estimator with deliberate errors, to test how policies cope.
 
-Owns: the error. Promises: the same (seed, kind of step, units) always gets the same factor, so the error is a bias that a policy
-lives with, not noise that averages out. Must not: be the physics of a simulation.
+The same (seed, step size, units) always gets the same factor. So the error is a bias that a policy
+must live with, not noise that averages out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from counterpoint.types import BatchShape
 
 
 class Perturbed:
-    """`inner` times a factor in [1 - error, 1 + error], uniform per cell. A cell is (prefill tokens, decode batch, decode context:
-    each to a power of two; units). Raises ValueError unless 0 <= error < 1."""
+    """`inner` times a factor in [1 - error, 1 + error], uniform per cell.
+
+    A cell is (prefill tokens, decode batch, decode context, each to a power of two; units). Raises
+    ValueError unless 0 <= error < 1.
+    """
 
     def __init__(self, inner: Estimator, error: float, seed: int = 0) -> None:
         if not 0 <= error < 1:

@@ -1,20 +1,22 @@
-"""The roofline: how long a step takes on so many units, from the shape of the model and of the device alone.
+"""The roofline: how long a step takes on some units, from the shapes of model and device alone.
 
-Owns: the price of each operator and what two steps side by side cost each other. Promises: `seconds` is pure and takes some
-microseconds (under 50 when nothing is remembered); alone, a step never takes longer on more units or with more bandwidth.
-Must not: be fitted (that is another Estimator, with this one as its prior).
+It prices each operator, and the slowdown of two co-running steps. `seconds` is pure and takes some
+microseconds (under 50 when nothing is cached). A step alone never takes longer on more units or
+with more bandwidth. The roofline is never fitted: fitted.py corrects it.
 
 Per operator, after the SM-scaling roofline of Bullet (arXiv 2504.19516, section 4.1):
 
-    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves units work on average; the rounded
-                maximum of bytes over the bandwidth of the busy units and FLOPs (of whole tiles) over their peak
-    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way; decode: bytes of the KV cache over
-                what a decode kernel can pull with so many units
+    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves
+                units work on average. The rounded maximum of two times: bytes over the bandwidth
+                of the busy units, and FLOPs (of whole tiles) over their peak
+    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way. Decode:
+                bytes of the KV cache over what a decode kernel reads with so many units
     the rest    norms, rotary embedding, activation: bytes over bandwidth
-    overhead    a constant per kernel; at least the host's launch time per layer when the step holds prefill
+    overhead    a constant per kernel; at least the host's launch time per layer when the step
+                holds prefill
 
-The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides. On an H200, products of 64 rows
-reach 70 % of either limit there, and the cube is what fits 8 to 132 SMs.
+The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides.
+On an H200, products of 64 rows reach 70 % of either limit there. The cube fits 8 to 132 SMs.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
 
 
 class StepCost(msgspec.Struct, frozen=True, gc=False):
-    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding).
-    Of a whole step also what it takes from others: `pull`, a share of the device's bandwidth; `burn`, of its own units' peak."""
+    """Of a step alone: duration, bytes moved and FLOPs done, as the model counts them (no padding).
+
+    Of a whole step also what it takes from others: `bandwidth_share` of the device's, and
+    `compute_share` of the peak of its own units.
+    """
 
     seconds: float
     bytes: float
@@ -58,7 +63,10 @@ OperatorCosts = tuple[StepCost, StepCost, StepCost, StepCost]
 
 
 class MatrixProduct(NamedTuple):
-    """A weight matrix: `columns` outputs from `inner` inputs. `experts` of them, of which each row takes `taken`."""
+    """A weight matrix: `columns` outputs from `inner` inputs.
+
+    There are `experts` of them, and each row takes `taken`.
+    """
 
     columns: int
     inner: int
@@ -71,20 +79,25 @@ def rounded_max(a: float, b: float) -> float:
 
 
 def busy_units(tiles: int, units: int) -> float:
-    """Units busy on average while `tiles` equal tiles go over `units` units in waves: what wave quantisation leaves."""
+    """Mean number of busy units while `tiles` equal tiles go over `units` units in waves."""
     return tiles / -(-tiles // units)
 
 
 def round_up_rows(rows: int) -> int:
-    """`rows`, up to 3 % more: what is remembered then serves many batches. (Tiles are coarser: the price hardly moves.)"""
+    """`rows`, up to 3 % more, so that one cached cost serves many batches.
+
+    Tiles are coarser, so the cost hardly changes.
+    """
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
 
 
 class Roofline:
-    """ports.Estimator of `model` on `device`, with weights and maths in `dtype` and a KV cache of `kv_dtype` (None: `dtype`).
+    """interfaces.Estimator of `model` on `device`.
 
-    Raises ValueError for a dtype that the device does not have."""
+    Weights and arithmetic are in `dtype`, the KV cache in `kv_dtype` (None: `dtype`). Raises
+    ValueError for a dtype that the device lacks.
+    """
 
     def __init__(
         self,
@@ -136,7 +149,10 @@ class Roofline:
     def seconds(
         self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
     ) -> float:
-        """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
+        """Duration of `work` on `units` units, in seconds.
+
+        Raises ValueError if the device does not have so many units.
+        """
         cost = self.solo_cost(work, units)
         if co_running is None:
             return cost.seconds
@@ -146,8 +162,11 @@ class Roofline:
         )
 
     def slowdown(self, cost: StepCost, units: int, other: StepCost, other_units: int) -> float:
-        """How many times longer a step takes beside another (spec.device.ContentionSpec has the formula). Steps that want more
-        units than there are take turns on them."""
+        """How many times longer a step takes with a co-running one (formula:
+        spec.device.ContentionSpec).
+
+        Steps that want more units than there are take turns on them.
+        """
         if not cost.seconds or not other.seconds:
             return 1.0
         contention, turns = self.device.contention, (units + other_units) / self.device.units
@@ -202,7 +221,8 @@ class Roofline:
         )
 
     def _reduce_s(self, rows: int) -> float:
-        """The two all-reduces of a layer in tensor parallelism, after attention and FFN: each as a ring, 2-byte elements."""
+        """The two all-reduces of a layer in tensor parallelism, each as a ring, with 2-byte
+        elements."""
         device = self.device
         if device.degree == 1:
             return 0.0
@@ -221,8 +241,11 @@ class Roofline:
         )
 
     def product_cost(self, product: MatrixProduct, rows: int, units: int) -> StepCost:
-        """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
-        that rows reach (expected number, routing uniform)."""
+        """`rows` rows times a weight matrix, on the fastest tile.
+
+        Experts are a group of equal products over the expected number of experts that rows reach,
+        with uniform routing.
+        """
         return self.tiled_cost(product, rows, units)[0]
 
     def tiled_cost(self, product: MatrixProduct, rows: int, units: int) -> tuple[StepCost, float]:
@@ -274,8 +297,11 @@ class Roofline:
         return StepCost(best ** (1 / 3), moved, flops), working / STEPS_PER_UNIT
 
     def prefill_attention(self, work: BatchShape, units: int, reused: bool = True) -> StepCost:
-        """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
-        mean, weighted by n."""
+        """One layer, over reused tokens too if `reused`.
+
+        BatchShape has no reused tokens per request: sum n*r over sum n is their mean, weighted by
+        n.
+        """
         tokens, products = work.prefill_tokens, work.prefill_reused if reused else 0
         flops = self.prefill_flops * ((work.prefill_squares + tokens) / 2 + products)
         read_again = work.prefill_requests * products / tokens
@@ -293,7 +319,7 @@ class Roofline:
 
 
 def layer_products(model: ModelSpec) -> tuple[MatrixProduct, ...]:
-    """The weight matrices of one layer: those of the attention, gate-up, down (per expert for a mixture)."""
+    """The weight matrices of one layer: attention, gate-up, down (per expert for a mixture)."""
     experts, taken = (model.experts, model.experts_per_token) if model.experts else (1, 1)
     return (
         *(MatrixProduct(outputs, inputs) for outputs, inputs in model.attention_matrices),
@@ -303,8 +329,11 @@ def layer_products(model: ModelSpec) -> tuple[MatrixProduct, ...]:
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Multiplications per query and key over all heads, in prefill and in decode. Latent attention is spelled out per head in
-    prefill; in decode its heads work on the latent vectors themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2)."""
+    """Multiplications per query and key over all heads, in prefill and in decode.
+
+    Prefill expands latent attention per head. In decode its heads work on the latent vectors
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+    """
     if model.latent is None:
         width = 2 * model.heads * model.head_dim
         return width, width
@@ -314,7 +343,10 @@ def attention_widths(model: ModelSpec) -> tuple[int, int]:
 
 
 def elementwise_bytes(model: ModelSpec) -> float:
-    """Bytes that one token moves in one layer outside products and attention: two norms with their residual (read twice,
-    written twice), the rotary embedding on Q and K and the append to the cache, and the gated activation; 2-byte elements."""
+    """Bytes that one token moves in one layer outside products and attention; 2-byte elements.
+
+    They are two norms with their residual (read twice, written twice), the rotary embedding on Q
+    and K, the append to the cache, and the gated activation.
+    """
     taken = model.experts_per_token if model.experts else 1
     return 2.0 * (8 * model.hidden + 2 * model.qkv_features + 3 * model.ffn * taken)
