@@ -12,10 +12,11 @@ import math
 
 import msgspec
 
+from counterpoint.interfaces import CoRunning
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import BatchShape
 
-CO_RUNNING_KIND = "beside each other"  # a kind of `Table.on_and_on`
+CO_RUNNING_KIND = "beside each other"  # a key of `Calibration.on_and_on`
 
 
 class CalibrationKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     work: BatchShape
     units: int
     seconds: float
-    co_running: tuple[BatchShape, int] | None = None
+    co_running: CoRunning | None = None
     held_out: bool = False
     host_s: float = 0.0
     steps: int = 1
@@ -101,7 +102,8 @@ def shape_key(model: ModelSpec) -> str:
         if model.experts
         else f" ffn{model.ffn}"
     )
-    return f"{model.layers}x{model.hidden} {model.heads}/{model.kv_heads}x{model.head_dim}{experts} vocab{model.vocab}"
+    heads = f"{model.heads}/{model.kv_heads}x{model.head_dim}"
+    return f"{model.layers}x{model.hidden} {heads}{experts} vocab{model.vocab}"
 
 
 def file_name(key: CalibrationKey) -> str:

@@ -27,8 +27,8 @@ from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
 
 SHIPPED = Path(__file__).parent / "tables"
-FOLDER = "calibrations"  # within the user's cache folder
-MIN_POINTS = 8  # points that were measured alone; with fewer, a run had hardly begun
+FOLDER = "calibrations"  # in the user's cache folder
+MIN_POINTS = 8  # with fewer, the run that measured them had hardly begun
 
 
 class StoredCalibration(NamedTuple):
@@ -74,12 +74,11 @@ def find_calibration(key: CalibrationKey, prior: Roofline, own_folder: Path) -> 
                 if table.key.kernels == key.kernels
                 else f", measured with other kernels ({table.key.kernels})"
             )
-            note = f"prices: {whose} calibration of {table.about.get('date', 'unknown date')}, {len(table.points)} points{other}"
+            date = table.about.get("date", "unknown date")
+            note = f"prices: {whose} calibration of {date}, {len(table.points)} points{other}"
             return StoredCalibration(Fitted(table, prior), note + broken)
-    return StoredCalibration(
-        prior,
-        f"prices: roofline of {prior.device.name}; `counterpoint calibrate` measures this device{broken}",
-    )
+    note = f"prices: roofline of {prior.device.name}; `counterpoint calibrate` measures this device"
+    return StoredCalibration(prior, note + broken)
 
 
 def shipped_calibration(

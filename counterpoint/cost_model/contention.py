@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 from counterpoint.cost_model.regression import solve
 
-OCTAVES = 10.0  # of prompt tokens, that count as much as a whole bandwidth
-# Squares of a pair's scatter over those of what a and b may be at a guess; by leaving out each pair in turn (one H200).
-SPLIT_PULL, DEMAND_PULL = 0.03, 0.02
-MAX_FACTOR = 3.0  # no pair is slower than so many times what the roofline says, or faster
+OCTAVES = 10.0  # of prompt tokens: they weigh as much as the whole bandwidth
+# Ridge penalties of a and b: variance of a pair over the prior variance. Chosen by leave-one-out
+# cross-validation on one H200.
+SPLIT_PENALTY, DEMAND_PENALTY = 0.03, 0.02
+MAX_FACTOR = 3.0  # bound of the factor, and of its inverse
 
 
 class BandwidthDemand(NamedTuple):
@@ -69,14 +70,14 @@ class Contention:
             (min(column), max(column))
             for column in zip(*(pair.demand for pair in pairs), strict=True)
         ]
-        asked = [with_split_terms(pair.demand, self._split_share(pair.split)) for pair in pairs]
-        self._means = [statistics.fmean(column) for column in zip(*asked, strict=True)]
+        terms = [with_split_terms(pair.demand, self._split_share(pair.split)) for pair in pairs]
+        self._means = [statistics.fmean(column) for column in zip(*terms, strict=True)]
         size, splits = len(self._splits) + len(self._means), len(self._splits)
         matrix = [[0.0] * size for _ in range(size)]
         right = [0.0] * size
         for i in range(size):
-            matrix[i][i] = SPLIT_PULL if i < splits else DEMAND_PULL
-        for pair, values in zip(pairs, asked, strict=True):
+            matrix[i][i] = SPLIT_PENALTY if i < splits else DEMAND_PENALTY
+        for pair, values in zip(pairs, terms, strict=True):
             line = [float(pair.split == split) for split in self._splits]
             line += [value - mean for value, mean in zip(values, self._means, strict=True)]
             for i, a in enumerate(line):
@@ -93,10 +94,10 @@ class Contention:
         form = self._forms.get(split)
         if form is None:
             form = self._forms[split] = self._regression_form(split)
-        off = form.constant
+        log_factor = form.constant
         for value, (low, high, weight) in zip(demand, form.terms, strict=True):
-            off += weight * (low if value < low else high if value > high else value)
-        return min(MAX_FACTOR, max(1 / MAX_FACTOR, math.exp(off)))
+            log_factor += weight * (low if value < low else high if value > high else value)
+        return min(MAX_FACTOR, max(1 / MAX_FACTOR, math.exp(log_factor)))
 
     def _split_share(self, split: int) -> float:
         """Units over those of the largest split."""
@@ -105,13 +106,17 @@ class Contention:
     def _regression_form(self, split: int) -> RegressionForm:
         """The regression at one split, where every term is a weight of a demand."""
         share, weights = self._split_share(split), self._weights
-        whole = [weights[0] + share * weights[-2], weights[1] + share * weights[-1], *weights[2:-2]]
+        combined = [
+            weights[0] + share * weights[-2],
+            weights[1] + share * weights[-1],
+            *weights[2:-2],
+        ]
         constant = self._split_constant(split) - sum(
             [mean * weight for mean, weight in zip(self._means, weights, strict=True)]
         )
         return RegressionForm(
             constant,
-            tuple((*bound, weight) for bound, weight in zip(self._bounds, whole, strict=True)),
+            tuple((*bound, weight) for bound, weight in zip(self._bounds, combined, strict=True)),
         )
 
     def _split_constant(self, split: int) -> float:

@@ -19,15 +19,13 @@ from counterpoint.cost_model.calibration import Calibration, CalibrationPoint
 from counterpoint.cost_model.regression import least_squares
 from counterpoint.types import BatchShape
 
-# Each cost at a guess, in seconds: of a decode step, 256 rows of it; of a pass, all its layers, a prompt, that it has decodes.
-DECODE = (3e-4, 2e-4)
-PASS = (1e-3, 8e-3, 2e-4, 2e-3)
-PRIOR_SPREAD = 20.0  # how far, relatively, they may be from that
-KEPT_SHARE = 0.85  # of the points, those nearest to a first fit: the host has bad moments
-HOST_BOUND_RATIO = (
-    1.1  # a step that takes less than so many times its launch was waiting for the host
-)
-MIN_POINTS = 4  # such steps, to tell how much longer than its launch they take
+# Prior guesses, in seconds.
+DECODE = (3e-4, 2e-4)  # a step; 256 rows of it
+PASS = (1e-3, 8e-3, 2e-4, 2e-3)  # a step; all layers; a prompt; decodes in the pass
+PRIOR_SPREAD = 20.0  # prior deviation from the guess, relative
+KEPT_SHARE = 0.85  # of the points nearest to a first fit; drops outliers of a busy host
+HOST_BOUND_RATIO = 1.1  # a step is host-bound below this many times its launch
+MIN_POINTS = 4  # host-bound steps, to know how much longer than its launch they take
 
 
 class LaunchOverhead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from functools import lru_cache
 
-from counterpoint.interfaces import Estimator
+from counterpoint.interfaces import CoRunning, Estimator
 from counterpoint.types import BatchShape
 
 
@@ -28,9 +28,7 @@ class Perturbed:
         self.seed = seed
         self._factor = lru_cache(1 << 12)(self._draw)
 
-    def seconds(
-        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
-    ) -> float:
+    def seconds(self, work: BatchShape, units: int, co_running: CoRunning | None = None) -> float:
         cell = (
             work.prefill_tokens.bit_length(),
             work.decode_batch.bit_length(),

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from counterpoint.interfaces import CoRunning
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import BatchShape
@@ -58,7 +59,7 @@ class StepCost(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_COST = StepCost(0.0, 0.0, 0.0)
-# Of a step: in a layer its products and what lies between them, its attention of decodes, that of prompts; and the head.
+# In a layer: products and what lies between, decode attention, prefill attention. Then the head.
 OperatorCosts = tuple[StepCost, StepCost, StepCost, StepCost]
 
 
@@ -110,45 +111,34 @@ class Roofline:
         self.device = device
         self.unit_flops = device.peak(dtype) / device.units
         self.weight_bytes = ELEMENT_BYTES[dtype]
-        self.kv_bytes = (
-            ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features
-        )  # of a token in a layer
+        # Of a token in a layer: its KV, and its query and output.
+        self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features
+        self.query_bytes = 2 * self.weight_bytes * model.heads * model.head_dim
         self.prefill_width, self.decode_width = attention_widths(model)
         self.prefill_flops = 2.0 * self.prefill_width  # of a query and a key
-        self.query_heads, self.query_rows = (
-            model.heads,
-            device.attention.tile_rows,
-        )  # that make tiles
-        self.read_bandwidth = [
-            device.read_bandwidth.at(count) for count in range(device.units + 1)
-        ]  # bytes/s by units
-        self.attention_read = [
-            device.attention.read_bandwidth.at(count) for count in range(device.units + 1)
-        ]
+        self.query_heads, self.query_rows = model.heads, device.attention.tile_rows  # of the tiles
+        # By units, in bytes/s.
+        counts = range(device.units + 1)
+        self.read_bandwidth = [device.read_bandwidth.at(count) for count in counts]
+        self.attention_read = [device.attention.read_bandwidth.at(count) for count in counts]
         self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
-        steps = [
-            step / STEPS_PER_UNIT for step in range(STEPS_PER_UNIT * device.units + 1)
-        ]  # busy units, in small steps
+        # By busy units in small steps, in bytes/s and FLOP/s.
+        steps = [step / STEPS_PER_UNIT for step in range(STEPS_PER_UNIT * device.units + 1)]
         self.gemm_read = [
             device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps
-        ]  # bytes/s
+        ]
         self.gemm_flops = [
             busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps
-        ]  # FLOP/s
+        ]
         self.layer_products = layer_products(model)
         self.elementwise_bytes = elementwise_bytes(model)
-        self.query_bytes = (
-            2 * self.weight_bytes * model.heads * model.head_dim
-        )  # of a token in a layer: its query and its output
         self.layer_cost: Callable[[int, int], StepCost] = lru_cache(1 << 16)(
             self._layer_products_cost
         )
         self.head_cost: Callable[[int, int], StepCost] = lru_cache(1 << 14)(self._head_cost)
         self.solo_cost: Callable[[BatchShape, int], StepCost] = lru_cache(1 << 12)(self._solo_cost)
 
-    def seconds(
-        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
-    ) -> float:
+    def seconds(self, work: BatchShape, units: int, co_running: CoRunning | None = None) -> float:
         """Duration of `work` on `units` units, in seconds.
 
         Raises ValueError if the device does not have so many units.
@@ -252,11 +242,9 @@ class Roofline:
         """The cost of `product`, and how many units have a tile on average."""
         if rows == 0:
             return StepCost(0.0, 0.0, 0.0), 0.0
-        reached = (
-            product.experts * (1 - (1 - product.taken / product.experts) ** rows)
-            if product.experts > 1
-            else 1.0
-        )
+        reached = 1.0  # expected number of experts
+        if product.experts > 1:
+            reached = product.experts * (1 - (1 - product.taken / product.experts) ** rows)
         each = rows * product.taken / reached
         columns, inner = product.columns, product.inner
         moved = self.weight_bytes * (
@@ -264,15 +252,12 @@ class Roofline:
         )
         flops = 2.0 * rows * product.taken * columns * inner
         gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
-        least_read_s, peak = (
-            moved / gemm_read[STEPS_PER_UNIT * units],
-            gemm_flops[STEPS_PER_UNIT * units],
-        )
+        least_read_s = moved / gemm_read[STEPS_PER_UNIT * units]
+        peak = gemm_flops[STEPS_PER_UNIT * units]
         least_cube = least_read_s * least_read_s * least_read_s
-        best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
-        for tile_rows, tile_columns, efficiency in reversed(
-            gemm.tiles
-        ):  # the large ones first: few others can be better
+        best, best_busy = math.inf, 0  # cubes of the rounded maximum, so that one root suffices
+        # Large tiles first: then the bound below skips most others.
+        for tile_rows, tile_columns, efficiency in reversed(gemm.tiles):
             if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
                 continue  # a smaller tile holds all the rows
             tiles = math.ceil(
@@ -281,20 +266,19 @@ class Roofline:
             padded = 2.0 * tile_rows * tile_columns * inner * tiles / efficiency
             least_s = padded / peak
             if least_cube + least_s * least_s * least_s >= best:
-                continue  # not even with every unit at work
+                continue  # slower even with every unit at work
             for split in gemm.splits:
                 if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
                     break
-                spill = (
-                    0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
-                )  # float32 partial sums, out and in
+                # float32 partial sums, written and read
+                spill = 0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
                 pieces = tiles * split
                 busy = int(STEPS_PER_UNIT * (pieces / -(-pieces // units)))
                 read_s, compute_s = (moved + spill) / gemm_read[busy], padded / gemm_flops[busy]
                 cube = read_s * read_s * read_s + compute_s * compute_s * compute_s
                 if cube < best:
-                    best, working = cube, busy
-        return StepCost(best ** (1 / 3), moved, flops), working / STEPS_PER_UNIT
+                    best, best_busy = cube, busy
+        return StepCost(best ** (1 / 3), moved, flops), best_busy / STEPS_PER_UNIT
 
     def prefill_attention(self, work: BatchShape, units: int, reused: bool = True) -> StepCost:
         """One layer, over reused tokens too if `reused`.
