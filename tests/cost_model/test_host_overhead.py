@@ -1,4 +1,4 @@
-"""The host's side of a step: what is measured comes back, bad moments do not count, and nothing is made up."""
+"""Launch overhead: measured costs come back, outliers do not count, the rest is 0."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def points(seconds: float = 1.0, noise: float = 0.0, hiccups: int = 0) -> list[C
 
 
 @pytest.mark.parametrize("hiccups", [0, 1])
-def test_launches_come_back(hiccups: int):
+def test_launch_costs_are_recovered(hiccups: int):
     launching = LaunchOverhead(table(points(noise=0.05, hiccups=hiccups)))
     for work in (
         BatchShape.decode(100, 100 * 9, LAYERS),
@@ -83,7 +83,7 @@ def test_launches_come_back(hiccups: int):
     assert launching.start_s(BatchShape.decode(1, 9, LAYERS)) == pytest.approx(1.8e-4, rel=0.3)
 
 
-def test_a_table_without_an_eye_on_the_host_says_nothing():
+def test_a_table_without_host_times_gives_zero():
     launching = LaunchOverhead(
         table([CalibrationPoint(BatchShape.prefill(64, 0, LAYERS), 132, 0.01)])
     )
@@ -100,7 +100,7 @@ def launching_point(seconds: float, host_s: float) -> CalibrationPoint:
     return CalibrationPoint(BatchShape.prefill(1000, 0, LAYERS), 132, seconds, host_s=host_s)
 
 
-def test_what_waited_for_the_host_takes_somewhat_longer_than_its_launch():
+def test_host_bound_steps_take_somewhat_longer_than_their_launch():
     """All took a twentieth longer than their launch: so does what was not measured."""
     bound = [msgspec.structs.replace(p, seconds=1.05 * p.host_s) for p in points()]
     launching = LaunchOverhead(table(bound))
@@ -111,7 +111,7 @@ def test_what_waited_for_the_host_takes_somewhat_longer_than_its_launch():
 
 
 def test_a_neighbour_that_waits_for_the_host_slows_less():
-    """The same prefill, launched fast or slowly: the slower it is launched, the less of the time it is there."""
+    """The slower a prefill is launched, the less of the time it runs."""
     prefill, decode = BatchShape.prefill(600, 0, LAYERS), BatchShape.decode(32, 32 * 1000, LAYERS)
     found = []
     for host_s in (1e-3, 0.04, 0.4):
