@@ -162,7 +162,7 @@ def loop_table(
     units, layers = device.units, device.spec.layers
     policies = {
         "serial": Serial(8192, units, 2),
-        "multiplex 32": Multiplex(8192, units, 32, layers, depth=2),
+        "multiplex 32": Multiplex(8192, units, 32, depth=2),
     }
     result = {}
     for name, policy in policies.items():

@@ -86,18 +86,12 @@ class StepBench:
     def decode_step(self, batch: int, units: int) -> Step:
         """Always at the same position: the context does not grow while measuring."""
         segments = tuple(Segment(slot, self.context - 1, 1, True) for slot in range(1, batch + 1))
-        work = BatchShape(
-            decode_batch=batch,
-            decode_context=batch * self.context,
-            samples=batch,
-            last_layer=self.layers,
-            layers=self.layers,
-        )
+        work = BatchShape.decode(batch, batch * self.context, self.layers)
         return self.make_step(segments, work, units, lane=0)
 
     def prefill_steps(self, tokens: int, units: int, group: int) -> list[Step]:
         segments = (Segment(PREFILL_SLOT, 0, tokens, True, self.open_prefill(tokens)),)
-        work = self.prompt_shape(tokens)
+        work = BatchShape.prefill(tokens, 0, self.layers)
         self.last_id += 1
         pass_id, ends = self.last_id, [*range(group, self.layers, group), self.layers]
         return [
@@ -107,18 +101,9 @@ class StepBench:
             for first, last in zip([0, *ends], ends, strict=False)
         ]
 
-    def prompt_shape(self, tokens: int) -> BatchShape:
-        return BatchShape(
-            prefill_tokens=tokens,
-            prefill_squares=tokens * tokens,
-            prefill_requests=1,
-            samples=1,
-            layers=self.layers,
-        )
-
     def prompt_steps(self, count: int, tokens: int) -> list[Step]:
         """Whole prompts in slots 0, 1, …, each one pass on the full device."""
-        work = self.prompt_shape(tokens)
+        work = BatchShape.prefill(tokens, 0, self.layers)
         each, steps = -(-tokens // self.page_tokens), []
         for slot in range(count):
             self.executor.submit(FreeSlot(slot))

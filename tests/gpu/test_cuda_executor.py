@@ -196,10 +196,8 @@ def policies(units: int) -> dict[str, Policy]:
         "serial": Serial(160, units),
         "serial, two in flight": Serial(160, units, depth=2),
         "chunked": Chunked(40, units, depth=2),
-        "multiplex": Multiplex(160, units, split, TINY.layers, depth=2),
-        "multiplex, layer by layer": Multiplex(
-            160, units, small, TINY.layers, layer_group=1, depth=2
-        ),
+        "multiplex": Multiplex(160, units, split, depth=2),
+        "multiplex, layer by layer": Multiplex(160, units, small, layer_group=1, depth=2),
     }
 
 

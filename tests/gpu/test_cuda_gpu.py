@@ -68,7 +68,7 @@ class MovingSplit(Multiplex):
     """Multiplex whose split changes every five decode steps."""
 
     def __init__(self, units: int, depth: int = 2) -> None:
-        super().__init__(160, units, LEVELS[0], TINY.layers, layer_group=1, depth=depth)
+        super().__init__(160, units, LEVELS[0], layer_group=1, depth=depth)
         self.turns = itertools.count()
 
     def next_batch(self, lane: Lane, state, now: float):

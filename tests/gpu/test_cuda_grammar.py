@@ -157,10 +157,8 @@ def policies(units: int) -> dict[str, Policy]:
     return {
         "serial, two in flight": Serial(160, units, depth=2),
         "chunked": Chunked(40, units, depth=2),
-        "multiplex": Multiplex(160, units, split, TINY.layers, depth=2),
-        "multiplex, layer by layer": Multiplex(
-            160, units, split, TINY.layers, layer_group=1, depth=2
-        ),
+        "multiplex": Multiplex(160, units, split, depth=2),
+        "multiplex, layer by layer": Multiplex(160, units, split, layer_group=1, depth=2),
     }
 
 

@@ -121,7 +121,7 @@ def test_outputs_are_bitwise_equal_under_every_policy(dtype: torch.dtype):
     policies: dict[str, Policy] = {
         "serial": Serial(400, parts.units, depth=2),
         "chunked": Chunked(37, parts.units, depth=2),
-        "multiplex": Multiplex(400, parts.units, 16, TINY.layers, layer_group=1, depth=2),
+        "multiplex": Multiplex(400, parts.units, 16, layer_group=1, depth=2),
     }
     for name, policy in policies.items():
         for logprobs in (4, None):

@@ -219,9 +219,7 @@ def test_policies_give_the_same_tokens_with_and_without_graphs(name: str):
         policy = (
             Chunked(40, parts.units, depth=2)
             if name == "chunked"
-            else Multiplex(
-                160, parts.units, 16 if HAS_GPU else 2, TINY.layers, layer_group=1, depth=2
-            )
+            else Multiplex(160, parts.units, 16 if HAS_GPU else 2, layer_group=1, depth=2)
         )
         service = EngineService(parts, policy, overlap=HAS_GPU)
         answers.append([dict(service.run_requests(random_requests())) for _ in range(2)])

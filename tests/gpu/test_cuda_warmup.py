@@ -41,7 +41,6 @@ def serve_requests(parts: CudaParts, seed: int = 4) -> dict[str, list[int]]:
             160,
             parts.units,
             parts.stream_partitions.for_role(Role.DECODE)[-1].units,
-            TINY.layers,
             depth=2,
         ),
         overlap=HAS_GPU,

@@ -15,7 +15,7 @@ import random
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, LEVELS, TINY, VOCAB, CudaParts, make_parts
+from cuda_rig import HAS_GPU, LEVELS, VOCAB, CudaParts, make_parts
 from cuda_service import EngineService
 from test_cuda_gpu import LLAMA
 
@@ -34,8 +34,8 @@ MAX_PASS_TOKENS = 400
 class MovingLayeredSplit(Multiplex):
     """Multiplex whose split changes every five decode steps, with prefill layer by layer."""
 
-    def __init__(self, units: int, layers: int) -> None:
-        super().__init__(MAX_PASS_TOKENS, units, SPLITS[0], layers, layer_group=1, depth=2)
+    def __init__(self, units: int) -> None:
+        super().__init__(MAX_PASS_TOKENS, units, SPLITS[0], layer_group=1, depth=2)
         self.turns = itertools.count()
 
     def next_batch(self, lane: Lane, state, now: float):
@@ -103,9 +103,7 @@ def test_tokens_survive_ten_thousand_requests_and_moving_splits():
     truth = run_service(
         parts, Serial(MAX_PASS_TOKENS, parts.units, depth=2), arrivals, 0.0, 300, False
     ).answers
-    service = run_service(
-        parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals, 0.3, 300, HAS_GPU
-    )
+    service = run_service(parts, MovingLayeredSplit(parts.units), arrivals, 0.3, 300, HAS_GPU)
     assert all(finish is not FinishReason.ERROR for finish in service.finishes.values())
     other = []
     for arrive in arrivals:
@@ -123,9 +121,7 @@ def test_tokens_survive_ten_thousand_requests_and_moving_splits():
     )
     if HAS_GPU:
         held, graphs = torch.cuda.memory_allocated(), parts.decode_graphs.num_graphs
-        run_service(
-            parts, MovingLayeredSplit(parts.units, TINY.layers), arrivals[:2000], 0.3, 300, HAS_GPU
-        )
+        run_service(parts, MovingLayeredSplit(parts.units), arrivals[:2000], 0.3, 300, HAS_GPU)
         taken, made = torch.cuda.memory_allocated() - held, parts.decode_graphs.num_graphs - graphs
         assert taken < (1 + made) << 20, (
             f"{taken} bytes more after 2,000 requests of the same kind, {made} graphs among them"
@@ -145,7 +141,7 @@ def test_short_run_of_every_kernel(kind: str):
     arrivals = mixed_requests(24)
     for policy in (
         lambda units: Chunked(96, units, depth=2),
-        lambda units: MovingLayeredSplit(units, LLAMA.layers),
+        lambda units: MovingLayeredSplit(units),
     ):
         parts = make_parts(
             spec=LLAMA, pages=300, slots=SLOTS, dtype=torch.bfloat16, std=0.05, **KINDS[kind]

@@ -1,4 +1,4 @@
-"""The host's side of a step: what is measured comes back, bad moments do not count, and nothing is made up."""
+"""Launch overhead: measured costs come back, outliers do not count, the rest is 0."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from counterpoint.cost_model.calibration import (
     Calibration,
     CalibrationKey,
     CalibrationPoint,
-    decode_work,
-    prefill_work,
     shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
@@ -49,9 +47,9 @@ def launch_s(work: BatchShape, steps: int = 1) -> float:
 
 def points(seconds: float = 1.0, noise: float = 0.0, hiccups: int = 0) -> list[CalibrationPoint]:
     chance = random.Random(0)
-    works = [(decode_work([100] * b, LAYERS), 1) for b in (1, 8, 64, 200)]
+    works = [(BatchShape.decode(b, b * 100, LAYERS), 1) for b in (1, 8, 64, 200)]
     works += [
-        (prefill_work(n, 0, k, LAYERS), steps)
+        (BatchShape.prefill(n, 0, LAYERS, prompts=k), steps)
         for n in (64, 200, 1000, 3000)
         for k in (1, 2)
         for steps in (1, 2, 8)
@@ -70,49 +68,51 @@ def points(seconds: float = 1.0, noise: float = 0.0, hiccups: int = 0) -> list[C
 
 
 @pytest.mark.parametrize("hiccups", [0, 1])
-def test_launches_come_back(hiccups: int):
+def test_launch_costs_are_recovered(hiccups: int):
     launching = LaunchOverhead(table(points(noise=0.05, hiccups=hiccups)))
     for work in (
-        decode_work([9] * 100, LAYERS),
-        prefill_work(100, 0, 1, LAYERS),
-        prefill_work(4000, 0, 4, LAYERS),
+        BatchShape.decode(100, 100 * 9, LAYERS),
+        BatchShape.prefill(100, 0, LAYERS),
+        BatchShape.prefill(4000, 0, LAYERS, prompts=4),
     ):
         assert launching.seconds(work) == pytest.approx(launch_s(work), rel=0.12)
     quarter = msgspec.structs.replace(
-        prefill_work(4000, 0, 1, LAYERS), first_layer=8, last_layer=16
+        BatchShape.prefill(4000, 0, LAYERS), first_layer=8, last_layer=16
     )
     assert launching.seconds(quarter) == pytest.approx(9e-3 / 4 + 5e-4, rel=0.12)
-    assert launching.start_s(decode_work([9], LAYERS)) == pytest.approx(1.8e-4, rel=0.3)
+    assert launching.start_s(BatchShape.decode(1, 9, LAYERS)) == pytest.approx(1.8e-4, rel=0.3)
 
 
-def test_a_table_without_an_eye_on_the_host_says_nothing():
-    launching = LaunchOverhead(table([CalibrationPoint(prefill_work(64, 0, 1, LAYERS), 132, 0.01)]))
+def test_a_table_without_host_times_gives_zero():
+    launching = LaunchOverhead(
+        table([CalibrationPoint(BatchShape.prefill(64, 0, LAYERS), 132, 0.01)])
+    )
     assert not launching.is_measured
     assert (
-        launching.seconds(prefill_work(64, 0, 1, LAYERS))
-        == launching.start_s(decode_work([9], LAYERS))
+        launching.seconds(BatchShape.prefill(64, 0, LAYERS))
+        == launching.start_s(BatchShape.decode(1, 9, LAYERS))
         == 0.0
     )
     assert not launching.is_host_bound(launching_point(0.01, 0.0))
 
 
 def launching_point(seconds: float, host_s: float) -> CalibrationPoint:
-    return CalibrationPoint(prefill_work(1000, 0, 1, LAYERS), 132, seconds, host_s=host_s)
+    return CalibrationPoint(BatchShape.prefill(1000, 0, LAYERS), 132, seconds, host_s=host_s)
 
 
-def test_what_waited_for_the_host_takes_somewhat_longer_than_its_launch():
+def test_host_bound_steps_take_somewhat_longer_than_their_launch():
     """All took a twentieth longer than their launch: so does what was not measured."""
     bound = [msgspec.structs.replace(p, seconds=1.05 * p.host_s) for p in points()]
     launching = LaunchOverhead(table(bound))
-    work = prefill_work(100, 0, 1, LAYERS)
+    work = BatchShape.prefill(100, 0, LAYERS)
     assert launching.floor_s(work) == pytest.approx(1.05 * launching.seconds(work))
     assert all(launching.is_host_bound(p) for p in bound)
     assert not launching.is_host_bound(launching_point(0.02, 0.01))
 
 
 def test_a_neighbour_that_waits_for_the_host_slows_less():
-    """The same prefill, launched fast or slowly: the slower it is launched, the less of the time it is there."""
-    prefill, decode = prefill_work(600, 0, 1, LAYERS), decode_work([1000] * 32, LAYERS)
+    """The slower a prefill is launched, the less of the time it runs."""
+    prefill, decode = BatchShape.prefill(600, 0, LAYERS), BatchShape.decode(32, 32 * 1000, LAYERS)
     found = []
     for host_s in (1e-3, 0.04, 0.4):
         fitted = Fitted(

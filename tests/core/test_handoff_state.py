@@ -1,14 +1,13 @@
-"""Parts of a request: what an engine does with a prompt that another will answer, and with an answer that another has begun."""
+"""Disaggregated requests: a prompt that another engine decodes, an output that another began."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from engine_harness import Harness, answer
+from engine_harness import POLICIES, Harness, answer, make_harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import POLICIES, harness
 
 from counterpoint.core.request import Phase
 from counterpoint.types import (
@@ -26,7 +25,7 @@ PROMPT = tuple(range(18))  # four pages of 4 tokens and a half
 
 
 def fill_in(h: Harness, id: str) -> None:
-    """What a mover does: the KV of all tokens so far lies in the pages."""
+    """As KV transfer does: write the KV of all tokens so far into the pages."""
     admitted = next(p for p in h.progress if isinstance(p, Admitted) and p.id == id)
     arrive = h.sent[id]
     for position, token in enumerate((*arrive.prompt, *arrive.generated_prefix)):
@@ -36,16 +35,16 @@ def fill_in(h: Harness, id: str) -> None:
         assert h.device.content[page, offset] == token
 
 
-def work(h: Harness) -> None:
+def run_all(h: Harness) -> None:
     while h.step():
         pass
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_keeps_its_pages_until_they_are_released(name):
-    h = harness(name)
+    h = make_harness(name)
     h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL, max_tokens=5)
-    work(h)
+    run_all(h)
     assert h.got["a"] == answer(PROMPT, 1) and "a" not in h.ends
     assert h.engine.page_pool.available == 64 - 5 and h.engine.requests["a"].phase is Phase.HELD
     h.event(Release("a"))
@@ -59,9 +58,9 @@ def test_a_prompt_keeps_its_pages_until_they_are_released(name):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("layer_group", [None, 2])
 def test_progress_grows_to_the_whole_prompt(name, layer_group):
-    h = harness(name, layer_group=layer_group)
+    h = make_harness(name, layer_group=layer_group)
     h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL)
-    work(h)
+    run_all(h)
     admitted, *computed = h.progress
     assert (
         isinstance(admitted, Admitted) and len(admitted.pages) == 5 and admitted.cached_pages == 0
@@ -76,8 +75,8 @@ def test_progress_grows_to_the_whole_prompt(name, layer_group):
     h.drain()
 
 
-def test_pages_that_are_cached_are_said_to_be():
-    h = harness("chunked")
+def test_cached_pages_are_reported_on_admission():
+    h = make_harness("chunked")
     h.arrive("a", PROMPT)
     h.drain()
     h.arrive("b", PROMPT, disagg_role=DisaggRole.PREFILL)
@@ -88,15 +87,15 @@ def test_pages_that_are_cached_are_said_to_be():
     assert h.progress[-1].id == "d" and h.progress[-1].cached_pages == 4, (
         "nothing need be computed here"
     )
-    work(h)
+    run_all(h)
     for id in "bcd":
         h.event(Release(id))
     h.drain()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_answer_goes_on_behind_an_adopted_token(name):
-    h = harness(name)
+def test_decode_resumes_after_a_transferred_token(name):
+    h = make_harness(name)
     want = answer(PROMPT, 6)
     h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE, max_tokens=6)
     assert not h.device.busy() and not h.device.rows, "the executor has nothing to do with it yet"
@@ -113,12 +112,12 @@ def test_an_answer_goes_on_behind_an_adopted_token(name):
     )
     h.arrive("b", PROMPT)
     h.drain()
-    assert h.records["b"].cached_tokens == 16, "adopted pages are shared like any others"
+    assert h.records["b"].cached_tokens == 16, "transferred pages are shared like any others"
 
 
-def test_a_stop_token_behind_an_adopted_token():
+def test_a_stop_token_ends_a_resumed_decode():
     want = answer(PROMPT, 6)
-    h = harness("chunked")
+    h = make_harness("chunked")
     h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE, max_tokens=6, stop_token_ids=(want[2],))
     fill_in(h, "a")
     h.event(ResumeDecode("a", want[0]))
@@ -127,10 +126,10 @@ def test_a_stop_token_behind_an_adopted_token():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_prompt_may_stay(name):
-    h = harness(name)
+def test_a_prefilled_request_may_decode_where_it_is(name):
+    h = make_harness(name)
     h.arrive("a", PROMPT, disagg_role=DisaggRole.PREFILL, max_tokens=6)
-    work(h)
+    run_all(h)
     h.event(ResumeDecode("a", h.got["a"][0]))
     h.drain()
     assert h.got["a"] == answer(PROMPT, 6)
@@ -138,7 +137,7 @@ def test_a_prompt_may_stay(name):
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
-    h = harness("chunked")
+    h = make_harness("chunked")
     first = answer(PROMPT, 1)[0]
     h.arrive(
         "a",
@@ -147,7 +146,7 @@ def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
         max_tokens=9 if stop else 1,
         stop_token_ids=(first,) if stop else (),
     )
-    work(h)
+    run_all(h)
     assert h.ends["a"].finish_reason is (FinishReason.STOP if stop else FinishReason.LENGTH)
     assert h.engine.page_pool.available < 64
     h.event(ResumeDecode("a", first))  # too late: no harm
@@ -155,9 +154,9 @@ def test_an_answer_of_one_token_ends_but_keeps_its_pages(stop):
     h.drain()
 
 
-def test_answers_go_on_behind_tokens_that_the_client_has():
+def test_outputs_continue_after_a_generated_prefix():
     want = answer(PROMPT, 8)
-    h = harness("chunked")
+    h = make_harness("chunked")
     h.arrive("a", PROMPT, generated_prefix=tuple(want[:3]), max_tokens=8)
     h.drain()
     assert h.got["a"] == want[3:] and len(h.records["a"].token_s) == 5
@@ -172,7 +171,7 @@ def test_answers_go_on_behind_tokens_that_the_client_has():
         disagg_role=DisaggRole.DECODE,
         salt="other",
     )
-    work(h)
+    run_all(h)
     assert h.got["b"] == want[3:4]
     fill_in(h, "c")
     h.event(ResumeDecode("c", want[3]))
@@ -186,16 +185,16 @@ def test_answers_go_on_behind_tokens_that_the_client_has():
     )
 
 
-@pytest.mark.parametrize("part", [DisaggRole.PREFILL, DisaggRole.DECODE])
-def test_an_abort_keeps_the_pages_and_tells_the_client_once(part):
+@pytest.mark.parametrize("role", [DisaggRole.PREFILL, DisaggRole.DECODE])
+def test_an_abort_keeps_pinned_pages_and_finishes_once(role):
     for moment in range(6):
-        h = harness("multiplex", layer_group=2)
-        h.arrive("a", PROMPT, disagg_role=part)
+        h = make_harness("multiplex", layer_group=2)
+        h.arrive("a", PROMPT, disagg_role=role)
         for _ in range(moment):
             h.step()
         h.event(Abort("a"))
         h.event(Abort("a"))
-        work(h)
+        run_all(h)
         assert (
             h.ends["a"].finish_reason is FinishReason.ABORT
             and h.engine.page_pool.available == 64 - 5
@@ -206,12 +205,12 @@ def test_an_abort_keeps_the_pages_and_tells_the_client_once(part):
         h.drain()
 
 
-@pytest.mark.parametrize("part", [DisaggRole.PREFILL, DisaggRole.DECODE])
-def test_a_release_at_any_moment_is_silent(part):
+@pytest.mark.parametrize("role", [DisaggRole.PREFILL, DisaggRole.DECODE])
+def test_a_release_at_any_moment_is_silent(role):
     for moment in range(6):
-        h = harness("multiplex", layer_group=2)
+        h = make_harness("multiplex", layer_group=2)
         h.arrive("busy", range(40, 100), max_tokens=3)
-        h.arrive("a", PROMPT, disagg_role=part)
+        h.arrive("a", PROMPT, disagg_role=role)
         for _ in range(moment):
             h.step(moment)
         h.event(Release("a"))
@@ -223,8 +222,8 @@ def test_a_release_at_any_moment_is_silent(part):
         )
 
 
-def test_a_release_of_one_that_waits():
-    h = harness("chunked", pages=12)
+def test_a_waiting_request_can_be_released():
+    h = make_harness("chunked", pages=12)
     h.arrive("a", range(40), disagg_role=DisaggRole.DECODE, max_tokens=2)
     h.arrive("b", PROMPT, disagg_role=DisaggRole.DECODE)
     assert [p.id for p in h.progress] == ["a"]
@@ -233,9 +232,9 @@ def test_a_release_of_one_that_waits():
     h.drain()
 
 
-def test_kept_pages_are_not_taken_from_their_request():
-    """A whole request that outgrows the pool waits for those of a part, and goes on when they are released."""
-    h = harness("chunked", pages=16)
+def test_pinned_pages_are_not_preempted():
+    """A request that outgrows the pool waits until pinned pages are released."""
+    h = make_harness("chunked", pages=16)
     h.arrive("a", [1] * 8, max_tokens=50)
     h.step()
     h.arrive("b", range(30, 60), disagg_role=DisaggRole.DECODE, priority=-1)
@@ -248,12 +247,12 @@ def test_kept_pages_are_not_taken_from_their_request():
 
 
 def test_prompt_work_is_counted_where_it_is_done():
-    h = harness("chunked")
+    h = make_harness("chunked")
     h.arrive("a", PROMPT, disagg_role=DisaggRole.DECODE)
     assert h.engine.stats().prompt_tokens == 0
     h.arrive("b", PROMPT, disagg_role=DisaggRole.PREFILL)
     assert h.engine.stats().prompt_tokens == 18
-    work(h)
+    run_all(h)
     h.event(Release("a"))
     h.event(Release("b"))
     h.drain()
@@ -270,32 +269,32 @@ def test_prompt_work_is_counted_where_it_is_done():
             st.integers(0, 3),
             st.sampled_from(list(DisaggRole)),
             st.integers(0, 4),
-            st.sampled_from(["adopt", "adopt", "adopt", "release", "abort"]),
+            st.sampled_from(["resume", "resume", "resume", "release", "abort"]),
         ),
         min_size=1,
         max_size=12,
     ),
     choices=st.lists(st.integers(0, 7), min_size=1, max_size=40),
 )
-def test_any_mixture_of_parts(name, pages, load, choices):
-    """Every request comes to its end, and every token is right, whatever is adopted, released or aborted when."""
-    h = harness(name, pages=pages, max_running=6, layer_group=2)
+def test_any_mixture_of_roles(name, pages, load, choices):
+    """Every request ends with the right tokens, whatever is resumed, released or aborted."""
+    h = make_harness(name, pages=pages, max_running=6, layer_group=2)
     choice = itertools.cycle(choices)
     fates: dict[str, str] = {}
-    for number, (length, max_tokens, family, part, pause, fate) in enumerate(load):
+    for number, (length, max_tokens, family, role, pause, fate) in enumerate(load):
         prompt = [family] * (length // 2) + [
             (number * 7 + i) % 50 for i in range(length - length // 2)
         ]
-        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, disagg_role=part)
-        if part is not DisaggRole.WHOLE:
+        h.arrive(f"r{number}", prompt, max_tokens=max_tokens, disagg_role=role)
+        if role is not DisaggRole.WHOLE:
             fates[f"r{number}"] = fate
         for _ in range(pause):
             h.step(next(choice))
-            settle(h, fates, next(choice))
+            decide_one(h, fates, next(choice))
     for _ in range(2000):
         if not h.step(next(choice)) and not fates:
             break
-        settle(h, fates, 0)
+        decide_one(h, fates, 0)
     h.drain()
     for id, got in h.got.items():
         arrive = h.sent[id]
@@ -306,14 +305,14 @@ def test_any_mixture_of_parts(name, pages, load, choices):
             assert len(got) == arrive.sampling.max_tokens
 
 
-def settle(h: Harness, fates: dict[str, str], wait: int) -> None:
-    """Let one held request meet its fate, sooner or later."""
+def decide_one(h: Harness, fates: dict[str, str], wait: int) -> None:
+    """Resume, release or abort one held request, now or later."""
     for id, fate in tuple(fates.items()):
         request = h.engine.requests.get(id)
         if request is None or request.phase is Phase.DONE:
             h.event(Release(id))
         elif request.phase is Phase.HELD and not wait:
-            if fate == "adopt":
+            if fate == "resume":
                 if request.input.disagg_role is DisaggRole.DECODE:
                     fill_in(h, id)
                 h.event(ResumeDecode(id, answer(request.input.prompt, 1)[0]))

@@ -70,3 +70,7 @@ def test_a_cpu_of_any_number_of_cores():
 def test_a_dtype_the_device_lacks_is_named():
     with pytest.raises(ValueError, match=r"a100 has no fp8 .* bfloat16, float16"):
         device_spec("a100").peak("fp8")
+
+
+def test_a_curve_can_be_a_constant():
+    assert Curve(((1, 5.0),)).at(100) == 5.0
