@@ -363,10 +363,6 @@ class Service:
         spec, pages = parts.decoder.spec, parts.kv.pages - 1
         self.inbox = WallClockEventQueue()
         executor = parts.executor(policy.lanes, self.inbox)
-        shape = {"units": parts.units, "layers": spec.layers, "pages": pages, "page_tokens": PAGE}
-        self.watch = ContractChecker(
-            executor, self.inbox, **shape, lanes=policy.lanes, overlap=overlap
-        )
         self.engine = Engine(
             EngineLimits(
                 pages=pages,
@@ -381,6 +377,8 @@ class Service:
             ),
             policy,
         )
+        limits = self.engine.limits
+        self.watch = ContractChecker(executor, self.inbox, limits, policy.lanes)
         self.answers: dict[str, list[int]] = {}
         self.chances: dict[str, list[TokenLogprobs | None]] = {}
         self.finishes: dict[str, FinishReason] = {}
