@@ -1,8 +1,8 @@
 """ContractChecker: checks every command against what the device was sent before.
 
 Owns: a shadow of the executor's tables.
-Promises: raises ContractViolation, naming the fault, at the first command or completion that breaks the
-contract of types.py and interfaces.Executor. Passes everything on unchanged.
+Promises: raises ContractViolation, naming the fault, at the first command or completion that breaks
+the contract of types.py and interfaces.Executor. Passes everything on unchanged.
 Must not: be needed for anything to run.
 
 It stands on both sides of an executor, as an Executor and as an EventQueue:

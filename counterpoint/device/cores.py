@@ -1,12 +1,14 @@
 """The units of a CPU: its cores.
 
-Owns: which cores this process may use, which of them a lane's units are, and how threads are pinned.
-Promises: PREFILL and BOTH count from the low end, DECODE from the high end, so splits nest. Two lanes
-whose units fit together never share a core: two OpenMP teams on one core spin while they wait for each
-other, and run 10 to 25 times slower.
+Owns: which cores this process may use, which of them a lane's units are, and how threads are
+pinned.
+Promises: PREFILL and BOTH count from the low end, DECODE from the high end, so splits nest. Two
+lanes whose units fit together never share a core: two OpenMP teams on one core spin while they wait
+for each other, and run 10 to 25 times slower.
 Must not: import torch, or read the environment (the caller passes it).
 
-A unit is a physical core. Of its hardware threads, the first that the process may use stands for it.
+A unit is a physical core. Of its hardware threads, the first that the process may use stands for
+it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from counterpoint.types import Role
 
 
 def usable_cores(limit: int | None = None, root: Path = Path("/")) -> tuple[int, ...]:
-    """The cores that this process may use, ascending, at most `limit`: of the affinity mask, without
-    second hardware threads, no more than the container's CPU quota. All CPUs where none of that can
-    be read."""
+    """The cores that this process may use, ascending, at most `limit`: of the affinity mask,
+    without second hardware threads, no more than the container's CPU quota. All CPUs where none of
+    that can be read."""
     if sys.platform == "linux":
         allowed = sorted(os.sched_getaffinity(0))
     else:
@@ -61,8 +63,8 @@ def pin(cores: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def binding_warning(environ: Mapping[str, str]) -> str | None:
-    """A warning if the environment makes OpenMP bind its threads: it would override the pinning of the
-    lanes and put every team on the same first cores."""
+    """A warning if the environment makes OpenMP bind its threads: it would override the pinning of
+    the lanes and put every team on the same first cores."""
     found = [
         name
         for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

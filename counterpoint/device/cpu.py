@@ -1,15 +1,15 @@
 """CpuExecutor: lanes as threads on cores.
 
 Owns: the lanes' threads, the slot tables, the hidden states of unfinished passes.
-Promises: the steps of a lane run in order, also when their units differ. Steps of two lanes run at the
-same time, over one KV pool and one copy of the weights (torch releases the GIL in its operations). Two
-steps that would share a core never run together: the later one fails. An error in a step is its
-StepDone.error, and the executor goes on.
+Promises: the steps of a lane run in order, also when their units differ. Steps of two lanes run at
+the same time, over one KV pool and one copy of the weights (torch releases the GIL in its
+operations). Two steps that would share a core never run together: the later one fails. An error in
+a step is its StepDone.error, and the executor goes on.
 Must not: free pages, or keep a request's text.
 
-There is one thread for each lane and number of units. It is made when first needed and pinned for its
-life, with the OpenMP threads that torch starts in it. So another split costs a hand-over between
-threads, and no thread is ever moved.
+There is one thread for each lane and number of units. It is made when first needed and pinned for
+its life, with the OpenMP threads that torch starts in it. So another split costs a hand-over
+between threads, and no thread is ever moved.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class MeasuredCores:
 
 @dataclasses.dataclass(eq=False)
 class CpuExecutor:
-    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed. `cores`:
-    of the device, in the order in which lanes count them (`cores.usable_cores`)."""
+    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed.
+    `cores`: of the device, in the order in which lanes count them (`cores.usable_cores`)."""
 
     decoder: Decoder
     kv: KVPool
@@ -107,8 +107,8 @@ class CpuExecutor:
         self._passes: dict[int, CpuPass] = {}
 
     def submit(self, command: Command) -> None:
-        """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page that does
-        not exist."""
+        """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page that
+        does not exist."""
         match command:
             case InitSlot():
                 self.tables.init_slot(command)
@@ -251,8 +251,8 @@ class LaneThread:
             self.measured = MeasuredCores(lane.id, self.units, pin(cores))
         except OSError as error:
             log.warning("lane %d: cannot bind a thread to cores %s: %s", lane.id, cores, error)
-        # The first read of a thread's count overwrites it with the process's. Only a count set after
-        # that is the thread's own.
+        # The first read of a thread's count overwrites it with the process's. Only a count set
+        # after that is the thread's own.
         torch.get_num_threads()
         torch.set_num_threads(self.units)
         self.ready.set()

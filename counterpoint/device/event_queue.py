@@ -1,7 +1,7 @@
 """WallClockEventQueue: events from any thread for the engine's one thread, on the wall clock.
 
-Promises: events come out in the order in which they were put. The time of a `get` is not before that
-of any event it returns. What was put before `stop` still comes out.
+Promises: events come out in the order in which they were put. The time of a `get` is not before
+that of any event it returns. What was put before `stop` still comes out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Signal(enum.Enum):
 
 
 class WallClockEventQueue:
-    """`put`, `wake` and `stop` from any thread, `get` from one. `num_gets` counts calls of `get`: if a
-    `wake` does not change it, the thread that calls `get` is stuck. `busy_s`: seconds that it spent
-    between a `get` and the next."""
+    """`put`, `wake` and `stop` from any thread, `get` from one. `num_gets` counts calls of `get`:
+    if a `wake` does not change it, the thread that calls `get` is stuck. `busy_s`: seconds that it
+    spent between a `get` and the next."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event | Signal] = queue.SimpleQueue()
@@ -39,7 +39,8 @@ class WallClockEventQueue:
         self._queue.put(event)
 
     def stop(self) -> None:
-        """Make `get` return None once it has returned the events put before. Later ones are lost."""
+        """Make `get` return None once it has returned the events put before. Later ones are
+        lost."""
         self._queue.put(Signal.STOP)
 
     def wake(self) -> None:
@@ -47,8 +48,8 @@ class WallClockEventQueue:
         self._queue.put(Signal.WAKE)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Block until there are events or a wake. Returns the time and all events that wait, or None
-        after `stop`."""
+        """Block until there are events or a wake. Returns the time and all events that wait, or
+        None after `stop`."""
         self.num_gets += 1
         if self._returned_s is not None:
             self.busy_s += self.clock() - self._returned_s

@@ -1,10 +1,10 @@
 """Grammars: which tokens may come next in the slots whose answers must obey one.
 
-Owns: the vocabulary in llguidance's form, the compiled grammars, a matcher for each slot that has one,
-and the gate where requests wait until their grammars are compiled.
-Promises: slots without a grammar cost nothing. A matcher follows its slot's tokens wherever they came
-from: sampled here, before a preemption, or by another engine. A grammar's cost is bounded; one that
-costs more allows nothing, and its request fails alone. Any other allows at least one token.
+Owns: the vocabulary in llguidance's form, the compiled grammars, a matcher for each slot that has
+one, and the gate where requests wait until their grammars are compiled.
+Promises: slots without a grammar cost nothing. A matcher follows its slot's tokens wherever they
+came from: sampled here, before a preemption, or by another engine. A grammar's cost is bounded; one
+that costs more allows nothing, and its request fails alone. Any other allows at least one token.
 Must not: sample, know a JSON schema, import torch.
 
 Precedence: the grammar, then `min_tokens` and `ignore_eos`. These forbid the end as long as the
@@ -43,8 +43,8 @@ ClientEvent = AddRequest | Abort | ResumeDecode | Release
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`tokens`: the bytes that each id adds to a text, b"" for none. `special` ids are control tokens,
-    not text. `encode`: the ids of a text, without any around it."""
+    """`tokens`: the bytes that each id adds to a text, b"" for none. `special` ids are control
+    tokens, not text. `encode`: the ids of a text, without any around it."""
 
     tokens: Sequence[bytes]
     special: Sequence[int]
@@ -64,8 +64,8 @@ class SlotGrammar:
 
 
 class Grammars:
-    """`vocab` and `eos_token_ids` as in SamplingTables. Only one of the threads that run steps uses a
-    slot at a time."""
+    """`vocab` and `eos_token_ids` as in SamplingTables. Only one of the threads that run steps uses
+    a slot at a time."""
 
     def __init__(self, vocab: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab = vocab
@@ -138,8 +138,8 @@ class Grammars:
                 self._slots[slot].pending.append(token)
 
     def compute_bitmasks(self, slots: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-        """Which tokens may come next, as bits [R, ceil(vocab / 8)], the lowest first. `counts`: tokens
-        in each answer so far."""
+        """Which tokens may come next, as bits [R, ceil(vocab / 8)], the lowest first. `counts`:
+        tokens in each answer so far."""
         masks_RK = np.zeros((len(slots), len(self._eos_mask)), np.uint8)
         for row, slot, count in zip(masks_RK, slots, counts, strict=True):
             state = self._slots[slot]
@@ -183,8 +183,8 @@ def forbid_ends_(mask_K: np.ndarray, ends_K: np.ndarray) -> None:
 
 
 def make_tokenizer(vocabulary: Vocabulary, vocab: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary for llguidance: `vocab` ids, however many the tokeniser has. Takes some tenths of
-    a second."""
+    """The vocabulary for llguidance: `vocab` ids, however many the tokeniser has. Takes some tenths
+    of a second."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(
@@ -212,7 +212,8 @@ class TokenizerAdapter:
 
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Never raises for an error in the grammar: the matcher's `is_error` says so. Releases the GIL."""
+    """Never raises for an error in the grammar: the matcher's `is_error` says so. Releases the
+    GIL."""
     from llguidance import LLMatcher, LLParserLimits
 
     # A mask takes some ten microseconds; these bound it to about 100 ms, and a request's memory to
@@ -234,9 +235,10 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 class GrammarGate:
     """In front of `inbox`: holds a request until its grammar is compiled, by a thread of its own.
 
-    Events of one request keep their order. A request without a grammar, or with a compiled one, passes
-    at once. One whose grammar can't be compiled is delayed and fails where the grammar is used. Without
-    `grammars`, everything passes. `put` from any thread; `close` waits for the thread's end."""
+    Events of one request keep their order. A request without a grammar, or with a compiled one,
+    passes at once. One whose grammar can't be compiled is delayed and fails where the grammar is
+    used. Without `grammars`, everything passes. `put` from any thread; `close` waits for the
+    thread's end."""
 
     def __init__(self, grammars: Grammars | None, inbox: WallClockEventQueue) -> None:
         self._grammars = grammars

@@ -1,9 +1,9 @@
 """The KV pool's memory: how many pages a CPU's pool gets, and the pool as the bytes transports see.
 
 Promises: unless the user says so, a pool takes at most a quarter of the free memory, and never more
-than requests can fill. Region 2l of the bytes is the keys of layer l, 2l + 1 its values, whatever the
-order of a page's axes. Both ends of a transfer must have the same order: disagg/compatibility.py
-compares `page_layout`.
+than requests can fill. Region 2l of the bytes is the keys of layer l, 2l + 1 its values, whatever
+the order of a page's axes. Both ends of a transfer must have the same order:
+disagg/compatibility.py compares `page_layout`.
 Must not: copy.
 """
 
@@ -28,8 +28,8 @@ FREE_MEMORY_SHARE = 0.25
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process could still take: what the system calls available, and no more than is
-    left below a container's limit (cgroup v2 memory.max, v1 memory.limit_in_bytes). Half of the
+    """Memory that this process could still take: what the system calls available, and no more than
+    is left below a container's limit (cgroup v2 memory.max, v1 memory.limit_in_bytes). Half of the
     physical memory where that can't be read."""
     try:
         meminfo = (root / "proc/meminfo").read_text()
@@ -56,9 +56,9 @@ def available_bytes(root: Path = Path("/")) -> int:
 def choose_pages(
     device: DeviceConfig, page_bytes: int, max_running: int, max_context_tokens: int, available: int
 ) -> int:
-    """Pages of the pool: `kv_pages`, else what fits `kv_memory_bytes`, else a quarter of `available`
-    bytes, but no more than `max_running` requests of `max_context_tokens` fill. Raises ConfigError
-    naming the setting."""
+    """Pages of the pool: `kv_pages`, else what fits `kv_memory_bytes`, else a quarter of
+    `available` bytes, but no more than `max_running` requests of `max_context_tokens` fill. Raises
+    ConfigError naming the setting."""
     if device.kv_pages is not None:
         name, pages = "kv_pages", device.kv_pages
     elif device.kv_memory_bytes is not None:

@@ -2,7 +2,8 @@
 
 Promises: rows that do not ask cost nothing. At most BLOCK rows of a prompt's logits exist at once.
 
-Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
+Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S
+segments.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ BLOCK = 64  # rows of logits at a time
 def chosen_logprobs(
     sampling: SamplingTables, slot_B: Tensor, logits_BV: Tensor, ids_B: Tensor
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Of the sampled ids, one per sampled row. None where not asked for or not sampled; () if no row
-    asks."""
+    """Of the sampled ids, one per sampled row. None where not asked for or not sampled; () if no
+    row asks."""
     if not sampling.stages(slot_B) & SamplingStage.LOGPROBS:
         return ()
     rows_R = sampling.rows_with(slot_B, SamplingStage.LOGPROBS)
@@ -39,9 +40,9 @@ def chosen_logprobs(
 def prompt_logprobs(
     decoder: Decoder, tables: SlotTables, rows: PassRows, batch: PassTensors, x_TD: Tensor
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """One entry per segment: of the prompt tokens at positions [start + 1, start + tokens], up to the
-    prompt's end. None where not asked for; () if no segment asks. `x_TD`: hidden states after the last
-    layer."""
+    """One entry per segment: of the prompt tokens at positions [start + 1, start + tokens], up to
+    the prompt's end. None where not asked for; () if no segment asks. `x_TD`: hidden states after
+    the last layer."""
     sampling = tables.sampling
     if not sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS:
         return ()

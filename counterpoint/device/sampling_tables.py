@@ -1,8 +1,8 @@
 """SamplingTables: the sampling parameters of the open slots.
 
 Owns: the way from a request's Sampling to the sampler's SamplerInputs.
-Promises: all of it is on the host, so a stage that no row of a step asks for is skipped without asking
-the device. No Python loop over rows.
+Promises: all of it is on the host, so a stage that no row of a step asks for is skipped without
+asking the device. No Python loop over rows.
 Must not: sample.
 
 Shapes: B sampled rows, R and F some of them, N values added per row, L tokens of the longest row.
@@ -65,10 +65,10 @@ PAIR = np.dtype([("id", "i8"), ("value", "f4")], align=True)
 
 
 class SamplingTables:
-    """One row per slot. `rows` is a structured array (ROW). `logit_bias` and `end_bias` are added to
-    single logits: the request's logit_bias, and -inf for tokens that would end it before `min_tokens`.
-    Ids from `vocab` on are left out, as they have no logit. Where there is a grammar, `grammars` decides
-    what may end the request."""
+    """One row per slot. `rows` is a structured array (ROW). `logit_bias` and `end_bias` are added
+    to single logits: the request's logit_bias, and -inf for tokens that would end it before
+    `min_tokens`. Ids from `vocab` on are left out, as they have no logit. Where there is a grammar,
+    `grammars` decides what may end the request."""
 
     def __init__(self, slots: int, vocab: int, eos_token_ids: Sequence[int] = ()) -> None:
         self.vocab = vocab
@@ -119,8 +119,8 @@ class SamplingTables:
         return torch.from_numpy(np.flatnonzero(self.rows["stages"][slot_B.numpy()] & stage))
 
     def sampler_inputs(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> SamplerInputs:
-        """How rows are sampled whose new token stands at position `end_B`. `tokens` [slots, context]:
-        the token table."""
+        """How rows are sampled whose new token stands at position `end_B`. `tokens` [slots,
+        context]: the token table."""
         asked = self.stages(slot_B)
         if not asked & ~(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS):
             return SamplerInputs()
@@ -207,8 +207,8 @@ def requested_stages(s: Sampling) -> SamplingStage:
 
 class RaggedRows:
     """A few (id, value) pairs per slot, padded with (0, 0.0) to the most that any slot has had. One
-    array, replaced when it grows: a thread that reads has the old or the new one, and its own rows are
-    the same in both."""
+    array, replaced when it grows: a thread that reads has the old or the new one, and its own rows
+    are the same in both."""
 
     def __init__(self, slots: int) -> None:
         self.pairs = np.zeros((slots, 0), PAIR)
@@ -228,6 +228,6 @@ class RaggedRows:
 
 
 def tensor_column(rows: np.ndarray, name: str) -> Tensor:
-    """One field of structured rows, as a tensor of its own. (A view of one element counts as contiguous
-    whatever its strides, so it is copied.)"""
+    """One field of structured rows, as a tensor of its own. (A view of one element counts as
+    contiguous whatever its strides, so it is copied.)"""
     return torch.from_numpy(rows[name].copy())

@@ -1,8 +1,8 @@
 """The simulated device: a virtual clock, and lanes whose steps take as long as an estimator says.
 
 Owns: virtual time, the progress of each running step, and until when the host is busy.
-Promises: deterministic. Steps of a lane run in order. A step's speed changes when its neighbour starts
-or ends. Events that come while the host is busy wait for it.
+Promises: deterministic. Steps of a lane run in order. A step's speed changes when its neighbour
+starts or ends. Events that come while the host is busy wait for it.
 Must not: check commands (contract_checker.py does), or import torch.
 """
 
@@ -25,8 +25,8 @@ HICCUP_FACTORS = (1.3, 4.0)  # how many times longer such a step takes, uniforml
 
 
 def simulated_token(seed: int, position: int) -> int:
-    """The token at `position` of a request with `seed`: an id that common vocabularies use for text,
-    since their control tokens stand below 1,000 or above 30,000."""
+    """The token at `position` of a request with `seed`: an id that common vocabularies use for
+    text, since their control tokens stand below 1,000 or above 30,000."""
     return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
 
 
@@ -56,8 +56,9 @@ class FixedLatency:
 
 
 class VirtualEventQueue:
-    """interfaces.EventQueue on a virtual clock. Arrivals are posted beforehand; the device sets timers
-    for its completions. Each turn of the engine's loop keeps the host busy for `host_loop_s`."""
+    """interfaces.EventQueue on a virtual clock. Arrivals are posted beforehand; the device sets
+    timers for its completions. Each turn of the engine's loop keeps the host busy for
+    `host_loop_s`."""
 
     def __init__(self, host_loop_s: float = 0.0) -> None:
         self.now = 0.0
@@ -86,7 +87,8 @@ class VirtualEventQueue:
         return min(self._deliver_s, self._queue[0][0]) if self._queue else self._deliver_s
 
     def advance(self) -> tuple[float, Sequence[Event]] | None:
-        """Advance to the next event. Returns (time, events) when the host is notified, else None."""
+        """Advance to the next event. Returns (time, events) when the host is notified, else
+        None."""
         if self._queue and self._queue[0][0] <= self._deliver_s:
             self.now, _, item = heapq.heappop(self._queue)
             event = item() if callable(item) else item
@@ -101,7 +103,8 @@ class VirtualEventQueue:
         return self.now, events
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Advance until the host is notified. Returns (time, events), or None when nothing is left."""
+        """Advance until the host is notified. Returns (time, events), or None when nothing is
+        left."""
         while self._queue or self._pending:
             got = self.advance()
             if got is not None:
@@ -118,8 +121,8 @@ class VirtualEventQueue:
 @dataclass(slots=True, eq=False)
 class RunningStep:
     """A step on the device. At `since_s` a share `remaining` of it was left; the whole step takes
-    `whole_s` at its present speed, which is `slowdown` times what is expected. `version` numbers its
-    timers: only the latest counts."""
+    `whole_s` at its present speed, which is `slowdown` times what is expected. `version` numbers
+    its timers: only the latest counts."""
 
     step: Step
     started_s: float
@@ -148,11 +151,11 @@ class SimLane:
 class SimExecutor:
     """interfaces.Executor of one simulated device.
 
-    `step_times` gives a step's time, alone and beside another. `host`: how long a launch keeps the host
-    busy, and when the device could start the step. That is hidden while an earlier step runs, and
-    visible when the lane is idle. `active_units`: how many of its units have work during a step; None:
-    not reported. `hiccup_share` of the steps, chosen by id, take HICCUP_FACTORS times as long. Sampled
-    ids are `simulated_token`'s.
+    `step_times` gives a step's time, alone and beside another. `host`: how long a launch keeps the
+    host busy, and when the device could start the step. That is hidden while an earlier step runs,
+    and visible when the lane is idle. `active_units`: how many of its units have work during a
+    step; None: not reported. `hiccup_share` of the steps, chosen by id, take HICCUP_FACTORS times
+    as long. Sampled ids are `simulated_token`'s.
     """
 
     step_times: Estimator
@@ -199,7 +202,8 @@ class SimExecutor:
         self._update_speeds()
 
     def _update_speeds(self) -> None:
-        """A step started or ended: record progress so far, and set every running step's new speed."""
+        """A step started or ended: record progress so far, and set every running step's new
+        speed."""
         now = self.inbox.now
         running = [lane.running for lane in self._lanes.values() if lane.running is not None]
         for one in running:

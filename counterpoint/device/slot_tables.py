@@ -1,8 +1,8 @@
 """SlotTables: one row per slot of the CPU executor, with what a step needs beyond its integers.
 
 Owns: token ids and block tables of the open slots, as tensors; their sampling parameters.
-Promises: no Python loop over tokens, and over segments only to read their integers. A step reads only
-positions before its end, so a table may grow under a step in flight.
+Promises: no Python loop over tokens, and over segments only to read their integers. A step reads
+only positions before its end, so a table may grow under a step in flight.
 
 Memory: 4 bytes per slot and position, 8 MiB for 256 slots of 8,192 tokens.
 
@@ -26,8 +26,8 @@ from counterpoint.types import InitSlot, Segment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassRows:
-    """The integers of a pass, on the host, int64: of each segment its slot, first position and number
-    of tokens; of each sampled one its slot and the position of the new token."""
+    """The integers of a pass, on the host, int64: of each segment its slot, first position and
+    number of tokens; of each sampled one its slot and the position of the new token."""
 
     slot_S: Tensor
     start_S: Tensor
@@ -105,8 +105,8 @@ class SlotTables:
         return self.sampling.sampler_inputs(rows.slot_B, rows.end_B, self.tokens)
 
     def put_sampled(self, rows: PassRows, ids_B: Tensor) -> None:
-        """Write the sampled ids after their segments. A row that could not be sampled (-1) gets id 0,
-        since a step already queued may still run over it."""
+        """Write the sampled ids after their segments. A row that could not be sampled (-1) gets id
+        0, since a step already queued may still run over it."""
         self.tokens[rows.slot_B, rows.end_B] = ids_B.clamp(min=0).to(torch.int32)
 
     def _append(self, slot: int, pages: Sequence[int]) -> None:

@@ -1,14 +1,12 @@
 """StepProbe: makes steps, sends them to an executor and times them.
 
 Owns: slots, pages and tokens of the made requests, and how a kind of step is timed.
-Promises: times are the device's own (StepDone), averaged over several steps. Everything goes through
-the executor that serves, with the next step queued behind the running one wherever lanes are so deep.
-So a step's time is from the end of the one before to its own end, as when it is served. The host's time
-is given apart. Contexts do not grow while they are measured.
-Must not: know what a time is for.
+Promises: times are the device's own (StepDone), averaged over several steps. Steps are queued as
+deep as the lanes allow. So a step's time is from the end of the one before to its own end, as when
+it is served. The host's time is given apart. Contexts do not grow while they are measured.
 
-The executor has two lanes, as for multiplexing: lane 0 decodes and runs fused passes, lane 1 prefills.
-Slots from PROMPT_SLOTS on decode.
+The executor has two lanes, as for multiplexing: lane 0 decodes and runs fused passes, lane 1
+prefills. Slots from PROMPT_SLOTS on decode.
 """
 
 from __future__ import annotations
@@ -105,11 +103,10 @@ class CoRunTiming:
         steady = [at for at in decode_ends if pass_ends[0] <= at <= pass_ends[-1]]
         if len(steady) < 2:
             steady = [self.began_s, *decode_ends]
-        size, decodes_s = self.steps_per_pass, self.launches_s[DECODE]
-        parts_s = self.launches_s[PREFILL]
+        decodes_s, parts_s, size = *self.launches_s.values(), self.steps_per_pass
         prefills_s = [sum(parts_s[at : at + size]) for at in range(0, len(parts_s), size)]
-        decode = ProbeTiming(trimmed_mean(intervals(steady)), trimmed_mean(decodes_s[1:]))
-        prefill_s = trimmed_mean(intervals(pass_ends))
+        decode_s, prefill_s = (trimmed_mean(intervals(times)) for times in (steady, pass_ends))
+        decode = ProbeTiming(decode_s, trimmed_mean(decodes_s[1:]))
         return decode, ProbeTiming(prefill_s, trimmed_mean(prefills_s[1:]), size)
 
 
@@ -126,8 +123,8 @@ def intervals(times: Sequence[float]) -> list[float]:
 
 @dataclass
 class StepProbe:
-    """`pages`: of the pool; `units`: of the device; `layers`, `vocab`: of the model; `depth`: of the
-    lanes. `clock`: the host's."""
+    """`pages`: of the pool; `units`: of the device; `layers`, `vocab`: of the model; `depth`: of
+    the lanes. `clock`: the host's."""
 
     executor: Executor
     inbox: EventQueue
@@ -157,7 +154,8 @@ class StepProbe:
     # ------------------------------------------------------------ slots
 
     def set_decode_batch(self, contexts: Sequence[int]) -> None:
-        """Open decoding slots with these contexts. Raises ValueError if the pool can't hold them."""
+        """Open decoding slots with these contexts. Raises ValueError if the pool can't hold
+        them."""
         if list(contexts) == self.contexts:
             return
         for slot, _ in enumerate(self.contexts, PROMPT_SLOTS):
@@ -258,7 +256,6 @@ class StepProbe:
     # ------------------------------------------------------------ one kind of step
 
     def time_decode(self, work: BatchShape, units: int) -> ProbeTiming:
-        """A decode step of the batch."""
         return self._time_repeated(lambda: self.decode_step(work, units), MIN_STEPS, MAX_STEPS)
 
     def time_prefill(
@@ -275,8 +272,8 @@ class StepProbe:
     def sustained_slowdown(
         self, work: BatchShape, prompts: Sequence[ProbePrompt], for_s: float
     ) -> float:
-        """How many times longer a pass (fused, if `work` has decodes) takes in a run of `for_s` seconds
-        than in a short one."""
+        """How many times longer a pass (fused, if `work` has decodes) takes in a run of `for_s`
+        seconds than in a short one."""
 
         def make() -> Step:
             if work.decode_batch:
@@ -293,13 +290,12 @@ class StepProbe:
             for done in self._wait():
                 running -= 1
                 ends.append(done.ended_s)
-        half_s = (ends[0] + ends[-1]) / 2
-        late = [b - a for a, b in itertools.pairwise(ends) if a >= half_s]
-        return trimmed_mean(late) / short_s
+        late = [at for at in ends if at >= (ends[0] + ends[-1]) / 2]
+        return trimmed_mean(intervals(late)) / short_s
 
     def _time_repeated(self, make: Callable[[], Step], least: int, most: int) -> ProbeTiming:
-        """Steps back to back, as many queued as the lane is deep, then one on an idle device. The first
-        is not counted: it may have to compile or allocate something."""
+        """Steps back to back, as many queued as the lane is deep, then one on an idle device. The
+        first is not counted: it may have to compile or allocate something."""
         ends: list[float] = []
         launches_s: list[float] = []
         enough = most
@@ -332,9 +328,9 @@ class StepProbe:
     # ------------------------------------------------------------ two kinds at once
 
     def time_co_running(self, run: CoRun, for_s: float = 0.0) -> tuple[ProbeTiming, ProbeTiming]:
-        """A decode step and a prefill pass, both repeated side by side. Prefill runs in layer groups
-        that take about as long as a decode step, as it is served. `for_s`: for at least so long, of
-        which the second half counts."""
+        """A decode step and a prefill pass, both repeated side by side. Prefill runs in layer
+        groups that take about as long as a decode step, as it is served. `for_s`: for at least so
+        long, of which the second half counts."""
         decode_us, prefill_us = (int(1e6 * seconds) for seconds in run.expected_s)
         prefill_us = max(1, prefill_us)
         group = max(1, min(self.layers, -(-decode_us * self.layers // prefill_us)))

@@ -1,8 +1,8 @@
 """Timeline: what ran on each lane and when, as a Chrome trace (for Perfetto or chrome://tracing).
 
 Owns: the spans and the file format.
-Promises: the simulator and a real device write the same file. All that it records comes from commands
-and events that pass through it, unchanged.
+Promises: the simulator and a real device write the same file. All that it records comes from
+commands and events that pass through it, unchanged.
 
 It stands on both sides of an executor, as an Executor and as an EventQueue:
 
@@ -71,8 +71,8 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Timeline:
-    """Records every step between `executor` and `inbox`. `lanes`: those that are titled by their role.
-    `sample_s`: the least time between two samples of the gauges."""
+    """Records every step between `executor` and `inbox`. `lanes`: those that are titled by their
+    role. `sample_s`: the least time between two samples of the gauges."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 Promises: a frame is small enough that a cancelled write ends soon.
 
-The writer sends a preface (magic, key, the receiver's number of the link), then frames. The receiver
-acknowledges each frame.
+The writer sends a preface (magic, key, the receiver's number of the link), then frames. The
+receiver acknowledges each frame.
 
     frame    generation, op, number of spans, bytes   (u64, u64, u32, u64)
              that many (region, offset, bytes)        (3 x i64)

@@ -40,8 +40,8 @@ class GpuKvMemory(KvMemory):
 
 
 class GpuCopier(Protocol):
-    """Copies rows (as of GpuKvMemory). One thread of a transport calls `map_pool`, one (maybe another)
-    all that copies."""
+    """Copies rows (as of GpuKvMemory). One thread of a transport calls `map_pool`, one (maybe
+    another) all that copies."""
 
     max_rows: int  # of one copy
 

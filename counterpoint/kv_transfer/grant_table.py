@@ -2,9 +2,9 @@
 
 Owns: the generation that each page is granted to, the writers that have closed their end, and the
 owner's list of writers.
-Promises: nothing is left in /dev/shm, since a memfd has no name and ends with its last user. A reused
-pid can't be mistaken (the key). A writer counts as gone when it has marked its end closed or its
-process has ended, never before.
+Promises: nothing is left in /dev/shm, since a memfd has no name and ends with its last user. A
+reused pid can't be mistaken (the key). A writer counts as gone when it has marked its end closed or
+its process has ended, never before.
 
     key               in one block of 4096 bytes
     grants            u64 for each page: its generation

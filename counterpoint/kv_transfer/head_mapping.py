@@ -1,12 +1,12 @@
 """Which KV heads go from which prefill rank to which decode rank (tensor parallelism).
 
-Owns: the layout of KV heads over ranks, and the plan. Promises: pure; each head of a decode rank comes
-from exactly one prefill rank, and replicas share the work.
+Owns: the layout of KV heads over ranks, and the plan. Promises: pure; each head of a decode rank
+comes from exactly one prefill rank, and replicas share the work.
 Must not: know bytes (sharded.py turns slices into spans).
 
-With `kv_heads` heads over `tp` ranks, rank r holds heads [r * n, (r + 1) * n), n = kv_heads / tp. With
-more ranks than heads, head h is replicated on ranks [h * c, (h + 1) * c), c = tp / kv_heads. Latent
-attention (MLA) keeps one latent "head" on every rank: kv_heads = 1.
+With `kv_heads` heads over `tp` ranks, rank r holds heads [r * n, (r + 1) * n), n = kv_heads / tp.
+With more ranks than heads, head h is replicated on ranks [h * c, (h + 1) * c), c = tp / kv_heads.
+Latent attention (MLA) keeps one latent "head" on every rank: kv_heads = 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 
 class HeadSlice(NamedTuple):
-    """`heads` heads, from index `source` of the prefill rank to index `target` of the decode rank."""
+    """`heads` heads, from index `source` of the prefill rank to index `target` of the decode
+    rank."""
 
     source: int
     heads: int
@@ -41,8 +42,8 @@ class HeadLayout(NamedTuple):
 def plan_slices(
     source: HeadLayout, target: HeadLayout, source_rank: int, target_rank: int
 ) -> list[HeadSlice]:
-    """What prefill rank `source_rank` writes to decode rank `target_rank`: one run of heads, or none.
-    Raises ValueError for sizes that do not divide."""
+    """What prefill rank `source_rank` writes to decode rank `target_rank`: one run of heads, or
+    none. Raises ValueError for sizes that do not divide."""
     check_divisible(source.tp, target.tp, source.kv_heads)
     here, there = source.heads(source_rank), target.heads(target_rank)
     first, last = max(here.start, there.start), min(here.stop, there.stop)

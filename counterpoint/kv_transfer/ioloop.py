@@ -1,8 +1,8 @@
 """IoLoop: one thread that serves the sockets of a transport.
 
 Owns: the thread, the selector, the sockets given to it.
-Promises: handlers run one at a time, under the lock given at construction. When `remove` has returned
-under that lock, no handler of that socket runs any more.
+Promises: handlers run one at a time, under the lock given at construction. When `remove` has
+returned under that lock, no handler of that socket runs any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class IoLoop:
         self._selector.register(sock, events)
 
     def wants_write(self, sock: socket.socket, yes: bool = True) -> None:
-        """Whether to call the socket's handler when it can take bytes. Unknown sockets are ignored."""
+        """Whether to call the socket's handler when it can take bytes. Unknown sockets are
+        ignored."""
         if sock not in self._handlers:
             return
         events = self._selector.get_key(sock).events

@@ -2,12 +2,12 @@
 
 Owns: the thread that copies, the mappings of peers' pools, this pool's grant table.
 Promises: pages are copied only while the reader's grant table allows the write's generation. A
-cancelled write stops before its next piece. Completed comes after the last copy has ended. A mapping
-is released with its link, since it keeps a dead peer's memory.
+cancelled write stops before its next piece. Completed comes after the last copy has ended. A
+mapping is released with its link, since it keeps a dead peer's memory.
 Must not: give Quiesced. The reader can't see whether the writer stands between checking the grant
-table and copying. Its link is severed when the writer marks its end closed with no copy in flight, or
-when the writer's process has ended. (Linux closes the process's files, and with them the driver ends
-its GPU work, before that end can be seen.)
+table and copying. Its link is severed when the writer marks its end closed with no copy in flight,
+or when the writer's process has ended. (Linux closes the process's files, and with them the driver
+ends its GPU work, before that end can be seen.)
 """
 
 from __future__ import annotations

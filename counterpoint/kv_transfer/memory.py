@@ -1,6 +1,7 @@
 """A worker's KV pool as plain bytes.
 
-Owns: where page p of layer l is. Promises: as few spans as contiguous pages allow; no tensor library.
+Owns: where page p of layer l is. Promises: as few spans as contiguous pages allow; no tensor
+library.
 
 A pool is a list of regions, two per layer: region 2l holds the keys of layer l, 2l + 1 its values.
 Each region has `pages` pages of `page_bytes` bytes.
@@ -40,8 +41,8 @@ class PagedMemory(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KvMemory:
-    """`regions`: writable 1-D uint8 arrays of one size, in order of layers. Raises ValueError if they
-    do not fit `page_bytes`."""
+    """`regions`: writable 1-D uint8 arrays of one size, in order of layers. Raises ValueError if
+    they do not fit `page_bytes`."""
 
     regions: tuple[NDArray[np.uint8], ...]
     page_bytes: int

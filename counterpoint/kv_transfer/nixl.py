@@ -5,12 +5,12 @@ NIXL picks RDMA, NVLink, shared memory or TCP through UCX.
 Owns: one agent, named anew in every process, and one thread that makes every call to it. NIXL's own
 progress thread is off: on few cores it costs more than it gives. Ours also drives what peers write
 over TCP.
-Promises: Completed when NIXL says that a write has ended, never before. Releasing a transfer in flight
-does not stop it (bytes landed after a release that had returned OK), so `cancel` only waits. A link on
-which the peer writes is severed when the peer says that its last write has ended, or when its process
-on this host has ended; there is no other proof.
-Must not: be used with a peer that is not trusted. The reader can't refuse a write: the writer keeps to
-the grants that the handoff protocol gave it.
+Promises: Completed when NIXL says that a write has ended, never before. Releasing a transfer in
+flight does not stop it (bytes landed after a release that had returned OK), so `cancel` only waits.
+A link on which the peer writes is severed when the peer says that its last write has ended, or when
+its process on this host has ended; there is no other proof.
+Must not: be used with a peer that is not trusted. The reader can't refuse a write: the writer keeps
+to the grants that the handoff protocol gave it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class NixlPeerInfo(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """`name` is "" until the agent knows it. `writes`: this end does. Where the peer writes, `process`
-    tells when it has ended (host.py)."""
+    """`name` is "" until the agent knows it. `writes`: this end does. Where the peer writes,
+    `process` tells when it has ended (host.py)."""
 
     name: str
     remote: int
@@ -92,7 +92,8 @@ class NixlTransport:
         self._registered: Any = None
         self._addresses = np.empty(0, np.int64)
         self._peers: dict[int, NixlPeer] = {}
-        # Names ever added. The thread goes on polling them: a peer may still have to be told "left".
+        # Names ever added. The thread goes on polling them: a peer may still have to be told
+        # "left".
         self._agents: set[str] = set()
         self._writes: dict[int, tuple[int, Any]] = {}  # op -> link, handle
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)

@@ -1,16 +1,17 @@
-"""Workers split over several ranks (tensor parallelism): their pools as one, their transports as one.
+"""Workers split over several ranks (tensor parallelism): their pools as one, their transports as
+one.
 
-Owns: how whole pages become slices of heads, and which links, writes and grants of the ranks belong to
-one of the worker.
-Promises: a ShardedMemory is used like any pool, and a ShardedTransport like any transport, however the
-other worker is split. Only the prefill ranks that the plan names (head_mapping.py) may write a decode
-rank's page. A write has completed when all its parts have; Quiesced and LinkSevered come when every
-rank has given them.
+Owns: how whole pages become slices of heads, and which links, writes and grants of the ranks belong
+to one of the worker.
+Promises: a ShardedMemory is used like any pool, and a ShardedTransport like any transport, however
+the other worker is split. Only the prefill ranks that the plan names (head_mapping.py) may write a
+decode rank's page. A write has completed when all its parts have; Quiesced and LinkSevered come
+when every rank has given them.
 Must not: compute checksums, since heads lie in other places on the other side.
 
 One process reaches all ranks' pools: rank 0 decides, so it counts the ranks' completions and gives
-Completed once (docs/decisions/handoff.md). shm needs pages of one size at both ends, so it serves only
-splits that have them.
+Completed once (docs/decisions/handoff.md). shm needs pages of one size at both ends, so it serves
+only splits that have them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ HeadOrder = Literal["token, head", "head, token"]
 
 
 class ShardedPage(NamedTuple):
-    """A page of `heads` heads in one region: `tokens` tokens, `head_bytes` of each head of each token.
-    `order`: which axis is outer."""
+    """A page of `heads` heads in one region: `tokens` tokens, `head_bytes` of each head of each
+    token. `order`: which axis is outer."""
 
     heads: int
     tokens: int
@@ -67,8 +68,8 @@ class ShardedPage(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ShardedMemory:
     """A worker's pool. Page p of the worker is page p of every rank, which holds its heads of it
-    (`layout`). `page` is one with all heads; spans of the pool are in such pages. Raises ValueError if
-    `parts` don't fit."""
+    (`layout`). `page` is one with all heads; spans of the pool are in such pages. Raises ValueError
+    if `parts` don't fit."""
 
     layout: HeadLayout
     page: ShardedPage
@@ -110,8 +111,8 @@ class ShardedMemory:
 def head_spans(
     spans: Spans, whole: ShardedPage, here: ShardedPage, there: ShardedPage, part: HeadSlice
 ) -> Spans:
-    """What one rank writes to another of `spans` of whole pages: the heads of `part`. `here`, `there`:
-    the pages of the two ranks."""
+    """What one rank writes to another of `spans` of whole pages: the heads of `part`. `here`,
+    `there`: the pages of the two ranks."""
     counts = spans[:, 3] // whole.bytes
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     region = np.repeat(spans[:, 0], counts)

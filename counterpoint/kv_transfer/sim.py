@@ -3,8 +3,8 @@
 Owns: writes in flight, on a clock that its user sets.
 Promises: bytes land when the user says so: by bandwidth and latency (`advance`), or by hand, in any
 order and in pieces (`writes`, `land`, `complete`). A stalled link moves nothing. A cancelled write
-keeps landing until it completes, as on real network hardware. Completed, Quiesced and LinkSevered come
-only when none of their bytes can move.
+keeps landing until it completes, as on real network hardware. Completed, Quiesced and LinkSevered
+come only when none of their bytes can move.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class SimWrite:
 class SimNetwork:
     """All links between its SimTransports. `bandwidth`: bytes/s of each link in one direction;
     `latency_s`: from posting to the first byte. `checks_grants`: reading ends check every span and
-    prove that a revoked generation is quiet, as TCP does; if not, bytes land wherever the writer says,
-    as with RDMA. `slow_fence`: a disconnected link moves bytes until `sever`. `checksums`: writers
-    compute them. `on_land` is called with every span that lands."""
+    prove that a revoked generation is quiet, as TCP does; if not, bytes land wherever the writer
+    says, as with RDMA. `slow_fence`: a disconnected link moves bytes until `sever`. `checksums`:
+    writers compute them. `on_land` is called with every span that lands."""
 
     bandwidth: float = float("inf")
     latency_s: float = 0.0
@@ -117,8 +117,8 @@ class SimNetwork:
         self.severing.pop(link).notices.append(LinkSevered(link))
 
     def kill(self, victim: SimTransport) -> None:
-        """Its process dies. What it posted may still land. What was on its way to it is gone, and the
-        writers see that."""
+        """Its process dies. What it posted may still land. What was on its way to it is gone, and
+        the writers see that."""
         victim.alive = False
         for write in [w for w in self.writes if w.target is victim]:
             self.writes.remove(write)

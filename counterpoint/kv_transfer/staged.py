@@ -1,11 +1,11 @@
 """StagedTransport: KV of GPUs through host memory, over a transport of host memory (TCP, shm).
 
-Used only when asked for, where nothing better joins two GPUs: each byte is copied three times, and the
-thread that calls waits for the copies.
+Used only when asked for, where nothing better joins two GPUs: each byte is copied three times, and
+the thread that calls waits for the copies.
 
 Owns: a mirror of the pool in host memory, of which only touched pages take memory.
-Promises: the inner transport's proofs hold for the mirror. Only this end writes the pool itself, while
-the generation's pages are still reserved.
+Promises: the inner transport's proofs hold for the mirror. Only this end writes the pool itself,
+while the generation's pages are still reserved.
 
 The writer copies pages to its mirror and has the inner transport write them. The reader takes them
 from its mirror when it revokes the generation, before it uses or frees them (disagg/receiver.py).

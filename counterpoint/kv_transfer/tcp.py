@@ -1,7 +1,7 @@
 """TcpTransport: KV over plain TCP, with no dependency. The receiver reads straight into its pool.
 
-Owns: the connections on which this end writes, and one I/O thread. tcp_receiver.py has those on which
-peers write.
+Owns: the connections on which this end writes, and one I/O thread. tcp_receiver.py has those on
+which peers write.
 Promises: a write is complete when the receiver has acknowledged all of its frames. `revoke` and
 `disconnect` are proven at once, since bytes are placed under one lock, even if a peer stops in the
 middle of a write.
@@ -58,8 +58,8 @@ class TcpPeerInfo(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class TcpWriter:
     """A connection on which this end writes. `frames`: not begun, as (op, generation, spans);
-    `buffers`: the rest of the frame that is being sent; `unacked`: frames of each op without an ack;
-    `errors`: of ops that will fail; `acks`: bytes of an incomplete ack."""
+    `buffers`: the rest of the frame that is being sent; `unacked`: frames of each op without an
+    ack; `errors`: of ops that will fail; `acks`: bytes of an incomplete ack."""
 
     link: int
     socket: socket.socket

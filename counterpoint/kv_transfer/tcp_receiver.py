@@ -60,8 +60,8 @@ class TcpReader:
 
 
 class TcpReceiver:
-    """The caller holds the lock of `loop` for every method but `listen`. `links`: those on which the
-    peer writes."""
+    """The caller holds the lock of `loop` for every method but `listen`. `links`: those on which
+    the peer writes."""
 
     def __init__(self, loop: IoLoop, notify: Callable[[Notice], None]) -> None:
         self.key = secrets.token_bytes(16)

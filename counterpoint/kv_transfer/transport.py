@@ -6,9 +6,9 @@ and the pages stay reserved.
 Must not: know requests, tokens or handoffs.
 
 A *link* connects two workers. Each end has its own number for it (`link`) and knows the other end's
-(`remote`). One Transport object serves all links of a worker. One thread calls all methods, and each
-returns at once. `poll` fetches notices; `wake`, given at construction and called from any thread,
-says that there are some.
+(`remote`). One Transport object serves all links of a worker. One thread calls all methods, and
+each returns at once. `poll` fetches notices; `wake`, given at construction and called from any
+thread, says that there are some.
 """
 
 from __future__ import annotations

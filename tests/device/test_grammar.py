@@ -1,4 +1,5 @@
-"""Grammars: bitmasks, the gate, answers of the CPU executor and of the engine under every policy."""
+"""Grammars: bitmasks, the gate, answers of the CPU executor and of the engine under every
+policy."""
 
 from __future__ import annotations
 

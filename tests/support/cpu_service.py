@@ -50,8 +50,8 @@ def make_requests() -> list[AddRequest]:
 
 
 class Service:
-    """An engine and its device in a thread, as in a server, with a ContractChecker between. Collects
-    the answers until every request has finished."""
+    """An engine and its device in a thread, as in a server, with a ContractChecker between.
+    Collects the answers until every request has finished."""
 
     def __init__(self, decoder: Decoder, policy: Policy, pages: int) -> None:
         self.inbox = WallClockEventQueue()

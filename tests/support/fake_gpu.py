@@ -1,4 +1,5 @@
-"""A GPU for transports, without one: its memory is shared memory, its copies are torch's on the CPU."""
+"""A GPU for transports, without one: its memory is shared memory, its copies are torch's on the
+CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from counterpoint.kv_transfer.transport import TransportError
 
 
 class FakeGpu:
-    """A GpuCopier. `running`: copies end only while it is set. `copies`: how many have begun; `begun` is
-    set with the first."""
+    """A GpuCopier. `running`: copies end only while it is set. `copies`: how many have begun;
+    `begun` is set with the first."""
 
     def __init__(self, max_rows: int = 3) -> None:
         self.max_rows = max_rows
