@@ -180,8 +180,8 @@ class ContractChecker:
             for segment in step.segments:
                 self._add_segment(step, segment)
         number = step.pass_id
-        require(first == current.cursor, f"{where}: pass {number} is at layer {current.cursor}")
-        require(step.lane == current.lane, f"{where}: pass {number} is of lane {current.lane}")
+        require(first == current.cursor, f"{where}: pass {number} stands at layer {current.cursor}")
+        require(step.lane == current.lane, f"{where}: pass {number} belongs to lane {current.lane}")
         require(step.segments == current.segments, f"{where} changes the segments of pass {number}")
         current.cursor = step.last_layer
         current.in_flight += 1

@@ -154,8 +154,7 @@ class StepProbe:
     # ------------------------------------------------------------ slots
 
     def set_decode_batch(self, contexts: Sequence[int]) -> None:
-        """Open decoding slots with these contexts. Raises ValueError if the pool can't hold
-        them."""
+        """Open decoding slots with these contexts. Raises ValueError if they do not fit the pool."""
         if list(contexts) == self.contexts:
             return
         for slot, _ in enumerate(self.contexts, PROMPT_SLOTS):
