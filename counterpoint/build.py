@@ -24,7 +24,7 @@ from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.active_units import ActiveUnits
 from counterpoint.cost_model.calibration import CalibrationKey, shape_key
 from counterpoint.cost_model.roofline import Roofline
-from counterpoint.device import has_gpu
+from counterpoint.device.choose import has_gpu
 from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
 from counterpoint.disagg.handoff_runner import WorkerIdentity
 from counterpoint.disagg.link_choice import TransportEndpoint
@@ -409,7 +409,7 @@ def claim_gpu(config: Config, rank: int | None, workers: int) -> tuple[str, int]
     set_hardware_queues()
     if rank is None or config.device.device == "cpu":
         return choose_device(config), 1
-    from counterpoint.device import gpu_count
+    from counterpoint.device.choose import gpu_count
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (

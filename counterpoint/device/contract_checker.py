@@ -5,7 +5,7 @@ Promises: raises ContractViolation, naming the fault, at the first command or co
 the contract of types.py and interfaces.Executor. Passes everything on unchanged.
 Must not: be needed for anything to run.
 
-It stands on both sides of an executor, as an Executor and as an EventQueue:
+It wraps both sides of a device, as an Executor and as an EventQueue:
 
     checker = ContractChecker(executor, inbox, limits)
     run(engine, checker, checker, deliver)

@@ -86,8 +86,9 @@ def pool_memory(pool: KVPool) -> KvMemory:
     if pool.k[0].device.type != "cpu":
         if pool.whole is None:
             raise ValueError(f"a pool on {pool.k[0].device} must be one allocation")
-        regions_RB = pool.whole.view(torch.uint8).view(2 * len(pool.k), -1)
-        return GpuKvMemory.from_tensor(regions_RB, pool.pages)
+        return GpuKvMemory.from_tensor(
+            pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
+        )
     regions = [_bytes(side[layer]) for layer in range(len(pool.k)) for side in (pool.k, pool.v)]
     return KvMemory(tuple(regions), regions[0].nbytes // pool.pages)
 

@@ -119,7 +119,7 @@ class SamplingTables:
         return torch.from_numpy(np.flatnonzero(self.rows["stages"][slot_B.numpy()] & stage))
 
     def sampler_inputs(self, slot_B: Tensor, end_B: Tensor, tokens: Tensor) -> SamplerInputs:
-        """How rows are sampled whose new token stands at position `end_B`. `tokens` [slots,
+        """How rows are sampled whose new token is at position `end_B`. `tokens` [slots,
         context]: the token table."""
         asked = self.stages(slot_B)
         if not asked & ~(SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS):

@@ -26,7 +26,7 @@ HICCUP_FACTORS = (1.3, 4.0)  # how many times longer such a step takes, uniforml
 
 def simulated_token(seed: int, position: int) -> int:
     """The token at `position` of a request with `seed`: an id that common vocabularies use for
-    text, since their control tokens stand below 1,000 or above 30,000."""
+    text, since their control tokens are below 1,000 or above 30,000."""
     return 1_000 + (seed * 0x9E3779B1 + position * 0x85EBCA77 >> 7) % 29_000
 
 
@@ -213,7 +213,7 @@ class SimExecutor:
             others = [other.step for other in running if other is not one]
             whole_s = one.slowdown * self._whole_s(one.step, others)
             if one.version and whole_s == one.whole_s:
-                continue  # its timer stands
+                continue  # its timer is still right
             one.whole_s = whole_s
             one.version += 1
             self._set_timer(one)

@@ -154,7 +154,7 @@ class StepProbe:
     # ------------------------------------------------------------ slots
 
     def set_decode_batch(self, contexts: Sequence[int]) -> None:
-        """Open decoding slots with these contexts. Raises ValueError if they do not fit the pool."""
+        """Open decoding slots with these contexts. Raises ValueError if the pool is too small."""
         if list(contexts) == self.contexts:
             return
         for slot, _ in enumerate(self.contexts, PROMPT_SLOTS):
@@ -179,7 +179,7 @@ class StepProbe:
         return self.tokens[start : start + count]
 
     def _open_prompts(self, prompts: Sequence[ProbePrompt]) -> list[Segment]:
-        """Open slots with these prompts anew; their segments. Their pages are the pool's first."""
+        """Open slots with these prompts again; their segments. They take the pool's first pages."""
         segments, at = [], 0
         for slot, (tokens, reused) in enumerate(prompts):
             known = reused + tokens

@@ -4,7 +4,7 @@ Owns: the spans and the file format.
 Promises: the simulator and a real device write the same file. All that it records comes from
 commands and events that pass through it, unchanged.
 
-It stands on both sides of an executor, as an Executor and as an EventQueue:
+It wraps both sides of a device, as an Executor and as an EventQueue:
 
     timeline = Timeline(executor, inbox, lanes)
     run(engine, (inbox, executor), deliver, timeline=timeline)

@@ -88,7 +88,7 @@ class MappedTransport(Generic[Pool, Piece]):
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-{self.kind}", daemon=True)
 
-    # ------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------ what a subclass defines
 
     def _map_pool(self, info: MappedPeerInfo, grants: GrantTable) -> Pool:
         """Raises TransportError."""

@@ -74,7 +74,7 @@ def load_nixl() -> Any:
 
 
 class NixlTransport:
-    """`memory_kind`: NIXL's word for where the pool is, DRAM or VRAM (device 0)."""
+    """`memory_kind`: NIXL's name for where the pool is, DRAM or VRAM (device 0)."""
 
     kind = "nixl"
 
@@ -92,7 +92,7 @@ class NixlTransport:
         self._registered: Any = None
         self._addresses = np.empty(0, np.int64)
         self._peers: dict[int, NixlPeer] = {}
-        # Names ever added. The thread goes on polling them: a peer may still have to be told
+        # Names ever added. The thread goes on polling them: a peer may still have to get
         # "left".
         self._agents: set[str] = set()
         self._writes: dict[int, tuple[int, Any]] = {}  # op -> link, handle
@@ -258,7 +258,7 @@ class NixlTransport:
             self._leave(link, peer)
 
     def _leave(self, link: int, peer: NixlPeer) -> None:
-        """None of this end's writes is in flight: tell the reading end."""
+        """None of this end's writes is in flight: notify the reading end."""
         try:
             self._agent.send_notif(peer.name, f"left {peer.remote}".encode())
         except Exception as error:

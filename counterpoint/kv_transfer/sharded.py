@@ -7,7 +7,7 @@ Promises: a ShardedMemory is used like any pool, and a ShardedTransport like any
 the other worker is split. Only the prefill ranks that the plan names (head_mapping.py) may write a
 decode rank's page. A write has completed when all its parts have; Quiesced and LinkSevered come
 when every rank has given them.
-Must not: compute checksums, since heads lie in other places on the other side.
+Must not: compute checksums, since heads are at other offsets on the other side.
 
 One process reaches all ranks' pools: rank 0 decides, so it counts the ranks' completions and gives
 Completed once (docs/decisions/handoff.md). shm needs pages of one size at both ends, so it serves

@@ -1,7 +1,7 @@
 """The interface of every KV transport, and the notices that it gives.
 
 Promises: a notice comes only when it is proven. A cancelled write may still be landing; only
-Completed says that it is not. A transport that cannot prove that bytes stand still gives no notice,
+Completed says that it is not. A transport that cannot prove that no bytes move gives no notice,
 and the pages stay reserved.
 Must not: know requests, tokens or handoffs.
 

@@ -152,12 +152,12 @@ def test_logprobs_of_tokens_and_prompt(rig: Rig, decoder: Decoder):
     assert len(prompt) == len(PROMPT) - 1
     for n in range(1, len(PROMPT)):  # the same, from a request that ends there
         rig.open(2, PROMPT[:n], Sampling(max_tokens=1, temperature=0.0, logprobs=VOCAB))
-        (told,) = rig.run([Segment(2, 0, n, True, pages(40, n))]).logprobs
-        assert told is not None
+        (found,) = rig.run([Segment(2, 0, n, True, pages(40, n))]).logprobs
+        assert found is not None
         assert prompt[n - 1].logprob == pytest.approx(
-            told.top_logprobs[told.top_ids.index(PROMPT[n])], abs=1e-4
+            found.top_logprobs[found.top_ids.index(PROMPT[n])], abs=1e-4
         )
-        assert prompt[n - 1].top_ids == told.top_ids[:1]
+        assert prompt[n - 1].top_ids == found.top_ids[:1]
 
 
 # ---------------------------------------------------------------- cores
@@ -244,9 +244,9 @@ def test_steps_that_would_share_a_core_are_refused(decoder: Decoder):
     assert inside.wait(60)
     refused = rig.wait(rig.step([Segment(1, 0, 23, True, pages(20, 23))], lane=DECODE.id, units=2))
     assert "share cores" in refused.error and refused.tokens == ()
-    beside = rig.step([Segment(2, 0, 23, True, pages(40, 23))], lane=DECODE.id, units=1)
+    other = rig.step([Segment(2, 0, 23, True, pages(40, 23))], lane=DECODE.id, units=1)
     leave.set()
-    assert rig.wait(first).tokens == rig.wait(beside).tokens != ()
+    assert rig.wait(first).tokens == rig.wait(other).tokens != ()
     again = rig.run([Segment(1, 0, 23, True)], lane=DECODE.id, units=2)
     assert again.tokens == rig.finished[first].tokens
     rig.executor.close()
