@@ -35,8 +35,8 @@ def make(kind: str, wake) -> tuple[Transport, KvMemory, bytes]:
 
 def read(pipe: Connection, kind: str) -> None:
     """The reading process."""
-    transport, memory, blob = make(kind, lambda: None)
-    pipe.send(blob)
+    transport, memory, metadata = make(kind, lambda: None)
+    pipe.send(metadata)
     transport.connect(2, 1, pipe.recv(), False)
     transport.grant(2, 1, range(PAGES))
     pipe.send("granted")
@@ -62,13 +62,13 @@ def measure(kind: str, rounds: int) -> None:
     reader = context.Process(target=read, args=(theirs, kind))
     reader.start()
     woken = threading.Event()
-    transport, memory, blob = make(kind, woken.set)
+    transport, memory, metadata = make(kind, woken.set)
     for number, region in enumerate(memory.regions):
         region[:] = number + 1
-    theirs_blob = pipe.recv()
-    pipe.send(blob)
+    peer_metadata = pipe.recv()
+    pipe.send(metadata)
     pipe.recv()
-    transport.connect(1, 2, theirs_blob, True)
+    transport.connect(1, 2, peer_metadata, True)
     shuffled = np.random.default_rng(0).permutation(PAGES)
     cases = {
         "one page of one layer (32 KiB)": (0, 1, [0], [0]),

@@ -113,8 +113,8 @@ class MappedTransport(Generic[Pool, Piece]):
 
     # ------------------------------------------------------------ the interface (transport.py)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        info, memory = msgspec.msgpack.decode(blob, type=MappedPeerInfo), self._memory
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        info, memory = msgspec.msgpack.decode(metadata, type=MappedPeerInfo), self._memory
         assert memory is not None and self._writers is not None
         if (info.page_bytes, info.regions) != (memory.page_bytes, len(memory.regions)):
             raise TransportError(

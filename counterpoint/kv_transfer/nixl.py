@@ -122,8 +122,8 @@ class NixlTransport:
         )
         return msgspec.msgpack.encode(info)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        info = msgspec.msgpack.decode(blob, type=NixlPeerInfo)
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        info = msgspec.msgpack.decode(metadata, type=NixlPeerInfo)
         if len(info.addresses) != len(self._addresses):
             raise TransportError(
                 f"the peer's pool has {len(info.addresses)} regions, "

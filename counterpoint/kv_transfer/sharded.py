@@ -142,12 +142,12 @@ def merge_spans(spans: Spans) -> Spans:
 
 
 class ShardedPeerInfo(msgspec.Struct, frozen=True):
-    """`blobs`: of the ranks' transports."""
+    """`rank_metadata`: of the ranks' transports."""
 
     kv_heads: int
     tp: int
     page: ShardedPage
-    blobs: tuple[bytes, ...]
+    rank_metadata: tuple[bytes, ...]
 
 
 class RankLink(NamedTuple):
@@ -200,20 +200,20 @@ class ShardedTransport:
     def register(self, memory: PagedMemory) -> bytes:
         assert isinstance(memory, ShardedMemory), "one pool needs no ShardedTransport"
         self._memory = memory
-        blobs = tuple(
+        rank_metadata = tuple(
             transport.register(part)
             for transport, part in zip(self._transports, memory.parts, strict=True)
         )
         layout = memory.layout
         return msgspec.msgpack.encode(
-            ShardedPeerInfo(layout.kv_heads, layout.tp, memory.page, blobs)
+            ShardedPeerInfo(layout.kv_heads, layout.tp, memory.page, rank_metadata)
         )
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
         assert self._memory is not None
         mine = self._memory
         try:
-            peer = msgspec.msgpack.decode(blob, type=ShardedPeerInfo)
+            peer = msgspec.msgpack.decode(metadata, type=ShardedPeerInfo)
             pairs = self._rank_pairs(peer, writes)
         except (msgspec.DecodeError, ValueError) as error:
             raise TransportError(f"the peer's ranks do not fit these: {error}") from None
@@ -228,7 +228,9 @@ class ShardedTransport:
             rank_link = RankLink(rank, rank_number(link, source, target), source, part)
             there = rank_number(remote, source, target)
             try:
-                self._transports[rank].connect(rank_link.number, there, peer.blobs[other], writes)
+                self._transports[rank].connect(
+                    rank_link.number, there, peer.rank_metadata[other], writes
+                )
             except TransportError:
                 self.disconnect(link)
                 raise
@@ -238,8 +240,8 @@ class ShardedTransport:
     def _rank_pairs(self, peer: ShardedPeerInfo, writes: bool) -> list[tuple[int, int, HeadSlice]]:
         """(prefill rank, decode rank, what the one writes to the other)."""
         assert self._memory is not None
-        if not 0 < peer.tp < MAX_RANKS or len(peer.blobs) != peer.tp:
-            raise ValueError(f"{len(peer.blobs)} pools of {peer.tp} ranks")
+        if not 0 < peer.tp < MAX_RANKS or len(peer.rank_metadata) != peer.tp:
+            raise ValueError(f"{len(peer.rank_metadata)} pools of {peer.tp} ranks")
         mine = self._memory.layout
         theirs = mine._replace(tp=peer.tp)
         source, target = (mine, theirs) if writes else (theirs, mine)

@@ -146,8 +146,8 @@ class SimTransport:
         self.memory = memory
         return self.name.encode()
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        self.links[link] = (remote, self.peers[blob.decode()])
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        self.links[link] = (remote, self.peers[metadata.decode()])
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         assert self.memory is not None

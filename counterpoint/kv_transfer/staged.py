@@ -42,8 +42,8 @@ class StagedTransport:
         self._mirror = self._allocate(memory.pages, memory.page_bytes, len(memory.regions))
         return self._inner.register(self._mirror)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        self._inner.connect(link, remote, blob, writes)
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        self._inner.connect(link, remote, metadata, writes)
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         self._granted[generation] = (link, tuple(pages))

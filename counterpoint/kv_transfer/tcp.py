@@ -106,8 +106,8 @@ class TcpTransport:
         )
         return msgspec.msgpack.encode(info)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        peer = msgspec.msgpack.decode(blob, type=TcpPeerInfo)
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        peer = msgspec.msgpack.decode(metadata, type=TcpPeerInfo)
         assert self._memory is not None
         if len(self._memory.regions) != peer.regions:
             raise TransportError(

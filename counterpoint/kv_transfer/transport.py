@@ -66,8 +66,8 @@ class Transport(Protocol):
         transport can't reach such memory."""
         ...
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        """Open a link to the worker whose `register` returned `blob`. `writes`: this end writes.
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        """Open a link to the worker whose `register` returned `metadata`. `writes`: this end writes.
         Both ends connect, the reading end first. Raises TransportError."""
         ...
 

@@ -23,7 +23,7 @@ def host_pool() -> KvMemory:
 
 def connect_wrongly(writer: End, reader: End, fields: dict, grants: dict) -> None:
     """Connect to the reader's pool with these fields of its description replaced."""
-    info = msgspec.msgpack.decode(reader.blob, type=MappedPeerInfo)
+    info = msgspec.msgpack.decode(reader.metadata, type=MappedPeerInfo)
     table = msgspec.structs.replace(info.grants, **grants)
     wrong = msgspec.structs.replace(info, grants=table, **fields)
     writer.transport.connect(WRITER, READER, msgspec.msgpack.encode(wrong), True)

@@ -14,7 +14,7 @@ pytestmark = needs_nixl
 def test_a_peer_that_cannot_be_joined_is_lost_and_released():
     writer = End(NixlTransport)
     try:
-        info = msgspec.msgpack.decode(writer.blob, type=NixlPeerInfo)
+        info = msgspec.msgpack.decode(writer.metadata, type=NixlPeerInfo)
         nonsense = msgspec.structs.replace(info, agent=b"nonsense")
         writer.transport.connect(WRITER, READER, msgspec.msgpack.encode(nonsense), True)
         writer.wait(lambda notice: isinstance(notice, LinkLost) and notice.link == WRITER)

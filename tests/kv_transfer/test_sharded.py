@@ -41,7 +41,7 @@ class Worker:
     heads: NDArray[np.uint8]
     memory: ShardedMemory
     transport: ShardedTransport
-    blob: bytes
+    metadata: bytes
 
     def held(self) -> NDArray[np.uint8]:
         """As `heads`, read from the ranks one by one. Ranks with the same head must agree."""
@@ -91,8 +91,8 @@ def linked(
     peers: dict[str, LocalTransport] = {}
     p = make_worker("p", HeadLayout(kv_heads, p_tp), order, peers, 1)
     d = make_worker("d", HeadLayout(kv_heads, d_tp), order, peers, 2)
-    d.transport.connect(2, 1, p.blob, False)
-    p.transport.connect(1, 2, d.blob, True)
+    d.transport.connect(2, 1, p.metadata, False)
+    p.transport.connect(1, 2, d.metadata, True)
     return p, d
 
 
@@ -170,9 +170,9 @@ def test_notices_wait_for_the_last_rank():
                 SlowTransport(lambda: None, f"{id(one)}1", peers),
             ]
         )
-        one.blob = one.transport.register(one.memory)
-    d.transport.connect(2, 1, p.blob, False)
-    p.transport.connect(1, 2, d.blob, True)
+        one.metadata = one.transport.register(one.memory)
+    d.transport.connect(2, 1, p.metadata, False)
+    p.transport.connect(1, 2, d.metadata, True)
     slow = [
         each
         for one in (p, d)
@@ -222,10 +222,10 @@ def test_ranks_that_do_not_fit_are_refused():
     six = make_worker("six", HeadLayout(6, 3), "token, head", peers, 1)
     four = make_worker("four", HeadLayout(6, 2), "token, head", peers, 2)
     with pytest.raises(TransportError, match="must be a multiple"):
-        six.transport.connect(1, 2, four.blob, True)
+        six.transport.connect(1, 2, four.metadata, True)
     less = make_worker("less", HeadLayout(3, 3), "token, head", peers, 1)
     with pytest.raises(TransportError, match="heads"):
-        six.transport.connect(1, 2, less.blob, True)
+        six.transport.connect(1, 2, less.metadata, True)
     with pytest.raises(TransportError, match="do not fit"):
         six.transport.connect(1, 2, b"nonsense", True)
     assert not six.transport._links

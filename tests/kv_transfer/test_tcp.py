@@ -47,7 +47,7 @@ def test_a_write_of_many_frames_arrives_whole(monkeypatch):
 def test_a_peer_that_is_not_there_is_lost():
     writer, reader = make_ends("tcp")
     close(reader)
-    writer.transport.connect(WRITER, READER, reader.blob, True)
+    writer.transport.connect(WRITER, READER, reader.metadata, True)
     writer.wait(lambda n: isinstance(n, LinkLost) and n.link == WRITER)
     close(writer)
 
@@ -66,18 +66,18 @@ def test_an_address_of_another_machine_is_refused():
 def ends():
     """Only the reader is connected."""
     writer, reader = make_ends("tcp")
-    reader.transport.connect(READER, WRITER, writer.blob, False)
+    reader.transport.connect(READER, WRITER, writer.metadata, False)
     yield writer, reader
     close(writer, reader)
 
 
 def dial(reader: End) -> socket.socket:
-    info = msgspec.msgpack.decode(reader.blob, type=TcpPeerInfo)
+    info = msgspec.msgpack.decode(reader.metadata, type=TcpPeerInfo)
     return socket.create_connection((info.host, info.port), timeout=5)
 
 
 def key_of(reader: End) -> bytes:
-    return msgspec.msgpack.decode(reader.blob, type=TcpPeerInfo).key
+    return msgspec.msgpack.decode(reader.metadata, type=TcpPeerInfo).key
 
 
 def preface(reader: End) -> bytes:
@@ -102,7 +102,7 @@ def read_ack(sock: socket.socket) -> tuple[int, int]:
 @pytest.mark.parametrize("fault", ["noise", "wrong key", "unknown link", "own link"])
 def test_connections_without_the_key_are_closed(ends, fault):
     writer, reader = ends
-    reader.transport.connect(77, 78, writer.blob, True)
+    reader.transport.connect(77, 78, writer.metadata, True)
     key, link = key_of(reader), READER
     if fault == "wrong key":
         key = bytes(16)

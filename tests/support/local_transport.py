@@ -45,10 +45,10 @@ class LocalTransport:
         self._peers[self._name] = self
         return self._name.encode()
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        peer = self._peers.get(blob.decode())
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        peer = self._peers.get(metadata.decode())
         if peer is None:
-            raise TransportError(f"there is no worker {blob.decode()!r} in this process")
+            raise TransportError(f"there is no worker {metadata.decode()!r} in this process")
         with self._lock:
             self._links[link] = (remote, peer)
 

@@ -41,7 +41,7 @@ class End:
         else:
             regions = tuple(np.zeros(PAGES * PAGE_BYTES, np.uint8) for _ in range(REGIONS))
             memory = self.memory = KvMemory(regions, PAGE_BYTES)
-        self.blob = self.transport.register(memory)
+        self.metadata = self.transport.register(memory)
         self.notices: list[Notice] = []
 
     def fill(self, seed: int) -> None:
@@ -126,8 +126,8 @@ def make_ends(kind: str) -> tuple[End, End]:
 def connect(writer: End, reader: End) -> None:
     """Fill the writer's pool and link the two."""
     writer.fill(1)
-    reader.transport.connect(READER, WRITER, writer.blob, False)
-    writer.transport.connect(WRITER, READER, reader.blob, True)
+    reader.transport.connect(READER, WRITER, writer.metadata, False)
+    writer.transport.connect(WRITER, READER, reader.metadata, True)
 
 
 def close(*ends: End) -> None:
