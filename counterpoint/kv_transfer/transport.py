@@ -67,7 +67,7 @@ class Transport(Protocol):
         ...
 
     def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
-        """Open a link to the worker whose `register` returned `metadata`. `writes`: this end writes.
+        """Open a link to the worker whose `register` gave `metadata`. `writes`: this end writes.
         Both ends connect, the reading end first. Raises TransportError."""
         ...
 
