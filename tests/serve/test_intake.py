@@ -12,14 +12,14 @@ import pytest
 
 from counterpoint.serve.api.openai import ChatRequest, parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
-from counterpoint.serve.text.preprocess import QUICK_CHARACTERS, Preprocessor
+from counterpoint.serve.text.preprocess import INLINE_CHARACTERS, Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import CHATML, make_byte_tokenizer
 from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import Role
 
-LONG = "x" * (QUICK_CHARACTERS + 1)
+LONG = "x" * (INLINE_CHARACTERS + 1)
 TEMPLATE = (
     CHATML.replace(
         "{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{{ m.name }}"
@@ -78,7 +78,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LO
 )
 def test_what_is_long_is_tokenised_beside_the_event_loop_wherever_it_stands(body):
     tokens, thread = asked(body)
-    assert tokens > QUICK_CHARACTERS and thread != threading.get_ident()
+    assert tokens > INLINE_CHARACTERS and thread != threading.get_ident()
 
 
 def test_what_is_short_is_tokenised_where_it_is():

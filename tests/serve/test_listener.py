@@ -12,8 +12,8 @@ from counterpoint.serve.output_parsing import chat_formats
 from counterpoint.serve.output_parsing.chat_formats import (
     ChatFormat,
     find_chat_format,
-    load,
-    spec_of,
+    load_template,
+    make_spec,
 )
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
@@ -42,8 +42,8 @@ TIME = ("time", "{}")
 
 
 def dialect(calls: dict | None, thoughts: dict | None = chat_formats.THINK) -> ChatFormat:
-    spec = spec_of(thoughts, calls)
-    return ChatFormat(spec, load(spec))
+    spec = make_spec(thoughts, calls)
+    return ChatFormat(spec, load_template(spec))
 
 
 DIALECTS = {
@@ -238,9 +238,9 @@ def test_a_template_that_comes_with_the_tokeniser():
     }
     byte = make_byte_tokenizer()
     spoken = find_chat_format(ModelTokenizer(byte.tokenizer, SHOWS, {}, spec))
-    assert spoken.own and spoken.manners.native
+    assert spoken.from_tokenizer and spoken.capabilities.supports_tools
     text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
-    begun = chat_formats.begun_by(
+    begun = chat_formats.find_answer_prefix(
         spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None
     )
     expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
@@ -249,7 +249,9 @@ def test_a_template_that_comes_with_the_tokeniser():
         == expected
         == heard(spoken, text, list(range(len(text))), begun=begun)
     )
-    assert heard(spoken.writable(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun) == (
+    assert heard(
+        spoken.with_known_call_format(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun
+    ) == (
         "hm",
         "",
         [WEATHER, TIME],
@@ -264,7 +266,7 @@ def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
         "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"},
     }
     spec = {"start_anchor": "x", "fields": fields | {"content": {}}}
-    spoken = ChatFormat(spec, load(spec))
+    spoken = ChatFormat(spec, load_template(spec))
     for text, expected in (("abxc{}", ("", "abxc{}", [])), ("abx, d.e", ("x, d", "ae", []))):
         assert heard(spoken, text) == expected == heard(spoken, text, list(range(len(text))))
 
@@ -274,7 +276,7 @@ def test_a_template_that_is_wrong_is_passed_over():
     spoken = find_chat_format(
         ModelTokenizer(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}})
     )
-    assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
+    assert not spoken.from_tokenizer and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_a_template_that_is_wrong_is_passed_over():
 )
 def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
     found = find_chat_format(ModelTokenizer(make_byte_tokenizer().tokenizer, shown_with(marks)))
-    assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(
+    assert found.capabilities.supports_tools and found.spec["fields"]["tool_calls"] is getattr(
         chat_formats, calls
     )
     assert found.spec["fields"].get("reasoning_content") is (
@@ -303,7 +305,8 @@ def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: 
         )
     )
     assert (
-        not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is chat_formats.HERMES
+        not unknown.capabilities.supports_tools
+        and unknown.spec["fields"]["tool_calls"] is chat_formats.HERMES
     ), "it is told how to call"
     assert unknown.spec["fields"].get("reasoning_content") is found.spec["fields"].get(
         "reasoning_content"
@@ -316,9 +319,11 @@ def test_special_tokens_of_marks_are_seen():
     special = ModelTokenizer(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
     spoken = find_chat_format(special)
     fields = spoken.template.fields
-    named = {special.token_string(token) for token in spoken.marks([fields["tool_calls"]])}
+    named = {
+        special.token_string(token) for token in spoken.marker_token_ids([fields["tool_calls"]])
+    }
     assert named == {"[TOOL_CALLS]", "[ARGS]"}
-    assert not spoken.marks([fields["reasoning_content"]])
+    assert not spoken.marker_token_ids([fields["reasoning_content"]])
 
 
 # ---------------------------------------------------------------- what is no call, and what is nearly one

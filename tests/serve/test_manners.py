@@ -10,7 +10,7 @@ from counterpoint.serve.output_parsing.template_capabilities import (
     TemplateCapabilities,
     detect_capabilities,
 )
-from counterpoint.serve.output_parsing.tools import conversation, find_allowed_tools
+from counterpoint.serve.output_parsing.tools import make_template_messages, find_allowed_tools
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
@@ -30,9 +30,9 @@ NINE = (
 NINE_TOO = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
 FAMILIES = {
     "{{ m.content }}" + AS_JSON: TemplateCapabilities(True),
-    NEEDS_CONTENT + AS_JSON: TemplateCapabilities(True, no_content="empty"),
-    NEEDS_NULL + ADDED: TemplateCapabilities(True, text_arguments=True, no_content="null"),
-    ONE_CALL + AS_JSON: TemplateCapabilities(True, single=True),
+    NEEDS_CONTENT + AS_JSON: TemplateCapabilities(True, empty_content="empty"),
+    NEEDS_NULL + ADDED: TemplateCapabilities(True, string_arguments=True, empty_content="null"),
+    ONE_CALL + AS_JSON: TemplateCapabilities(True, single_call=True),
     NINE + NINE_TOO + AS_JSON: TemplateCapabilities(True, short_ids=True),
     "{{ m.content }};{% endfor %}": TemplateCapabilities(),
     "{{ m.no.such.thing }}{% endfor %}": TemplateCapabilities(),
@@ -62,7 +62,7 @@ def test_what_it_wants_is_what_it_gets(body: str):
     tools = [
         {"type": "function", "function": {"name": "weather", "description": "Tells the weather."}}
     ]
-    turns, options = conversation(HISTORY, tools, find_chat_format(text))
+    turns, options = make_template_messages(HISTORY, tools, find_chat_format(text))
     prompt = text.apply_chat_template(turns, **options)
     told = ("Tells the weather.", "How warm?", '"city"', "Paris", "21 degrees", "It is 21.")
     places = [prompt.index(word) for word in told]

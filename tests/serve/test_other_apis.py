@@ -17,7 +17,7 @@ from test_responses import raw_events as response_events
 from test_responses import refused as refused_response
 from test_tools import CALLS, ONE, PARAMETERS, TWO, thinker  # noqa: F401 (a fixture)
 
-from counterpoint.serve.api.messages_format import object_of
+from counterpoint.serve.api.messages_format import parse_arguments
 from counterpoint.serve.api.response_format import encode
 
 SAID = f"<think>\nI look.\n</think>\n\nLet me see.\n{TWO}"
@@ -330,7 +330,7 @@ def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
     ],
 )
 def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments: str, told: str):
-    assert encode(object_of(arguments)).decode() == told
+    assert encode(parse_arguments(arguments)).decode() == told
 
 
 def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):  # noqa: F811

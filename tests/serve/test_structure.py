@@ -24,10 +24,10 @@ from counterpoint.device.grammar import compile_grammar, make_tokenizer
 from counterpoint.serve.api.openai import ApiError
 from counterpoint.serve.output_parsing.chat_formats import find_chat_format
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
-from counterpoint.serve.output_parsing.tools import thinking_first
+from counterpoint.serve.output_parsing.tools import with_reasoning_rules
 from counterpoint.serve.structured_output.grammar import (
-    ANSWER,
-    following,
+    ANSWER_RULE,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_regex,
@@ -523,7 +523,7 @@ THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think><
 )
 def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: bool):
     plain = make_byte_tokenizer()
-    text = ModelTokenizer(plain.tokenizer, THINKS, plain.special)
+    text = ModelTokenizer(plain.tokenizer, THINKS, plain.special_tokens)
     schema = {
         "type": "object",
         "properties": {"a": {"const": 1}},
@@ -532,10 +532,10 @@ def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: boo
     }
     hearing = make_parser_config(find_chat_format(text), None, True, "<think>" if inside else "")
     assert hearing is not None
-    before = thinking_first(ANSWER, hearing, text, prompt)
+    before = with_reasoning_rules(ANSWER_RULE, hearing, text, prompt)
     tokenizer = make_tokenizer(make_vocabulary(text), 258, (257,))
     for grammar in (from_json_schema(schema), from_choice(['{"a":1}']), from_regex(r'\{"a":1\}')):
-        matcher = compile_grammar(following(before, grammar), tokenizer)
+        matcher = compile_grammar(embed_answer(before, grammar), tokenizer)
         read = matcher.try_consume_tokens(list(said.encode()))
         assert not matcher.is_error(), matcher.get_error()
         assert (read == len(said.encode()) and matcher.is_accepting()) == fits

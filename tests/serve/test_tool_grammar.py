@@ -9,10 +9,10 @@ from counterpoint.device.grammar import compile_grammar, make_tokenizer
 from counterpoint.serve.output_parsing.chat_formats import find_chat_format
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
-from counterpoint.serve.output_parsing.tools import lark_of
+from counterpoint.serve.output_parsing.tools import make_answer_grammar
 from counterpoint.serve.structured_output.grammar import (
-    ANSWER,
-    following,
+    ANSWER_RULE,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_lark,
@@ -66,13 +66,15 @@ def takes(
     """Whether `answer` is a whole one."""
     text = text_of(template)
     vocabulary = make_vocabulary(text)
-    hearing = make_parser_config(find_chat_format(text).writable(), offer, True, begun)
+    hearing = make_parser_config(
+        find_chat_format(text).with_known_call_format(), offer, True, begun
+    )
     assert hearing is not None
     tokenizer = make_tokenizer(vocabulary, len(vocabulary.tokens), (257,))
-    lark = lark_of(hearing, text, prompt, ANSWER if wanted else "")
-    matcher = compile_grammar(following(lark, wanted) if wanted else from_lark(lark), tokenizer)
+    lark = make_answer_grammar(hearing, text, prompt, ANSWER_RULE if wanted else "")
+    matcher = compile_grammar(embed_answer(lark, wanted) if wanted else from_lark(lark), tokenizer)
     assert not matcher.get_error(), matcher.get_error()
-    tokens = text.encode([answer], special=False)[0]
+    tokens = text.encode([answer], add_special_tokens=False)[0]
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
@@ -91,7 +93,7 @@ def test_calls_in_the_form_that_the_model_knows(template: str):
         answer.replace("city", "town"),
     ):
         assert not takes(template, wrong)
-    dialect = find_chat_format(text_of(template)).writable()
+    dialect = find_chat_format(text_of(template)).with_known_call_format()
     assert [name for name, _ in heard(dialect, answer, offer=AllowedTools(TOOLS))[2]] == [
         "weather",
         "time",
@@ -167,4 +169,7 @@ def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
     text = text_of("<tool_call> </think>")
     hearing = make_parser_config(find_chat_format(text), None, True, "")
     assert hearing is not None
-    assert lark_of(hearing, text, "<think></think>", ANSWER) == f"start: {ANSWER}"
+    assert (
+        make_answer_grammar(hearing, text, "<think></think>", ANSWER_RULE)
+        == f"start: {ANSWER_RULE}"
+    )

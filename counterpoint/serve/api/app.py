@@ -26,12 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import counterpoint
 from counterpoint.config import ServerConfig
 from counterpoint.serve.api import messages
-from counterpoint.serve.api.limits import AdmissionQueue, ApiKey, Overloaded
+from counterpoint.serve.api.limits import AdmissionQueue, ApiKeyMiddleware, Overloaded
 from counterpoint.serve.api.messages import (
     CountTokensRequest,
     MessagesRequest,
-    chat_of,
-    conversation_of,
+    to_chat_request,
+    to_chat_fields,
 )
 from counterpoint.serve.api.messages_format import MessageFormatter
 from counterpoint.serve.api.openai import (
@@ -49,13 +49,13 @@ from counterpoint.serve.api.response_format import ChatFormatter, CompletionForm
 from counterpoint.serve.api.responses import ResponsesRequest
 from counterpoint.serve.api.responses_format import ResponsesFormatter
 from counterpoint.serve.api.streaming import (
-    BEGAN_NS,
+    ARRIVAL_NS,
     ClientDisconnected,
     Generation,
     read_body,
     respond,
 )
-from counterpoint.serve.dashboard import page
+from counterpoint.serve.dashboard import make_page
 from counterpoint.serve.observability.lane_feed import LaneFeed
 from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.otel import Tracing
@@ -65,9 +65,9 @@ from counterpoint.serve.worker.engine_client import EngineClient, EngineLost
 from counterpoint.serve.worker.pool import Pool
 
 LOADING_RETRY_S = 5
-UNLOGGED = frozenset(("/health", "/metrics"))
-REFERENCE = "#/components/schemas/{model}"
-BODIES = (
+UNLOGGED_PATHS = frozenset(("/health", "/metrics"))
+SCHEMA_REF = "#/components/schemas/{model}"
+BODY_TYPES = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -76,7 +76,7 @@ BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-Asked = TypeVar("Asked", bound=ModelRequest)
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger("counterpoint")
 
@@ -88,46 +88,46 @@ class Service:
         self,
         engine: EngineClient | Pool,
         metrics: Metrics,
-        pulse: RollingStats,
+        rolling_stats: RollingStats,
         name: str,
         config: ServerConfig,
         tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.name = name
+        self.model_name = name
         self.config = config
         self.tracing = tracing
-        self.queue = metrics.queue = AdmissionQueue(
+        self.admission_queue = metrics.queue = AdmissionQueue(
             config.max_queued_requests, config.max_queued_tokens
         )
-        self.lane_feed = LaneFeed(engine, pulse, self.queue, name)
+        self.lane_feed = LaneFeed(engine, rolling_stats, self.admission_queue, name)
         self.preprocessor: Preprocessor | None = None
         self.started_s = 0
 
-    def ready(self) -> Preprocessor:
+    def ready_preprocessor(self) -> Preprocessor:
         """Raises EngineLost if requests can't be taken now."""
         self.engine.check()
         if self.preprocessor is None:
             raise EngineLost("the model is still being loaded")
         return self.preprocessor
 
-    async def parsed(self, kind: type[Asked], request: Request) -> Asked:
+    async def parse_body(self, request_type: type[RequestT], request: Request) -> RequestT:
         """The body as a request of `kind`. Raises ApiError."""
         body = await read_body(request, self.config.max_body_bytes)
-        if issubclass(kind, SampledRequest):
-            self.queue.check()
-        return await run_in_thread_if_large(parse_request, len(body), kind, body)
+        if issubclass(request_type, SampledRequest):
+            self.admission_queue.check()
+        return await run_in_thread_if_large(parse_request, len(body), request_type, body)
 
-    def generation(self, ask: PreparedRequest, intake: Preprocessor) -> Generation:
+    def start_generation(self, prepared: PreparedRequest, preprocessor: Preprocessor) -> Generation:
         """Raises EngineLost, or Overloaded: from here on it must be closed."""
         self.engine.check()
-        place = self.queue.enter(ask.engine_requests)
+        ticket = self.admission_queue.enter(prepared.engine_requests)
         return Generation(
             self.engine,
-            ask,
-            intake.tokenizer,
-            place,
+            prepared,
+            preprocessor.tokenizer,
+            ticket,
             self.metrics.cut_short,
             self.config.request_timeout_s,
             self.tracing,
@@ -141,87 +141,93 @@ def create_app(service: Service) -> FastAPI:
         description="The OpenAI API of one model.",
     )
     if service.config.api_key is not None:
-        app.add_middleware(ApiKey, key=service.config.api_key)
-    app.add_middleware(RequestIds)
+        app.add_middleware(ApiKeyMiddleware, key=service.config.api_key)
+    app.add_middleware(RequestIdMiddleware)
     add_error_handlers(app)
 
-    @app.post("/v1/chat/completions", **documented(ChatRequest, "A chat"))
+    @app.post("/v1/chat/completions", **openapi_options(ChatRequest, "A chat"))
     async def chat_completions(request: Request) -> Response:
-        intake = service.ready()
-        asked = await service.parsed(ChatRequest, request)
+        intake = service.ready_preprocessor()
+        asked = await service.parse_body(ChatRequest, request)
         ask = await intake.prepare_chat(asked)
         return await respond(
-            request, service.generation(ask, intake), ChatFormatter(ask, intake.tokenizer)
+            request, service.start_generation(ask, intake), ChatFormatter(ask, intake.tokenizer)
         )
 
-    @app.post("/v1/completions", **documented(CompletionRequest, "A completion"))
+    @app.post("/v1/completions", **openapi_options(CompletionRequest, "A completion"))
     async def completions(request: Request) -> Response:
-        intake = service.ready()
-        asked = await service.parsed(CompletionRequest, request)
+        intake = service.ready_preprocessor()
+        asked = await service.parse_body(CompletionRequest, request)
         ask = await intake.prepare_completion(asked)
         return await respond(
             request,
-            service.generation(ask, intake),
+            service.start_generation(ask, intake),
             CompletionFormatter(ask, intake.tokenizer, asked),
         )
 
     @app.post(
-        "/tokenize", **documented(TokenizeRequest, "The tokens of a text or of a conversation")
+        "/tokenize", **openapi_options(TokenizeRequest, "The tokens of a text or of a conversation")
     )
     async def tokenize(request: Request) -> Response:
-        intake = service.ready()
-        return json_response(await intake.tokenize(await service.parsed(TokenizeRequest, request)))
-
-    @app.post("/detokenize", **documented(DetokenizeRequest, "The text of tokens"))
-    async def detokenize(request: Request) -> Response:
-        intake = service.ready()
+        intake = service.ready_preprocessor()
         return json_response(
-            await intake.detokenize(await service.parsed(DetokenizeRequest, request))
+            await intake.tokenize(await service.parse_body(TokenizeRequest, request))
         )
 
-    add_other_apis(app, service)
-    add_facts(app, service)
-    add_page(app, service)
-    app.openapi = lambda: document(app)
+    @app.post("/detokenize", **openapi_options(DetokenizeRequest, "The text of tokens"))
+    async def detokenize(request: Request) -> Response:
+        intake = service.ready_preprocessor()
+        return json_response(
+            await intake.detokenize(await service.parse_body(DetokenizeRequest, request))
+        )
+
+    add_translated_apis(app, service)
+    add_info_routes(app, service)
+    add_dashboard(app, service)
+    app.openapi = lambda: openapi_document(app)
     return app
 
 
-def add_other_apis(app: FastAPI, service: Service) -> None:
+def add_translated_apis(app: FastAPI, service: Service) -> None:
     """What is a chat in other words."""
 
-    @app.post("/v1/responses", **documented(ResponsesRequest, "A response"))
+    @app.post("/v1/responses", **openapi_options(ResponsesRequest, "A response"))
     async def responses(request: Request) -> Response:
-        intake = service.ready()
-        asked = await service.parsed(ResponsesRequest, request)
+        intake = service.ready_preprocessor()
+        asked = await service.parse_body(ResponsesRequest, request)
         with errors_in_terms_of(ResponsesRequest):
             ask = await intake.prepare_chat(asked.to_chat_request(), "resp_")
         return await respond(
             request,
-            service.generation(ask, intake),
+            service.start_generation(ask, intake),
             ResponsesFormatter(ask, intake.tokenizer, asked),
         )
 
     @app.post(
         messages.PATH,
-        **documented(MessagesRequest, "A message, as clients of Anthropic's API have it"),
+        **openapi_options(MessagesRequest, "A message, as clients of Anthropic's API have it"),
     )
     async def create_message(request: Request) -> Response:
-        intake = service.ready()
-        asked = await service.parsed(MessagesRequest, request)
+        intake = service.ready_preprocessor()
+        asked = await service.parse_body(MessagesRequest, request)
         with errors_in_terms_of(MessagesRequest):
-            ask = await intake.prepare_chat(chat_of(asked), "msg_", at_most=asked.max_tokens)
-        return await respond(request, service.generation(ask, intake), MessageFormatter(ask, asked))
+            ask = await intake.prepare_chat(
+                to_chat_request(asked), "msg_", max_tokens=asked.max_tokens
+            )
+        return await respond(
+            request, service.start_generation(ask, intake), MessageFormatter(ask, asked)
+        )
 
     @app.post(
         f"{messages.PATH}/count_tokens",
-        **documented(CountTokensRequest, "How many tokens a message's prompt has"),
+        **openapi_options(CountTokensRequest, "How many tokens a message's prompt has"),
     )
     async def count_tokens(request: Request) -> Response:
-        intake = service.ready()
-        asked = await service.parsed(CountTokensRequest, request)
+        intake = service.ready_preprocessor()
+        asked = await service.parse_body(CountTokensRequest, request)
         with errors_in_terms_of(CountTokensRequest):
-            tokens = await intake.tokens_of(
-                TokenizeRequest(model=asked.model, **conversation_of(asked))
+            tokens = await intake.count_prompt(
+                TokenizeRequest(model=asked.model, **to_chat_fields(asked))
             )
         return JSONResponse({"input_tokens": len(tokens)})
 
@@ -230,13 +236,13 @@ def json_response(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def add_facts(app: FastAPI, service: Service) -> None:
+def add_info_routes(app: FastAPI, service: Service) -> None:
     """The routes that only tell."""
 
     def model() -> Json:
         hello = service.engine.engine_info
         return {
-            "id": service.name,
+            "id": service.model_name,
             "object": "model",
             "created": service.started_s,
             "owned_by": "counterpoint",
@@ -249,7 +255,7 @@ def add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "Another model"}})
     async def one_model(name: str) -> Json:
-        if name != service.name:
+        if name != service.model_name:
             raise ApiError(
                 404,
                 f"the model {name[:200]!r} does not exist",
@@ -263,7 +269,7 @@ def add_facts(app: FastAPI, service: Service) -> None:
     )
     async def health() -> Response:
         try:
-            service.ready()
+            service.ready_preprocessor()
         except EngineLost as lost:
             return JSONResponse({"status": service.engine.state, "reason": str(lost)}, 503)
         return JSONResponse(service.engine.health())
@@ -281,9 +287,9 @@ def add_facts(app: FastAPI, service: Service) -> None:
         return {"version": counterpoint.__version__}
 
 
-def add_page(app: FastAPI, service: Service) -> None:
+def add_dashboard(app: FastAPI, service: Service) -> None:
     """Not in the OpenAPI document: the page is for people, and its events never end."""
-    whole = page()
+    whole = make_page()
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
@@ -294,22 +300,24 @@ def add_page(app: FastAPI, service: Service) -> None:
         return service.lane_feed.watch()
 
 
-def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:
+def openapi_options(request_type: type[ModelRequest], summary: str) -> dict[str, Any]:
     """Bodies are read by hand (their size is watched, and parsing is strict), so the document is told what they are."""
     answer: Json = {"description": "The answer"}
-    if issubclass(kind, SampledRequest):
+    if issubclass(request_type, SampledRequest):
         answer = {
             "description": "Whole, or with `stream` as server-sent events",
             "content": {"text/event-stream": {}},
         }
     return {
-        "summary": what,
+        "summary": summary,
         "response_model": None,
         "openapi_extra": {
             "requestBody": {
                 "required": True,
                 "content": {
-                    "application/json": {"schema": {"$ref": REFERENCE.format(model=kind.__name__)}}
+                    "application/json": {
+                        "schema": {"$ref": SCHEMA_REF.format(model=request_type.__name__)}
+                    }
                 },
             }
         },
@@ -326,14 +334,14 @@ def documented(kind: type[ModelRequest], what: str) -> dict[str, Any]:
     }
 
 
-def document(app: FastAPI) -> Json:
+def openapi_document(app: FastAPI) -> Json:
     """The OpenAPI document, with the schemas of the bodies."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
         _, bodies = models_json_schema(
-            [(kind, "validation") for kind in BODIES], ref_template=REFERENCE
+            [(kind, "validation") for kind in BODY_TYPES], ref_template=SCHEMA_REF
         )
         app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(
             bodies["$defs"]
@@ -348,7 +356,7 @@ def add_error_handlers(app: FastAPI) -> None:
     def told(
         request: Request, error: ApiError, headers: Mapping[str, str] | None = None
     ) -> Response:
-        return JSONResponse(messages.envelope(request.url.path, error), error.status, headers)
+        return JSONResponse(messages.error_envelope(request.url.path, error), error.status, headers)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -379,7 +387,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return told(request, ApiError(500, f"internal error: {type(error).__name__}"))
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Every response has an x-request-id: the client's, if it sent a decent one. It is told, never used as a key. At level debug,
     each request is logged at its end (probes and scrapes are not)."""
 
@@ -392,7 +400,7 @@ class RequestIds:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         id = given if CLIENT_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope[BEGAN_NS] = time.time_ns()
+        scope[ARRIVAL_NS] = time.time_ns()
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -410,15 +418,15 @@ class RequestIds:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            if log.isEnabledFor(logging.DEBUG) and scope["path"] not in UNLOGGED:
-                tell(scope, id, status)
+            if log.isEnabledFor(logging.DEBUG) and scope["path"] not in UNLOGGED_PATHS:
+                log_request(scope, id, status)
 
 
-def tell(scope: Scope, id: str, status: int) -> None:
+def log_request(scope: Scope, id: str, status: int) -> None:
     """The path as it was sent, without a query: it can't break the line, and holds no secrets."""
     path, seconds = (
         scope["raw_path"].decode("latin-1")[:200],
-        (time.time_ns() - scope[BEGAN_NS]) / 1e9,
+        (time.time_ns() - scope[ARRIVAL_NS]) / 1e9,
     )
     fields = {
         "method": scope["method"],

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from counterpoint.serve.api.messages import envelope
+from counterpoint.serve.api.messages import error_envelope
 from counterpoint.serve.api.openai import ApiError
 from counterpoint.types import AddRequest
 
-OPEN_PATHS = frozenset(
+KEYLESS_PATHS = frozenset(
     ("/health", "/metrics", "/")
 )  # probes and scrapers have no key; the page asks for it
 BUSY_RETRY_S = 1
-REASONS = ("queued_requests", "queued_tokens")
+REJECT_REASONS = ("queued_requests", "queued_tokens")
 
 
 class Overloaded(ApiError):
@@ -42,7 +42,7 @@ class AdmissionQueue:
     def __init__(self, max_requests: int | None = None, max_tokens: int | None = None) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.rejected = dict.fromkeys(REASONS, 0)
+        self.rejected = dict.fromkeys(REJECT_REASONS, 0)
         self.queued_requests = 0
         self.queued_tokens = 0
 
@@ -61,9 +61,9 @@ class AdmissionQueue:
                 f"{self.queued_tokens} prompt tokens wait already, of at most {self.max_tokens}: try again later"
             )
 
-    def enter(self, arrives: Sequence[AddRequest]) -> QueueTicket:
+    def enter(self, engine_requests: Sequence[AddRequest]) -> QueueTicket:
         """Raises Overloaded."""
-        sizes = {arrive.id: len(arrive.prompt) for arrive in arrives}
+        sizes = {arrive.id: len(arrive.prompt) for arrive in engine_requests}
         self.check(len(sizes), sum(sizes.values()))
         self.queued_requests += len(sizes)
         self.queued_tokens += sum(sizes.values())
@@ -77,19 +77,19 @@ class QueueTicket:
         self._queue = queue
         self._sizes = sizes
 
-    def served(self, id: str) -> None:
+    def on_first_token(self, id: str) -> None:
         """Request `id` has its first token, or has ended."""
         size = self._sizes.pop(id, None)
         if size is not None:
             self._queue.queued_requests -= 1
             self._queue.queued_tokens -= size
 
-    def leave(self) -> None:
+    def close(self) -> None:
         for id in tuple(self._sizes):
-            self.served(id)
+            self.on_first_token(id)
 
 
-class ApiKey:
+class ApiKeyMiddleware:
     """Lets a request pass that has `key` as its Bearer token, or as its x-api-key; others are answered 401, whatever they ask
     for."""
 
@@ -98,17 +98,17 @@ class ApiKey:
         self._digest = hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._fits(scope):
+        if scope["type"] != "http" or scope["path"] in KEYLESS_PATHS or self._is_authorised(scope):
             await self.app(scope, receive, send)
             return
         error = ApiError(
             401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
         )
-        await JSONResponse(envelope(scope["path"], error), 401, {"www-authenticate": "Bearer"})(
-            scope, receive, send
-        )
+        await JSONResponse(
+            error_envelope(scope["path"], error), 401, {"www-authenticate": "Bearer"}
+        )(scope, receive, send)
 
-    def _fits(self, scope: Scope) -> bool:
+    def _is_authorised(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])
         kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = bearer if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")

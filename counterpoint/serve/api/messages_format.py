@@ -25,8 +25,8 @@ from counterpoint.serve.output_parsing.output_parser import (
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
 
-Kind = Literal["text", "thinking", "tool_use"]
-DELTAS: dict[Kind, tuple[str, str]] = {
+BlockKind = Literal["text", "thinking", "tool_use"]
+DELTAS: dict[BlockKind, tuple[str, str]] = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -36,24 +36,24 @@ DELTAS: dict[Kind, tuple[str, str]] = {
 class ContentBlock:
     """One block while it grows. `facts`: what is known of it from the start (a call's id and name)."""
 
-    def __init__(self, kind: Kind, index: int, **facts: str) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: BlockKind, index: int, **attributes: str) -> None:
+        self.kind: BlockKind = kind
         self.index = index
-        self.facts = facts
+        self.attributes = attributes
         self._texts: list[str] = []
 
-    def body(self) -> Json:
+    def to_json(self) -> Json:
         text = "".join(self._texts)
         if self.kind == "tool_use":
-            return {"type": "tool_use"} | self.facts | {"input": object_of(text)}
+            return {"type": "tool_use"} | self.attributes | {"input": parse_arguments(text)}
         return {"type": self.kind, self.kind: text} | (
             {"signature": ""} if self.kind == "thinking" else {}
         )
 
-    def started(self) -> Json:
-        return {"type": "content_block_start", "index": self.index, "content_block": self.body()}
+    def start_event(self) -> Json:
+        return {"type": "content_block_start", "index": self.index, "content_block": self.to_json()}
 
-    def grown(self, text: str) -> Json:
+    def delta_event(self, text: str) -> Json:
         self._texts.append(text)
         kind, name = DELTAS[self.kind]
         return {
@@ -62,11 +62,11 @@ class ContentBlock:
             "delta": {"type": kind, name: text},
         }
 
-    def stopped(self) -> Json:
+    def stop_event(self) -> Json:
         return {"type": "content_block_stop", "index": self.index}
 
 
-def object_of(arguments: str) -> Json | msgspec.Raw:
+def parse_arguments(arguments: str) -> Json | msgspec.Raw:
     """A call's arguments as the model wrote them; of a text that was cut short, as much as can be read."""
     try:
         split_fields(arguments)
@@ -81,13 +81,13 @@ def object_of(arguments: str) -> Json | msgspec.Raw:
 
 
 class MessageFormatter:
-    def __init__(self, ask: PreparedRequest, request: MessagesRequest) -> None:
-        self.prepared = ask
+    def __init__(self, prepared: PreparedRequest, request: MessagesRequest) -> None:
+        self.prepared = prepared
         self.request = request
         self._started = False
-        self._done: list[Json] = []
+        self._finished_blocks: list[Json] = []
         self._block: ContentBlock | None = None
-        self._last = OutputPiece()
+        self._last_piece = OutputPiece()
 
     # ------------------------------------------------------------ as a Reply
 
@@ -95,14 +95,14 @@ class MessageFormatter:
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
-            for _ in self._take(piece):
+            for _ in self._block_events(piece):
                 pass
-        return self._message(self._done, answers) | self._stop(answers[0])
+        return self._message(self._finished_blocks, answers) | self._stop_fields(answers[0])
 
-    def beginning(self) -> Iterator[bytes]:
+    def start_events(self) -> Iterator[bytes]:
         return iter(())
 
-    def step(
+    def delta_events(
         self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
         if not self._started and (
@@ -110,56 +110,56 @@ class MessageFormatter:
         ):  # all is known of the prompt
             self._started = True
             message = self._message([], answers) | {"stop_reason": None, "stop_sequence": None}
-            yield named({"type": "message_start", "message": message})
-        yield from map(named, self._take(piece))
+            yield message_event({"type": "message_start", "message": message})
+        yield from map(message_event, self._block_events(piece))
 
-    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        yield named(
+    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        yield message_event(
             {
                 "type": "message_delta",
-                "delta": self._stop(answers[0]),
+                "delta": self._stop_fields(answers[0]),
                 "usage": self._usage(answers),
             }
         )
-        yield named({"type": "message_stop"})
+        yield message_event({"type": "message_stop"})
 
-    def failure(self, error: ApiError) -> bytes:
-        return named(anthropic_error(error))
+    def error_event(self, error: ApiError) -> bytes:
+        return message_event(anthropic_error(error))
 
     # ------------------------------------------------------------ blocks
 
-    def _take(self, piece: OutputPiece) -> Iterator[Json]:
+    def _block_events(self, piece: OutputPiece) -> Iterator[Json]:
         for part in piece.parts:
             match part:
                 case ContentDelta(text):
-                    yield from self._grow("text", text)
+                    yield from self._extend_block("text", text)
                 case ReasoningDelta(text):
-                    yield from self._grow("thinking", text)
+                    yield from self._extend_block("thinking", text)
                 case CallStart(_, id, name):
-                    yield from self._open("tool_use", id=id, name=name)
+                    yield from self._open_block("tool_use", id=id, name=name)
                 case CallArguments(_, text):
-                    yield from self._grow("tool_use", text)
+                    yield from self._extend_block("tool_use", text)
         if piece.finish_reason:
-            self._last = piece
-            if self._block is None and not self._done:
-                yield from self._open("text")
-            yield from self._close()
+            self._last_piece = piece
+            if self._block is None and not self._finished_blocks:
+                yield from self._open_block("text")
+            yield from self._close_block()
 
-    def _grow(self, kind: Kind, text: str) -> Iterator[Json]:
+    def _extend_block(self, kind: BlockKind, text: str) -> Iterator[Json]:
         if self._block is None or self._block.kind != kind:
-            yield from self._open(kind)
+            yield from self._open_block(kind)
         assert self._block is not None
-        yield self._block.grown(text)
+        yield self._block.delta_event(text)
 
-    def _open(self, kind: Kind, **facts: str) -> Iterator[Json]:
-        yield from self._close()
-        self._block = ContentBlock(kind, len(self._done), **facts)
-        yield self._block.started()
+    def _open_block(self, kind: BlockKind, **facts: str) -> Iterator[Json]:
+        yield from self._close_block()
+        self._block = ContentBlock(kind, len(self._finished_blocks), **facts)
+        yield self._block.start_event()
 
-    def _close(self) -> Iterator[Json]:
+    def _close_block(self) -> Iterator[Json]:
         if self._block is not None:
-            yield self._block.stopped()
-            self._done.append(self._block.body())
+            yield self._block.stop_event()
+            self._finished_blocks.append(self._block.to_json())
             self._block = None
 
     # ------------------------------------------------------------ the message
@@ -186,18 +186,18 @@ class MessageFormatter:
             "output_tokens_details": {"thinking_tokens": answers[0].reasoning_tokens},
         }
 
-    def _stop(self, answer: OutputProcessor) -> Json:
-        by = self._last.stop_reason
+    def _stop_fields(self, answer: OutputProcessor) -> Json:
+        by = self._last_piece.stop_reason
         reason, sequence = "end_turn", None
-        if self._last.finish_reason == "length":
+        if self._last_piece.finish_reason == "length":
             full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif isinstance(by, str):
             reason, sequence = "stop_sequence", by
-        elif answer.calls:
+        elif answer.num_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def named(body: Json) -> bytes:
+def message_event(body: Json) -> bytes:
     return sse_event(body, body["type"])

@@ -30,8 +30,8 @@ MAX_TEXT_CHARACTERS = (
     2**22
 )  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
 MAX_TOKENS = 2**31 - 1
-ERRORS_TOLD = 3
-HARMLESS_BYTES = 100  # the values under which an unsupported field does nothing are short
+MAX_ERRORS_SHOWN = 3
+MAX_NEUTRAL_BYTES = 100  # the values under which an unsupported field does nothing are short
 
 
 class ApiError(ValueError):
@@ -61,11 +61,11 @@ class ApiError(ValueError):
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Target = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
-Share = Annotated[float, Field(ge=0, le=1)]
+TargetSeconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
@@ -77,29 +77,29 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Takes no value for one of another type, and no number that JSON has not."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SloFields(Strict):
+class SloFields(StrictModel):
     """Latency targets of one request, in seconds; what is not given is as the server was told. A wrong name is refused: it would
     be a target that nobody heeds."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ttft_s: Target | None = None
-    tpot_s: Target | None = None
-    itl_s: Target | None = None
+    ttft_s: TargetSeconds | None = None
+    tpot_s: TargetSeconds | None = None
+    itl_s: TargetSeconds | None = None
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """`strict` false: what can't be held to is passed over."""
 
     schema_: dict[str, Any] = Field(alias="schema")
@@ -108,7 +108,7 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """`schema` beside json_object is what some clients send for a json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -122,7 +122,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictModel):
     """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
     whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
 
@@ -135,14 +135,14 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
-class ModelRequest(Strict):
+class ModelRequest(StrictModel):
     """What every endpoint takes."""
 
     model_config = ConfigDict(extra="ignore")
     # known fields that would change the answer, with the values under which they do not
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    instead: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
-    names: ClassVar[
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    unsupported_hints: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
+    names_of_chat_fields: ClassVar[
         dict[str, str]
     ] = {}  # what this API calls fields that have another name in /v1/chat/completions
 
@@ -154,7 +154,7 @@ class SampledRequest(ModelRequest):
     repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
     cache_salt, slo, and the ways to say what an answer must look like (see StructuredOutputs), of which one may be used."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
         "chat_template": (None,),
@@ -170,9 +170,9 @@ class SampledRequest(ModelRequest):
     stream: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -206,7 +206,7 @@ class GenerationRequest(SampledRequest):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     response_format: ResponseFormat | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
@@ -218,7 +218,7 @@ class GenerationRequest(SampledRequest):
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -226,11 +226,11 @@ class GenerationRequest(SampledRequest):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def usage_always(self) -> bool:
+    def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -239,7 +239,7 @@ class HasText(Protocol):
     text: str
 
 
-def texts(content: str | Sequence[HasText]) -> str | list[TextPart]:
+def to_text_parts(content: str | Sequence[HasText]) -> str | list[TextPart]:
     """As chat has them, whatever another API calls the parts."""
     return (
         content
@@ -248,20 +248,20 @@ def texts(content: str | Sequence[HasText]) -> str | list[TextPart]:
     )
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Function(Strict):
+class FunctionDefinition(StrictModel):
     """A tool. `parameters` is a JSON schema; none is as good as one for an object without members."""
 
     name: FunctionName
@@ -270,23 +270,23 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class FunctionChoice(Strict):
+class FunctionChoice(StrictModel):
     name: FunctionName
 
 
-class ToolChoice(Strict):
+class ToolChoice(StrictModel):
     """One tool by its name."""
 
     type: Literal["function"]
     function: FunctionChoice
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """One turn. `content` may be null beside tool calls; parts other than text are refused. What was thought is `reasoning_content`
     or `reasoning`."""
 
@@ -298,7 +298,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template_message(self) -> dict[str, Any]:
         """As chat templates want it: content one string, and no role that older ones do not know."""
         content = (
             self.content
@@ -308,8 +308,8 @@ class ChatMessage(Strict):
         if content is None and self.tool_calls is None:
             content = ""
         role = "system" if self.role == "developer" else self.role
-        thought = self.reasoning_content or self.reasoning
-        known = {"reasoning_content": thought} if thought else {}
+        reasoning = self.reasoning_content or self.reasoning
+        known = {"reasoning_content": reasoning} if reasoning else {}
         return (
             self.model_dump(exclude_none=True, exclude={"reasoning"})
             | known
@@ -321,7 +321,7 @@ class ChatRequest(GenerationRequest):
     """`separate_reasoning` false leaves reasoning, with its marks, in the content, where stop strings count; `include_reasoning`
     false drops it from the answer. `reasoning_effort` is told to the chat template, which may know nothing of it."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "audio": (None,),
         "documents": (None, []),
         "function_call": (None, "none", "auto"),
@@ -356,7 +356,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "best_of": (None, 1),
         "prompt_embeds": (None,),
         "suffix": (None, ""),
@@ -387,7 +387,7 @@ class TokenizeRequest(ModelRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
 
     @pydantic.model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
@@ -400,22 +400,26 @@ class DetokenizeRequest(ModelRequest):
     tokens: TokenIds
 
 
-Request = TypeVar("Request", bound=ModelRequest)
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 
-def parse_request(kind: type[Request], body: bytes) -> Request:
+def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
     """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
     try:
-        request = kind.model_validate_json(body)
+        request = request_type.model_validate_json(body)
         fields = split_fields(body)
     except pydantic.ValidationError as error:
-        raise refusal_of(error, kind) from None
+        raise validation_api_error(error, request_type) from None
     except msgspec.DecodeError as error:  # NaN in a field that is not looked at, say
         raise ApiError(400, f"Invalid JSON: {error}") from None
-    for name, harmless in kind.refused.items():
+    for name, neutral_values in request_type.unsupported.items():
         raw = bytes(fields.get(name, b"null"))
-        if len(raw) > HARMLESS_BYTES or msgspec.json.decode(raw) not in harmless:
-            instead = f": {kind.instead[name]}" if name in kind.instead else ""
+        if len(raw) > MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral_values:
+            instead = (
+                f": {request_type.unsupported_hints[name]}"
+                if name in request_type.unsupported_hints
+                else ""
+            )
             raise ApiError(
                 400,
                 f"{name} is not supported by this server{instead}",
@@ -426,21 +430,21 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
 
 
 @contextlib.contextmanager
-def errors_in_terms_of(kind: type[ModelRequest]) -> Iterator[None]:
+def errors_in_terms_of(request_type: type[ModelRequest]) -> Iterator[None]:
     """What is wrong with the chat that a request of `kind` was made into is an ApiError, and names the field as its API does."""
     try:
         yield
     except pydantic.ValidationError as error:
-        raise renamed(refusal_of(error, ChatRequest), kind) from None
+        raise rename_error_field(validation_api_error(error, ChatRequest), request_type) from None
     except ApiError as error:
-        raise renamed(error, kind) from None
+        raise rename_error_field(error, request_type) from None
 
 
-def renamed(error: ApiError, kind: type[ModelRequest]) -> ApiError:
+def rename_error_field(error: ApiError, request_type: type[ModelRequest]) -> ApiError:
     return ApiError(
         error.status,
         str(error),
-        param=kind.names.get(error.param or "", error.param),
+        param=request_type.names_of_chat_fields.get(error.param or "", error.param),
         code=error.code,
     )
 
@@ -450,26 +454,31 @@ split_fields = msgspec.json.Decoder(
 ).decode  # takes no time for what is in them
 
 
-def refusal_of(error: pydantic.ValidationError, kind: type[ModelRequest]) -> ApiError:
+def validation_api_error(
+    error: pydantic.ValidationError, request_type: type[ModelRequest]
+) -> ApiError:
     """Names places, never values: a body is not sent back to where it came from. What is wrong between fields is said with one of
     them first."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [f"{place(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"] for e in found[:ERRORS_TOLD]]
-    if len(found) > ERRORS_TOLD:
-        told.append(f"and {len(found) - ERRORS_TOLD} more")
-    message = "; ".join(told)[:1000].replace("Value error, ", "")
+    messages = [
+        f"{format_location(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"]
+        for e in found[:MAX_ERRORS_SHOWN]
+    ]
+    if len(found) > MAX_ERRORS_SHOWN:
+        messages.append(f"and {len(found) - MAX_ERRORS_SHOWN} more")
+    message = "; ".join(messages)[:1000].replace("Value error, ", "")
     first = message.split(maxsplit=1)[0].rstrip(":")
     param = (
         str(found[0]["loc"][0])
         if found[0]["loc"]
         else first
-        if first in kind.model_fields
+        if first in request_type.model_fields
         else None
     )
     return ApiError(400, message, param=param)
 
 
-def place(location: tuple[int | str, ...]) -> str:
+def format_location(location: tuple[int | str, ...]) -> str:
     """messages[2].role; the names that pydantic gives to the arms of a union are left out."""
     words = [
         part

@@ -35,7 +35,7 @@ from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.types import TokenLogprobs
 
 Json = dict[str, Any]
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
+MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 LINE_ENDS = tuple(
@@ -54,19 +54,19 @@ class ResponseFormatter(Protocol):
         """`pieces` by choice."""
         ...
 
-    def beginning(self) -> Iterator[bytes]:
+    def start_events(self) -> Iterator[bytes]:
         """What can be said before anything has come of the engine."""
         ...
 
-    def step(
+    def delta_events(
         self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
     ) -> Iterator[bytes]: ...
 
-    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
         """After the last piece of every choice."""
         ...
 
-    def failure(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """In place of all that was to come."""
         ...
 
@@ -80,65 +80,67 @@ def sse_event(body: Json, name: str = "") -> bytes:
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
 
 
-def make_usage(ask: PreparedRequest, answers: Sequence[OutputProcessor]) -> Json:
+def make_usage(prepared: PreparedRequest, processors: Sequence[OutputProcessor]) -> Json:
     """A prompt counts once, however many choices it has."""
-    prompt_tokens = sum(len(prompt.tokens) for prompt in ask.prompts)
+    prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
     completion_tokens = (
-        0 if ask.output_options.discard_tokens else sum(len(answer.token_ids) for answer in answers)
+        0
+        if prepared.output_options.discard_tokens
+        else sum(len(answer.token_ids) for answer in processors)
     )
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(answer.cached_tokens for answer in answers[:: ask.n])
+            "cached_tokens": sum(answer.cached_tokens for answer in processors[:: prepared.n])
         },
         "completion_tokens_details": {
-            "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)
+            "reasoning_tokens": sum(answer.reasoning_tokens for answer in processors)
         },
     }
 
 
 def pair_prompt_logprobs(
-    tokens: Sequence[int], answer: OutputProcessor
+    tokens: Sequence[int], processor: OutputProcessor
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """Each token of a prompt with what is known of it: nothing of the first."""
-    unknown = [None] * (len(tokens) - len(answer.prompt_logprobs))
-    return list(zip(tokens, [*unknown, *answer.prompt_logprobs], strict=True))
+    missing = [None] * (len(tokens) - len(processor.prompt_logprobs))
+    return list(zip(tokens, [*missing, *processor.prompt_logprobs], strict=True))
 
 
-def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+def to_finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
-class TokenSpelling:
+class LogprobWriter:
     """How tokens are written beside their log-probabilities."""
 
-    def __init__(self, text: ModelTokenizer) -> None:
-        self.text = text
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer = tokenizer
 
-    def bytes_of(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         return (
-            self.text.token_string(token).encode()
-            if self.text.is_special(token)
-            else self.text.token_bytes(token)
+            self.tokenizer.token_string(token).encode()
+            if self.tokenizer.is_special(token)
+            else self.tokenizer.token_bytes(token)
         )
 
-    def shown(self, token: int) -> str:
-        return self.bytes_of(token).decode("utf-8", errors="replace")
+    def display_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", errors="replace")
 
-    def exact(self, token: int) -> str:
+    def unique_text(self, token: int) -> str:
         """As `shown`, but different for different bytes, as OpenAI's completions write what is not a character."""
-        data = self.bytes_of(token)
+        data = self.token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def entry(self, entry: LogprobEntry, options: OutputOptions) -> Json:
+    def chat_entry(self, entry: LogprobEntry, options: OutputOptions) -> Json:
         """As chats have it."""
-        known = entry.logprobs or TokenLogprobs(LEAST_LOGPROB)
-        hidden = options.skip_special and self.text.is_special(entry.token)
+        known = entry.logprobs or TokenLogprobs(MIN_LOGPROB)
+        hidden = options.skip_special_tokens and self.tokenizer.is_special(entry.token)
         top = [
             self._token(token, logprob)
             for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True)
@@ -146,7 +148,7 @@ class TokenSpelling:
         written = self._token(entry.token, known.logprob)
         return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
 
-    def by_id(self, token: int, known: TokenLogprobs) -> Json:
+    def entries_by_id(self, token: int, known: TokenLogprobs) -> Json:
         """`rank` is told of the likeliest alone."""
         ranked = {
             t: (value, rank)
@@ -156,15 +158,19 @@ class TokenSpelling:
         }
         every = {token: (known.logprob, None)} | ranked
         return {
-            str(t): {"logprob": finite(value), "rank": rank, "decoded_token": self.shown(t)}
+            str(t): {
+                "logprob": to_finite(value),
+                "rank": rank,
+                "decoded_token": self.display_text(t),
+            }
             for t, (value, rank) in every.items()
         }
 
     def _token(self, token: int, logprob: float) -> Json:
         return {
-            "token": self.shown(token),
-            "logprob": finite(logprob),
-            "bytes": list(self.bytes_of(token)),
+            "token": self.display_text(token),
+            "logprob": to_finite(logprob),
+            "bytes": list(self.token_bytes(token)),
         }
 
 
@@ -175,7 +181,7 @@ class ChoiceFormatter(abc.ABC):
         self, ask: PreparedRequest, text: ModelTokenizer, kind: str, chunk_kind: str
     ) -> None:
         self.prepared = ask
-        self.spelling = TokenSpelling(text)
+        self.logprob_writer = LogprobWriter(text)
         self.head: Json = {
             "id": ask.id,
             "object": kind,
@@ -183,13 +189,13 @@ class ChoiceFormatter(abc.ABC):
             "model": ask.model,
         }
         self.chunk_head = self.head | {"object": chunk_kind}
-        self._opened: set[int] = set()
+        self._started: set[int] = set()
 
     def full_response(
         self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         choices = [
-            self.whole(i, answer, pieces[i]) | self._about_prompt(i, answer)
+            self.full_choice(i, answer, pieces[i]) | self._about_prompt(i, answer)
             for i, answer in enumerate(answers)
         ]
         return self.head | {"choices": choices, "usage": make_usage(self.prepared, answers)}
@@ -201,69 +207,69 @@ class ChoiceFormatter(abc.ABC):
         tokens = self.prepared.prompt_of(choice).tokens
         return {
             "prompt_logprobs": [
-                known and self.spelling.by_id(t, known)
+                known and self.logprob_writer.entries_by_id(t, known)
                 for t, known in pair_prompt_logprobs(tokens, answer)
             ]
         }
 
-    def beginning(self) -> Iterator[bytes]:
+    def start_events(self) -> Iterator[bytes]:
         return iter(())
 
-    def step(
+    def delta_events(
         self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
-        for part in self._parts(choice, piece, answers[choice]):
+        for part in self._chunks(choice, piece, answers[choice]):
             request = self.prepared.api_request
             usage: Json = (
-                {"usage": make_usage(self.prepared, answers)} if request.usage_always else {}
+                {"usage": make_usage(self.prepared, answers)} if request.continuous_usage else {}
             )
             if request.usage_at_end:
                 usage = usage or {"usage": None}
             yield sse_event(self.chunk_head | {"choices": [part]} | usage)
 
-    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        if self.prepared.api_request.usage_at_end or self.prepared.api_request.usage_always:
+    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        if self.prepared.api_request.usage_at_end or self.prepared.api_request.continuous_usage:
             yield sse_event(
                 self.chunk_head | {"choices": [], "usage": make_usage(self.prepared, answers)}
             )
         yield DONE
 
-    def failure(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return sse_event(error.body())
 
-    def _parts(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Iterator[Json]:
-        if choice not in self._opened and (
+    def _chunks(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Iterator[Json]:
+        if choice not in self._started and (
             piece.num_tokens or piece.finish_reason
         ):  # all is known of the prompt
-            self._opened.add(choice)
-            opening = self.opening(choice, answer)
+            self._started.add(choice)
+            opening = self.first_chunk(choice, answer)
             if opening is not None:
                 yield opening
-        yield from self.parts(
+        yield from self.delta_chunks(
             choice,
             piece,
             counted=bool(
-                self.prepared.api_request.usage_always
+                self.prepared.api_request.continuous_usage
                 and piece.num_tokens
                 and not piece.finish_reason
             ),
         )
         if piece.finish_reason:
-            yield self.closing(choice, piece, answer)
+            yield self.last_chunk(choice, piece, answer)
 
     @abc.abstractmethod
-    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
+    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
         """What begins the stream of a choice, before its first token."""
 
     @abc.abstractmethod
-    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+    def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
         """At least one if its tokens are `counted` in the stream."""
 
     @abc.abstractmethod
-    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json: ...
+    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json: ...
 
     @abc.abstractmethod
-    def whole(
+    def full_choice(
         self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
     ) -> Json: ...
 
@@ -273,49 +279,51 @@ class ChatFormatter(ChoiceFormatter):
 
     def __init__(self, ask: PreparedRequest, text: ModelTokenizer) -> None:
         super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
-        self._silent = (
+        self._hide_reasoning = (
             isinstance(ask.api_request, ChatRequest) and ask.api_request.include_reasoning is False
         )
 
-    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
-        return self._part(choice, {"role": "assistant", "content": ""})
+    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
+        return self._choice(choice, {"role": "assistant", "content": ""})
 
-    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+    def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
         """A chunk for each thing that was said. Log-probabilities are of all tokens, and go with the last."""
         deltas = [
-            delta_of(said)
+            chat_delta(said)
             for said in piece.parts
-            if not (self._silent and isinstance(said, ReasoningDelta))
+            if not (self._hide_reasoning and isinstance(said, ReasoningDelta))
         ]
         if not deltas and (piece.logprob_entries or counted):
             deltas = [{"content": ""}]
         for at, delta in enumerate(deltas):
-            yield self._part(
+            yield self._choice(
                 choice,
                 delta,
                 self._logprobs(piece.logprob_entries if at == len(deltas) - 1 else ()),
             )
 
-    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._part(choice, {}, None, finish_of(piece, answer)) | stop_reason(
-            self.prepared, piece
-        )
+    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
+        return self._choice(
+            choice, {}, None, chat_finish_reason(piece, answer)
+        ) | stop_reason_field(self.prepared, piece)
 
-    def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
+    def full_choice(
+        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+    ) -> Json:
         entries = [entry for piece in pieces for entry in piece.logprob_entries]
         return {
             "index": choice,
             "message": self._message(merge_parts(said for piece in pieces for said in piece.parts)),
             "logprobs": self._logprobs(entries),
-            "finish_reason": finish_of(pieces[-1], answer),
-        } | stop_reason(self.prepared, pieces[-1])
+            "finish_reason": chat_finish_reason(pieces[-1], answer),
+        } | stop_reason_field(self.prepared, pieces[-1])
 
     def _message(self, speech: ParsedOutput) -> Json:
         """What was thought has two names, as clients look for one or the other."""
         message: Json = {"role": "assistant", "content": speech.content, "refusal": None}
         if not speech.content and (speech.calls or speech.reasoning):
             message["content"] = None
-        if speech.reasoning and not self._silent:
+        if speech.reasoning and not self._hide_reasoning:
             message |= {"reasoning_content": speech.reasoning, "reasoning": speech.reasoning}
         if speech.calls:
             message["tool_calls"] = [
@@ -328,7 +336,7 @@ class ChatFormatter(ChoiceFormatter):
             ]
         return message
 
-    def _part(
+    def _choice(
         self, choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None
     ) -> Json:
         return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -338,7 +346,8 @@ class ChatFormatter(ChoiceFormatter):
             return None
         return {
             "content": [
-                self.spelling.entry(entry, self.prepared.output_options) for entry in entries
+                self.logprob_writer.chat_entry(entry, self.prepared.output_options)
+                for entry in entries
             ],
             "refusal": None,
         }
@@ -352,21 +361,27 @@ class CompletionFormatter(ChoiceFormatter):
     ) -> None:
         super().__init__(ask, text, "text_completion", "text_completion")
         self.echo = bool(request.echo)
-        self.top = bool(request.logprobs)
+        self.with_alternatives = bool(request.logprobs)
 
-    def opening(self, choice: int, answer: OutputProcessor) -> Json | None:
+    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
         if not self.echo:
             return None
-        return self._part(choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer))
+        return self._choice(
+            choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer)
+        )
 
-    def parts(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
+    def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
         if piece.parts or piece.logprob_entries or counted:
-            yield self._part(choice, piece.text, self._logprobs(choice, piece.logprob_entries))
+            yield self._choice(choice, piece.text, self._logprobs(choice, piece.logprob_entries))
 
-    def closing(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._part(choice, "", None, piece.finish_reason) | stop_reason(self.prepared, piece)
+    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
+        return self._choice(choice, "", None, piece.finish_reason) | stop_reason_field(
+            self.prepared, piece
+        )
 
-    def whole(self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]) -> Json:
+    def full_choice(
+        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+    ) -> Json:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._logprobs(
             choice, [entry for piece in pieces for entry in piece.logprob_entries]
@@ -376,11 +391,11 @@ class CompletionFormatter(ChoiceFormatter):
             before = self._prompt_logprobs(choice, answer)
             if logprobs is not None and before is not None:
                 logprobs = {key: before[key] + logprobs[key] for key in logprobs}
-        return self._part(choice, text, logprobs, pieces[-1].finish_reason) | stop_reason(
+        return self._choice(choice, text, logprobs, pieces[-1].finish_reason) | stop_reason_field(
             self.prepared, pieces[-1]
         )
 
-    def _part(
+    def _choice(
         self, choice: int, text: str, logprobs: Json | None = None, finish: str | None = None
     ) -> Json:
         return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
@@ -389,8 +404,8 @@ class CompletionFormatter(ChoiceFormatter):
         prompt = self.prepared.prompt_of(choice)
         if prompt.text is not None:
             return prompt.text
-        return self.spelling.text.decode(
-            prompt.tokens, skip_special=self.prepared.output_options.skip_special
+        return self.logprob_writer.tokenizer.decode(
+            prompt.tokens, skip_special_tokens=self.prepared.output_options.skip_special_tokens
         )
 
     def _logprobs(self, choice: int, entries: Sequence[LogprobEntry]) -> Json | None:
@@ -398,11 +413,11 @@ class CompletionFormatter(ChoiceFormatter):
             return None
         shift = len(self._prompt_text(choice)) if self.echo else 0
         return {
-            "tokens": [self.spelling.exact(entry.token) for entry in entries],
+            "tokens": [self.logprob_writer.unique_text(entry.token) for entry in entries],
             "token_logprobs": [
-                finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries
+                to_finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries
             ],
-            "top_logprobs": [self._top(entry.logprobs) for entry in entries],
+            "top_logprobs": [self._alternatives(entry.logprobs) for entry in entries],
             "text_offset": [shift + entry.start for entry in entries],
         }
 
@@ -415,27 +430,27 @@ class CompletionFormatter(ChoiceFormatter):
         offsets, at = [], 0
         for token in tokens:
             offsets.append(at)
-            at += len(self.spelling.shown(token))
+            at += len(self.logprob_writer.display_text(token))
         return {
-            "tokens": [self.spelling.exact(token) for token in tokens],
-            "token_logprobs": [finite(k.logprob) if k else None for k in known],
-            "top_logprobs": [self._top(k) for k in known],
+            "tokens": [self.logprob_writer.unique_text(token) for token in tokens],
+            "token_logprobs": [to_finite(k.logprob) if k else None for k in known],
+            "top_logprobs": [self._alternatives(k) for k in known],
             "text_offset": offsets,
         }
 
-    def _top(self, known: TokenLogprobs | None) -> dict[str, float] | None:
+    def _alternatives(self, known: TokenLogprobs | None) -> dict[str, float] | None:
         """By text; where two tokens read alike, the second is named by its id, so that there are as many as were asked for."""
-        if known is None or not self.top:
+        if known is None or not self.with_alternatives:
             return None
         top: dict[str, float] = {}
         for token, logprob in zip(known.top_ids, known.top_logprobs, strict=True):
-            name = self.spelling.exact(token)
-            top[name if name not in top else f"token_id:{token}"] = finite(logprob)
+            name = self.logprob_writer.unique_text(token)
+            top[name if name not in top else f"token_id:{token}"] = to_finite(logprob)
         return top
 
 
-def delta_of(said: OutputPart) -> Json:
-    match said:
+def chat_delta(part: OutputPart) -> Json:
+    match part:
         case ContentDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
@@ -455,11 +470,13 @@ def delta_of(said: OutputPart) -> Json:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def finish_of(piece: OutputPiece, answer: OutputProcessor) -> str | None:
-    return "tool_calls" if piece.finish_reason == "stop" and answer.calls else piece.finish_reason
+def chat_finish_reason(piece: OutputPiece, answer: OutputProcessor) -> str | None:
+    return (
+        "tool_calls" if piece.finish_reason == "stop" and answer.num_calls else piece.finish_reason
+    )
 
 
-def stop_reason(ask: PreparedRequest, piece: OutputPiece) -> Json:
+def stop_reason_field(ask: PreparedRequest, piece: OutputPiece) -> Json:
     """Beside OpenAI's fields: the stop string, or the id of `stop_token_ids`, that ended the choice."""
     by = piece.stop_reason
     return {

@@ -28,10 +28,10 @@ from counterpoint.serve.worker.pool import Pool
 from counterpoint.types import NO_GRAMMAR, UNSAMPLED_REASONS, OutputDelta
 
 Result = TypeVar("Result")
-BEGAN_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the wall clock
+ARRIVAL_NS = "counterpoint.began_ns"  # in a request's scope: when it came, on the wall clock
 
 
-def failed(error: str) -> ApiError:
+def choice_error(error: str) -> ApiError:
     """What a choice failed of. A structure that proves too costly on the way is its client's fault, all else is ours."""
     if error == UNSAMPLED_REASONS[NO_GRAMMAR]:
         return ApiError(400, error, code="invalid_structure")
@@ -59,46 +59,50 @@ class Generation:
     ) -> None:
         self.engine = engine
         self.ask = ask
-        self.place = place
+        self.ticket = place
         self.cut_short = cut_short
         self.timeout_s = timeout_s
         self.tracing = tracing
-        self.traced: TracedRequest | None = None
+        self.traced_request: TracedRequest | None = None
         self.error: str | None = None
         self.finishes: list[str | None] = [None] * len(ask.engine_requests)
-        self.answers = [
+        self.processors = [
             OutputProcessor(text, ask.output_options, arrive.prompt)
             for arrive in ask.engine_requests
         ]
         self._choice = {arrive.id: index for index, arrive in enumerate(ask.engine_requests)}
 
-    def begin(self, request: Request) -> None:
+    def start_trace(self, request: Request) -> None:
         if self.tracing is not None:
-            began_ns = request.scope[BEGAN_NS]
-            self.traced = self.tracing.begin(self.ask, request.url.path, request.headers, began_ns)
+            began_ns = request.scope[ARRIVAL_NS]
+            self.traced_request = self.tracing.begin(
+                self.ask, request.url.path, request.headers, began_ns
+            )
 
     def close(self) -> None:
-        self.place.leave()
-        if self.traced is not None:
-            self.traced.end(make_usage(self.ask, self.answers), self.finishes, self.error)
+        self.ticket.close()
+        if self.traced_request is not None:
+            self.traced_request.end(
+                make_usage(self.ask, self.processors), self.finishes, self.error
+            )
 
     async def stream_pieces(self) -> AsyncGenerator[tuple[int, OutputPiece, bool], None]:
         """(choice, piece, whether another one is there already). Raises EngineLost; ApiError for a choice that failed or an answer
         that took too long."""
         try:
             async with self.engine.open(self.ask.engine_requests, self.timeout_s) as deltas:
-                async for delta in unless_late(deltas):
-                    self.place.served(delta.id)
-                    if self.traced is not None and delta.tokens:
-                        self.traced.token()
+                async for delta in timeout_as_api_error(deltas):
+                    self.ticket.on_first_token(delta.id)
+                    if self.traced_request is not None and delta.tokens:
+                        self.traced_request.token()
                     choice = self._choice[delta.id]
-                    piece = self.answers[choice].feed(delta)
+                    piece = self.processors[choice].feed(delta)
                     if piece.needs_abort:
                         self.cut_short.add(delta.id)  # first: its Record may come at once
                         if not deltas.abort(delta.id):
                             self.cut_short.discard(delta.id)
                     if piece.finish_reason == "error":
-                        raise failed(piece.error)
+                        raise choice_error(piece.error)
                     self.finishes[choice] = piece.finish_reason
                     yield choice, piece, not deltas.empty
         except EngineLost:
@@ -108,35 +112,35 @@ class Generation:
             self.error = error.code
             raise
 
-    async def whole(self, reply: ResponseFormatter) -> Json:
-        pieces: list[list[OutputPiece]] = [[] for _ in self.answers]
+    async def collect_response(self, formatter: ResponseFormatter) -> Json:
+        pieces: list[list[OutputPiece]] = [[] for _ in self.processors]
         async with contextlib.aclosing(self.stream_pieces()) as stream:
             async for choice, piece, _ in stream:
                 pieces[choice].append(piece)
-        return reply.full_response(self.answers, pieces)
+        return formatter.full_response(self.processors, pieces)
 
-    async def events(self, reply: ResponseFormatter) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, formatter: ResponseFormatter) -> AsyncGenerator[bytes, None]:
         """Server-sent events. What is there at one time is sent at one time."""
-        ready = list(reply.beginning())
+        ready = list(formatter.start_events())
         try:
             if ready:
                 yield b"".join(ready)
                 ready.clear()
             async with contextlib.aclosing(self.stream_pieces()) as stream:
                 async for choice, piece, more in stream:
-                    ready += reply.step(choice, piece, self.answers)
+                    ready += formatter.delta_events(choice, piece, self.processors)
                     if ready and not more:
                         yield b"".join(ready)
                         ready.clear()
-            ready += reply.ending(self.answers)
+            ready += formatter.end_events(self.processors)
         except EngineLost as error:
-            ready.append(reply.failure(ApiError(503, str(error), code="engine_lost")))
+            ready.append(formatter.error_event(ApiError(503, str(error), code="engine_lost")))
         except ApiError as error:
-            ready.append(reply.failure(error))
+            ready.append(formatter.error_event(error))
         yield b"".join(ready)
 
 
-async def unless_late(deltas: OutputStream) -> AsyncIterator[OutputDelta]:
+async def timeout_as_api_error(deltas: OutputStream) -> AsyncIterator[OutputDelta]:
     """Its TimedOut as an ApiError."""
     try:
         async for delta in deltas:
@@ -150,9 +154,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, reply: ResponseFormatter) -> None:
+    def __init__(self, generation: Generation, formatter: ResponseFormatter) -> None:
         self.generation = generation
-        self.events = generation.events(reply)
+        self.events = generation.stream_events(formatter)
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -179,7 +183,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
     """The result of `work`, which is cancelled if the client leaves first: then ClientGone. The request's body must have
     been read."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(receive))
+    gone = asyncio.ensure_future(wait_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -191,39 +195,41 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def disconnected(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def respond(request: Request, generation: Generation, reply: ResponseFormatter) -> Response:
+async def respond(
+    request: Request, generation: Generation, formatter: ResponseFormatter
+) -> Response:
     """Raises ClientGone, and what `pieces` raises, unless the answer is streamed."""
-    generation.begin(request)
+    generation.start_trace(request)
     if generation.ask.api_request.stream:
-        return EventStream(generation, reply)
+        return EventStream(generation, formatter)
     with contextlib.closing(generation):
-        body = await run_until_disconnect(request.receive, generation.whole(reply))
+        body = await run_until_disconnect(request.receive, generation.collect_response(formatter))
     return Response(encode(body), media_type="application/json")
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises ApiError if the body is not JSON by its own word, or too long; ClientGone if it never ends."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: it must be application/json")
     body = bytearray()
-    async for part in chunks(request):
+    async for part in receive_chunks(request):
         body += part
-        if len(body) > most_bytes:
+        if len(body) > max_bytes:
             raise ApiError(
                 413,
-                f"the request's body is larger than {most_bytes} bytes",
+                f"the request's body is larger than {max_bytes} bytes",
                 code="request_too_large",
             )
     return bytes(body)
 
 
-async def chunks(request: Request) -> AsyncIterator[bytes]:
+async def receive_chunks(request: Request) -> AsyncIterator[bytes]:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -15,7 +15,7 @@ from starlette.responses import Response
 SCRIPTS = ("page.js", "score.js", "chat.js")
 
 
-def page() -> Response:
+def make_page() -> Response:
     here = files(__name__)
     frame, style, *scripts = (
         (here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)

@@ -67,17 +67,17 @@ class OutputParser(Protocol):
     `over`: nothing that follows is wanted."""
 
     @property
-    def held(self) -> int: ...
+    def num_held(self) -> int: ...
 
     @property
-    def reasoning(self) -> bool: ...
+    def in_reasoning(self) -> bool: ...
 
     @property
-    def over(self) -> bool: ...
+    def done(self) -> bool: ...
 
     def feed(self, text: str) -> list[OutputPart]: ...
 
-    def end(self, whole: bool) -> list[OutputPart]:
+    def end(self, complete: bool) -> list[OutputPart]:
         """What was kept back, when no more comes; `whole`: the model ended by itself."""
         ...
 
@@ -85,13 +85,13 @@ class OutputParser(Protocol):
 class PlainParser:
     """All of it is content."""
 
-    held = 0
-    reasoning = over = False
+    num_held = 0
+    in_reasoning = done = False
 
     def feed(self, text: str) -> list[OutputPart]:
         return [ContentDelta(text)] if text else []
 
-    def end(self, whole: bool) -> list[OutputPart]:
+    def end(self, complete: bool) -> list[OutputPart]:
         return []
 
 

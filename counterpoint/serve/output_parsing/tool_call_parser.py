@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 Json = dict[str, Any]
-MOST_CHARACTERS = 2**18  # of a call that is read only once it is whole
-HEAD = regex.compile(
+MAX_CALL_CHARACTERS = 2**18  # of a call that is read only once it is whole
+CALL_HEAD = regex.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:'
 )  # then its arguments follow
 BRACKETS = regex.compile(r'["{}\[\]]')
 QUOTES = regex.compile(r'["\\]')
 QUOTED_OR_NESTED = '"{['
-HEAD_CHARACTERS = 1024  # of HEAD: bounds the work of looking for it
+MAX_HEAD_CHARACTERS = 1024  # of HEAD: bounds the work of looking for it
 SEPARATORS = " \t\r\n,;[]"
 ENDS_OF_WORDS = " \t\r\n,}]"
 
@@ -46,35 +46,35 @@ class AllowedTools:
 
     tools: tuple[Json, ...]
     parallel: bool = True
-    new_id: Callable[[], str] = new_call_id
+    make_call_id: Callable[[], str] = new_call_id
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-class ToolCallParser:
+class ToolCallState:
     """The calls of one choice, so far."""
 
-    def __init__(self, offer: AllowedTools) -> None:
-        self.offer = offer
+    def __init__(self, allowed_tools: AllowedTools) -> None:
+        self.allowed_tools = allowed_tools
         self.count = 0
-        self.over = False
-        self._names = offer.names
+        self.done = False
+        self._names = allowed_tools.names
 
-    def knows(self, name: object) -> bool:
+    def is_allowed(self, name: object) -> bool:
         return isinstance(name, str) and name in self._names
 
-    def start(self, name: str) -> CallStart:
+    def start_call(self, name: str) -> CallStart:
         self.count += 1
-        return CallStart(self.count - 1, self.offer.new_id(), name)
+        return CallStart(self.count - 1, self.allowed_tools.make_call_id(), name)
 
-    def more(self, arguments: str) -> CallArguments:
+    def add_arguments(self, arguments: str) -> CallArguments:
         """Of the call that was started last."""
         return CallArguments(self.count - 1, arguments)
 
-    def finish(self) -> None:
-        self.over = self.over or not self.offer.parallel
+    def finish_call(self) -> None:
+        self.done = self.done or not self.allowed_tools.parallel
 
 
 class CallReader(Protocol):
@@ -82,13 +82,13 @@ class CallReader(Protocol):
 
     def feed(self, text: str) -> list[OutputPart]: ...
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
         """The region ends with `mark`, or with the answer; `whole`: as it should."""
         ...
 
 
-def reader_of(
-    calls: ToolCallParser,
+def make_call_reader(
+    calls: ToolCallState,
     field: ResponseTemplateField,
     spec: Json,
     mark: str,
@@ -96,8 +96,8 @@ def reader_of(
 ) -> CallReader:
     """For a region of `field`, whose data in the template is `spec`, opened by `mark` with these `names`."""
     if field.content != "json" or set(field.content_args) - {"allow_non_json"}:
-        return WholeReader(calls, spec, mark, must_close=field.close_re is not None)
-    return JsonReader(calls, mark, names.get("name"))
+        return BufferedCallReader(calls, spec, mark, must_close=field.close_re is not None)
+    return JsonCallReader(calls, mark, names.get("name"))
 
 
 class JsonState(enum.Enum):
@@ -120,7 +120,7 @@ class CallObject(msgspec.Struct):
 decode_call = msgspec.json.Decoder(CallObject).decode
 
 
-class Nesting:
+class JsonScanner:
     """Finds the end of a JSON value, by brackets and quotes."""
 
     def __init__(self, depth: int = 0) -> None:
@@ -128,7 +128,7 @@ class Nesting:
         self._quoted = False
         self._skip = 0  # of the next text: a backslash was the last of this one
 
-    def end(self, text: str) -> int:
+    def find_end(self, text: str) -> int:
         """The place behind the value's end; -1 if it is not in `text`. Each text is behind the one before."""
         at, self._skip = self._skip, 0
         while (found := (QUOTES if self._quoted else BRACKETS).search(text, at)) is not None:
@@ -148,158 +148,179 @@ class Nesting:
         return -1
 
 
-class JsonReader:
+class JsonCallReader:
     """Calls as JSON objects with a name and arguments, one behind another or in a list. With `name`, the text begins with the
     arguments of that tool."""
 
-    def __init__(self, calls: ToolCallParser, mark: str, name: str | None = None) -> None:
+    def __init__(self, calls: ToolCallState, mark: str, name: str | None = None) -> None:
         self.calls = calls
         self.state = JsonState.BETWEEN
-        self._given = mark  # what is given back if no call comes of it
-        self._held = ""  # of the object or value at hand: what is not decided yet
-        self._nesting = Nesting()
-        self._named = name is not None
-        self._first = ""  # character of the arguments
-        self._called = False
-        self._begun: list[OutputPart] = []
+        self._returned_text = mark  # what is given back if no call comes of it
+        self._pending = ""  # of the object or value at hand: what is not decided yet
+        self._scanner = JsonScanner()
+        self._name_in_marker = name is not None
+        self._first_character = ""  # character of the arguments
+        self._any_call = False
+        self._queued_parts: list[OutputPart] = []
         if name is not None:
-            self._begin(name, "", self._begun)
+            self._start_call(name, "", self._queued_parts)
 
     def feed(self, text: str) -> list[OutputPart]:
-        said, self._begun = self._begun, []
-        while text and not self.calls.over:
-            text = self._step(text, said)
-        return said
+        parts, self._queued_parts = self._queued_parts, []
+        while text and not self.calls.done:
+            text = self._read(text, parts)
+        return parts
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
-        said, self._begun = self._begun, []
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
+        parts, self._queued_parts = self._queued_parts, []
         if self.state in (JsonState.VALUE, JsonState.TAIL):
             if (
-                self.state is JsonState.VALUE and self._first != "{"
+                self.state is JsonState.VALUE and self._first_character != "{"
             ):  # an object has gone out as it came
-                whole = whole or bool(mark)
-                said.append(self.calls.more(arguments_of(self._held) if whole else self._held))
-            self.calls.finish()
-        elif not self._called or self._held:
-            said.append(ContentDelta(self._given + self._held + mark))
+                complete = complete or bool(mark)
+                parts.append(
+                    self.calls.add_arguments(
+                        normalise_arguments(self._pending) if complete else self._pending
+                    )
+                )
+            self.calls.finish_call()
+        elif not self._any_call or self._pending:
+            parts.append(ContentDelta(self._returned_text + self._pending + mark))
         return [
-            part for part in said if not isinstance(part, ContentDelta | CallArguments) or part.text
+            part
+            for part in parts
+            if not isinstance(part, ContentDelta | CallArguments) or part.text
         ]
 
-    def _step(self, text: str, said: list[OutputPart]) -> str:
+    def _read(self, text: str, parts: list[OutputPart]) -> str:
         """Read some of `text`; what of it is left to read."""
         match self.state:
             case JsonState.BETWEEN:
-                return self._between(text, said)
+                return self._read_between(text, parts)
             case JsonState.HEAD:
-                return self._head(text, said)
+                return self._read_head(text, parts)
             case JsonState.OBJECT:
-                return self._object(text, said)
+                return self._read_object(text, parts)
             case JsonState.VALUE:
-                return self._value(text, said)
+                return self._read_value(text, parts)
             case JsonState.TAIL:
-                return self._tail(text)
+                return self._read_tail(text)
             case JsonState.TEXT:
-                return self._give_back(text, said)
+                return self._return_as_content(text, parts)
 
-    def _between(self, text: str, said: list[OutputPart]) -> str:
+    def _read_between(self, text: str, parts: list[OutputPart]) -> str:
         rest = text.lstrip(SEPARATORS)
-        self._given += text[: len(text) - len(rest)]
+        self._returned_text += text[: len(text) - len(rest)]
         if not rest:
             return ""
         if rest[0] != "{":
-            return self._give_back(rest, said)
-        self.state, self._nesting = JsonState.HEAD, Nesting()
+            return self._return_as_content(rest, parts)
+        self.state, self._scanner = JsonState.HEAD, JsonScanner()
         return rest
 
-    def _head(self, text: str, said: list[OutputPart]) -> str:
-        text, self._held = self._held + text, ""
-        found = HEAD.match(text, partial=True)
-        if found is None or found.end() > HEAD_CHARACTERS:
+    def _read_head(self, text: str, parts: list[OutputPart]) -> str:
+        text, self._pending = self._pending + text, ""
+        found = CALL_HEAD.match(text, partial=True)
+        if found is None or found.end() > MAX_HEAD_CHARACTERS:
             self.state = JsonState.OBJECT
             return text
         if found.partial:
-            self._held = text
+            self._pending = text
             return ""
         try:
             name = msgspec.json.decode(found[1])
         except msgspec.DecodeError:
             name = ""
-        return text[found.end() :] if self._begin(name, text, said) else ""
+        return text[found.end() :] if self._start_call(name, text, parts) else ""
 
-    def _begin(self, name: str, text: str, said: list[OutputPart]) -> bool:
+    def _start_call(self, name: str, text: str, parts: list[OutputPart]) -> bool:
         """The call of `name`, if there is such a tool; else `text` is given back."""
-        if not self.calls.knows(name):
-            self._give_back(text, said)
+        if not self.calls.is_allowed(name):
+            self._return_as_content(text, parts)
             return False
-        said.append(self.calls.start(name))
-        self._called, self._given, self._first, self.state = True, "", "", JsonState.VALUE
-        self._nesting = Nesting()
+        parts.append(self.calls.start_call(name))
+        self._any_call, self._returned_text, self._first_character, self.state = (
+            True,
+            "",
+            "",
+            JsonState.VALUE,
+        )
+        self._scanner = JsonScanner()
         return True
 
-    def _object(self, text: str, said: list[OutputPart]) -> str:
-        end = self._nesting.end(text)
+    def _read_object(self, text: str, parts: list[OutputPart]) -> str:
+        end = self._scanner.find_end(text)
         if end < 0:
-            self._held += text
-            return "" if len(self._held) <= MOST_CHARACTERS else self._give_back("", said)
-        whole, self._held = self._held + text[:end], ""
+            self._pending += text
+            return (
+                ""
+                if len(self._pending) <= MAX_CALL_CHARACTERS
+                else self._return_as_content("", parts)
+            )
+        whole, self._pending = self._pending + text[:end], ""
         try:
             call = decode_call(whole)
         except (msgspec.DecodeError, RecursionError):
-            return self._give_back(whole + text[end:], said)
-        if not self._begin(call.name, whole + text[end:], said):
+            return self._return_as_content(whole + text[end:], parts)
+        if not self._start_call(call.name, whole + text[end:], parts):
             return ""
-        said.append(
-            self.calls.more(arguments_of(bytes(call.arguments or call.parameters).decode()))
+        parts.append(
+            self.calls.add_arguments(
+                normalise_arguments(bytes(call.arguments or call.parameters).decode())
+            )
         )
         self.state = JsonState.BETWEEN
-        self.calls.finish()
+        self.calls.finish_call()
         return text[end:]
 
-    def _value(self, text: str, said: list[OutputPart]) -> str:
-        if not self._first:
+    def _read_value(self, text: str, parts: list[OutputPart]) -> str:
+        if not self._first_character:
             text = text.lstrip()
-            self._first = text[:1]
+            self._first_character = text[:1]
             if not text:
                 return ""
-        end = self._nesting.end(text) if self._first in QUOTED_OR_NESTED else end_of_word(text)
+        end = (
+            self._scanner.find_end(text)
+            if self._first_character in QUOTED_OR_NESTED
+            else find_word_end(text)
+        )
         part = text if end < 0 else text[:end]
-        if self._first == "{":
-            said.append(self.calls.more(part))
+        if self._first_character == "{":
+            parts.append(self.calls.add_arguments(part))
         else:
-            self._held += part
+            self._pending += part
         if end < 0:
             return ""
-        if self._first != "{":
-            said.append(self.calls.more(arguments_of(self._held)))
-        self._held = ""
-        self.state, self._nesting = JsonState.TAIL, Nesting(depth=1)
-        if self._named:
+        if self._first_character != "{":
+            parts.append(self.calls.add_arguments(normalise_arguments(self._pending)))
+        self._pending = ""
+        self.state, self._scanner = JsonState.TAIL, JsonScanner(depth=1)
+        if self._name_in_marker:
             self.state = JsonState.BETWEEN
-            self.calls.finish()
+            self.calls.finish_call()
         return text[end:]
 
-    def _tail(self, text: str) -> str:
-        end = self._nesting.end(text)
+    def _read_tail(self, text: str) -> str:
+        end = self._scanner.find_end(text)
         if end < 0:
             return ""
         self.state = JsonState.BETWEEN
-        self.calls.finish()
+        self.calls.finish_call()
         return text[end:]
 
-    def _give_back(self, text: str, said: list[OutputPart]) -> str:
+    def _return_as_content(self, text: str, parts: list[OutputPart]) -> str:
         """No call, from here to the region's end."""
-        said.append(ContentDelta(self._given + self._held + text))
-        self._given = self._held = ""
+        parts.append(ContentDelta(self._returned_text + self._pending + text))
+        self._returned_text = self._pending = ""
         self.state = JsonState.TEXT
         return ""
 
 
-def end_of_word(text: str) -> int:
+def find_word_end(text: str) -> int:
     return next((at for at, character in enumerate(text) if character in ENDS_OF_WORDS), -1)
 
 
-def arguments_of(value: str) -> str:
+def normalise_arguments(value: str) -> str:
     """The arguments as a client wants them, if they are anything but an object: some models write them as a string that holds JSON,
     and none at all as null."""
     if not value.strip() or value == "null":
@@ -312,59 +333,59 @@ def arguments_of(value: str) -> str:
         return value
 
 
-class WholeReader:
+class BufferedCallReader:
     """Regions in any other form: read once they are whole, by `transformers`, which casts arguments as the tools' schemas say."""
 
-    def __init__(self, calls: ToolCallParser, spec: Json, mark: str, must_close: bool) -> None:
+    def __init__(self, calls: ToolCallState, spec: Json, mark: str, must_close: bool) -> None:
         self.calls = calls
         self._spec = {"start_anchor_pattern": r"\A", "fields": {"content": {}, "tool_calls": spec}}
         self._text = mark
         self._must_close = must_close
-        self._given_back = False
+        self._returned = False
 
     def feed(self, text: str) -> list[OutputPart]:
-        if self._given_back:
+        if self._returned:
             return [ContentDelta(text)]
         self._text += text
-        if len(self._text) <= MOST_CHARACTERS:
+        if len(self._text) <= MAX_CALL_CHARACTERS:
             return []
-        self._given_back = True
+        self._returned = True
         return [ContentDelta(self._text)]
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
-        text = mark if self._given_back else self._text + mark
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
+        text = mark if self._returned else self._text + mark
         calls = (
             []
-            if self._given_back or not (whole or mark or not self._must_close)
-            else self._read(text)
+            if self._returned or not (complete or mark or not self._must_close)
+            else self._parse(text)
         )
         if not calls:
             return [ContentDelta(text)] if text else []
-        said: list[OutputPart] = []
+        parts: list[OutputPart] = []
         for name, arguments in calls:
-            if not self.calls.over:
-                said += [self.calls.start(name), self.calls.more(arguments)]
-                self.calls.finish()
-        return said
+            if not self.calls.done:
+                parts += [self.calls.start_call(name), self.calls.add_arguments(arguments)]
+                self.calls.finish_call()
+        return parts
 
-    def _read(self, text: str) -> list[tuple[str, str]]:
+    def _parse(self, text: str) -> list[tuple[str, str]]:
         """Empty if it is anything but calls of known tools."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
             message = parse_response(
-                text, self._spec, prefix="", tools=list(self.calls.offer.tools)
+                text, self._spec, prefix="", tools=list(self.calls.allowed_tools.tools)
             )
             found = [
                 (call["function"]["name"], call["function"]["arguments"])
-                for call in flat(message.get("tool_calls"))
+                for call in flatten(message.get("tool_calls"))
             ]
             written = [(name, encode(arguments or {}).decode()) for name, arguments in found]
         except Exception:  # a template is a program that runs on what the model wrote
             return []
         return (
             []
-            if message.get("content") or not all(self.calls.knows(name) for name, _ in written)
+            if message.get("content") or not all(self.calls.is_allowed(name) for name, _ in written)
             else written
         )
 
@@ -372,10 +393,10 @@ class WholeReader:
 encode = msgspec.json.encode
 
 
-def flat(value: Any) -> Iterator[Any]:
+def flatten(value: Any) -> Iterator[Any]:
     """The calls in what a template made of them: one, a list, or lists in a list."""
     if isinstance(value, list):
         for one in value:
-            yield from flat(one)
+            yield from flatten(one)
     elif value is not None:
         yield value

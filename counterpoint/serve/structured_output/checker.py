@@ -28,11 +28,11 @@ from counterpoint.serve.structured_output.grammar import (
     CheckerSetup,
     CheckRequest,
     CheckResult,
-    Kind,
+    StructureKind,
 )
 from counterpoint.spec.source import ModelSource
 
-FIELDS: dict[str, Kind] = {
+STRUCTURE_FIELDS: dict[str, StructureKind] = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "lark",
@@ -42,14 +42,14 @@ FIELDS: dict[str, Kind] = {
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
-PARTS: dict[str, Kind] = {
+STRUCTURED_OUTPUTS_KINDS: dict[str, StructureKind] = {
     "json_": "json",
     "regex": "regex",
     "choice": "choice",
     "grammar": "lark",
 }  # of structured_outputs
-WAITING = 64  # checks that may wait for others
-KNOWN = 64  # verdicts that are kept
+MAX_WAITING = 64  # checks that may wait for others
+MAX_CACHED = 64  # verdicts that are kept
 TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
 log = logging.getLogger(__name__)
 encode = msgspec.json.encode
@@ -59,26 +59,28 @@ class WantedStructure(msgspec.Struct, frozen=True):
     """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
     texts. `after`: what it comes after, as grammar.py's `following` has it."""
 
-    kind: Kind
+    kind: StructureKind
     value: Any
     param: str
     strict: bool = True
-    after: str = ""
+    outer_grammar: str = ""
 
 
-def wanted_of(request: SampledRequest) -> WantedStructure | None:
+def find_structure(request: SampledRequest) -> WantedStructure | None:
     """Raises ApiError if it is said in two ways."""
     # Not by model_dump: it copies, and a schema may be large.
     found = [
-        WantedStructure(FIELDS[name], value, name)
+        WantedStructure(STRUCTURE_FIELDS[name], value, name)
         for name, value in request
-        if name in FIELDS and (value or value == {})
+        if name in STRUCTURE_FIELDS and (value or value == {})
     ]
     for name, value in request.structured_outputs or ():
         if name == "json_object" and value:
             found.append(WantedStructure("json", JSON_OBJECT, "structured_outputs"))
-        elif name in PARTS and value is not None:
-            found.append(WantedStructure(PARTS[name], value, "structured_outputs"))
+        elif name in STRUCTURED_OUTPUTS_KINDS and value is not None:
+            found.append(
+                WantedStructure(STRUCTURED_OUTPUTS_KINDS[name], value, "structured_outputs")
+            )
     if isinstance(request, GenerationRequest) and request.response_format is not None:
         form = request.response_format
         if form.json_schema is not None and form.type == "json_schema":
@@ -106,65 +108,68 @@ def wanted_of(request: SampledRequest) -> WantedStructure | None:
     return found[0] if found else None
 
 
-def question_of(wanted: WantedStructure) -> bytes:
+def encode_check(wanted: WantedStructure) -> bytes:
     """Raises ValueError, OverflowError or RecursionError."""
     text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
-    return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.after))
+    return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.outer_grammar))
 
 
 class GrammarChecker:
     """For the model of `source`, whose engine knows ids below `vocab`. `checked` from one event loop at a time."""
 
     def __init__(self, source: ModelSource, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._setting = CheckerSetup(source, vocab, eos_token_ids)
+        self._setup = CheckerSetup(source, vocab, eos_token_ids)
         self._child: subprocess.Popen[bytes] | None = None
         self._pool = ThreadPoolExecutor(1, "structure")  # one check at a time
-        self._waiting = 0
+        self._num_waiting = 0
         self._closing = False
-        self._known: OrderedDict[bytes, CheckResult] = OrderedDict()
+        self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
 
-    async def checked(self, wanted: WantedStructure) -> str:
+    async def check(self, structure: WantedStructure) -> str:
         """The grammar. Raises ApiError, Overloaded if too many checks wait."""
-        if not self._setting.eos_token_ids:
+        if not self._setup.eos_token_ids:
             raise ApiError(
                 400,
-                f"{wanted.param}: this model has no end-of-sequence token to end a structure with",
-                param=wanted.param,
+                f"{structure.param}: this model has no end-of-sequence token to end a structure with",
+                param=structure.param,
             )
         try:
-            question = await asyncio.to_thread(question_of, wanted)
+            question = await asyncio.to_thread(encode_check, structure)
         except Exception as error:  # too long, numbers beyond 64 bits, nesting
             raise ApiError(
-                400, f"{wanted.param}: {error}", param=wanted.param, code="invalid_structure"
+                400, f"{structure.param}: {error}", param=structure.param, code="invalid_structure"
             ) from None
-        answer = await self._answer(question)
+        answer = await self._cached_result(question)
         if answer.error:
             raise ApiError(
-                400, f"{wanted.param}: {answer.error}", param=wanted.param, code="invalid_structure"
+                400,
+                f"{structure.param}: {answer.error}",
+                param=structure.param,
+                code="invalid_structure",
             )
         return answer.grammar
 
-    async def _answer(self, question: bytes) -> CheckResult:
+    async def _cached_result(self, question: bytes) -> CheckResult:
         """What is known is not held up by what is tried."""
         name = hashlib.sha256(question).digest()
-        answer = self._known.pop(name, None)
+        answer = self._cache.pop(name, None)
         if answer is None:
-            if self._waiting >= WAITING:
+            if self._num_waiting >= MAX_WAITING:
                 raise Overloaded(
-                    f"{self._waiting} structures wait already to be tried: try again later"
+                    f"{self._num_waiting} structures wait already to be tried: try again later"
                 )
-            self._waiting += 1
+            self._num_waiting += 1
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(
-                    self._pool, self._tried_if_need_be_twice, question
+                    self._pool, self._run_check, question
                 )
             finally:
-                self._waiting -= 1
-        self._known[name] = answer
-        while len(self._known) > KNOWN:
-            self._known.popitem(last=False)
+                self._num_waiting -= 1
+        self._cache[name] = answer
+        while len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
         return answer
 
     def close(self) -> None:
@@ -176,12 +181,14 @@ class GrammarChecker:
 
     # ------------------------------------------------------------ the pool's thread
 
-    def _tried_if_need_be_twice(self, question: bytes) -> CheckResult:
-        return self._tried(question) or self._tried(question) or CheckResult(error=TOO_COSTLY)
+    def _run_check(self, question: bytes) -> CheckResult:
+        return (
+            self._ask_child(question) or self._ask_child(question) or CheckResult(error=TOO_COSTLY)
+        )
 
-    def _tried(self, question: bytes) -> CheckResult | None:
+    def _ask_child(self, question: bytes) -> CheckResult | None:
         """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
-        child = self._living_child()
+        child = self._running_child()
         assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write(question + b"\n")
@@ -200,7 +207,7 @@ class GrammarChecker:
             else CheckResult(error=TOO_COSTLY)
         )
 
-    def _living_child(self) -> subprocess.Popen[bytes]:
+    def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._end_child()
@@ -209,7 +216,7 @@ class GrammarChecker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert child.stdin is not None
-        child.stdin.write(encode(self._setting) + b"\n")
+        child.stdin.write(encode(self._setup) + b"\n")
         return child
 
     def _end_child(self) -> None:

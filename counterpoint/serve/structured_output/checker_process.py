@@ -30,7 +30,7 @@ from counterpoint.serve.structured_output.grammar import (
     CheckRequest,
     CheckResult,
     StructureError,
-    following,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_lark,
@@ -42,11 +42,11 @@ from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 CPU_S, WALL_S = 2.0, 20.0
 MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
 STACK_BYTES = 1 << 20
-MESSAGE_CHARACTERS = 500
+MAX_MESSAGE_CHARACTERS = 500
 NICENESS = 10
-BAD_SCHEMA = "failed to compile JSON schema: "
-QUOTED = re.compile(r"\n +\d+ \| ")
-WALKED, STRIDE = 32, 7919  # tokens; a prime
+SCHEMA_ERROR_PREFIX = "failed to compile JSON schema: "
+GRAMMAR_EXCERPT = re.compile(r"\n +\d+ \| ")
+WALK_TOKENS, WALK_STRIDE = 32, 7919  # tokens; a prime
 
 
 def main() -> None:
@@ -57,13 +57,13 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     setting = msgspec.json.decode(questions.readline(), type=CheckerSetup)
     tokenizer = make_tokenizer(
-        make_vocabulary(load_tokenizer(setting.source)), setting.vocab, setting.eos_token_ids
+        make_vocabulary(load_tokenizer(setting.source)), setting.vocab_size, setting.eos_token_ids
     )
     limit_memory()
     threading.stack_size(STACK_BYTES)
     for line in questions:
-        with alarms():
-            answer = on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
+        with limit_time():
+            answer = check_on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 
@@ -76,7 +76,7 @@ def limit_memory() -> None:
 
 
 @contextlib.contextmanager
-def alarms() -> Iterator[None]:
+def limit_time() -> Iterator[None]:
     """Each ends the process, whatever it does."""
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
@@ -85,50 +85,50 @@ def alarms() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def on_small_stack(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+def check_on_small_stack(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
     answers: list[CheckResult] = []
-    thread = threading.Thread(target=lambda: answers.append(answer_to(question, tokenizer)))
+    thread = threading.Thread(target=lambda: answers.append(check_grammar(question, tokenizer)))
     thread.start()
     thread.join()
     return answers[0]
 
 
-def answer_to(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+def check_grammar(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
     try:
-        grammar = grammar_for(question)
-        if question.after:
-            grammar = following(question.after, grammar)
+        grammar = build_grammar(question)
+        if question.outer_grammar:
+            grammar = embed_answer(question.outer_grammar, grammar)
         matcher = compile_grammar(grammar, tokenizer)
-        walk(matcher, tokenizer)
+        walk_tokens(matcher, tokenizer)
         return (
-            CheckResult(error=in_words(matcher.get_error()))
+            CheckResult(error=describe_error(matcher.get_error()))
             if matcher.is_error()
             else CheckResult(grammar)
         )
     except StructureError as error:
-        return CheckResult(error=in_words(str(error)))
+        return CheckResult(error=describe_error(str(error)))
     except Exception as error:  # nesting, mostly
-        return CheckResult(error=in_words(f"{type(error).__name__}: {error}"))
+        return CheckResult(error=describe_error(f"{type(error).__name__}: {error}"))
 
 
-def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+def walk_tokens(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     """Give it some answer's first tokens, always another of those that it allows."""
     ends = set(tokenizer.eos_tokens)
-    for step in range(WALKED):
+    for step in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             return
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = [id for id in np.flatnonzero(bits).tolist() if id not in ends]
-        if not allowed or not matcher.consume_token(allowed[STRIDE * step % len(allowed)]):
+        if not allowed or not matcher.consume_token(allowed[WALK_STRIDE * step % len(allowed)]):
             return
 
 
-def grammar_for(question: CheckRequest) -> str:
+def build_grammar(question: CheckRequest) -> str:
     """Raises StructureError."""
     text = question.text
     match question.kind:
         case "json":
-            return from_json_schema(decode(text), question.strict)
+            return from_json_schema(decode_schema(text), question.strict)
         case "regex":
             return from_regex(text)
         case "choice":
@@ -137,25 +137,26 @@ def grammar_for(question: CheckRequest) -> str:
             return from_lark(text)
 
 
-def decode(text: str) -> object:
+def decode_schema(text: str) -> object:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise StructureError(f"the schema is not JSON: {error}") from None
 
 
-def in_words(error: str) -> str:
+def describe_error(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text satisfies it"
-    _, schema, reason = error.partition(BAD_SCHEMA)
+    _, schema, reason = error.partition(SCHEMA_ERROR_PREFIX)
     if (
         schema
     ):  # within a grammar of ours, whose text follows, and is nothing to whoever sent the schema
-        error = QUOTED.split(reason)[0]
+        error = GRAMMAR_EXCERPT.split(reason)[0]
     if "'coerce_one_of'" in error:
         return "oneOf is held to only where its schemas clearly exclude each other: use anyOf, or strict false"
     return (
-        error.removesuffix("<non-verbose/>").strip()[:MESSAGE_CHARACTERS] or "it cannot be held to"
+        error.removesuffix("<non-verbose/>").strip()[:MAX_MESSAGE_CHARACTERS]
+        or "it cannot be held to"
     )
 
 

@@ -19,22 +19,22 @@ from counterpoint.device.grammar import Vocabulary
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.spec.source import ModelSource
 
-Kind = Literal["json", "regex", "choice", "lark"]
-ANSWER = "@answer"  # what stands for the answer in what comes before it
-BLANKS = 32
+StructureKind = Literal["json", "regex", "choice", "lark"]
+ANSWER_RULE = "@answer"  # what stands for the answer in what comes before it
+MAX_BLANKS = 32
 MAX_CHARACTERS = 2**17  # of what a client may send
-MADE = 4  # a grammar may be so much longer
+MAX_GROWTH = 4  # a grammar may be so much longer
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
-EVERYTHING = ({}, True)  # schemas that anything satisfies
+UNCONSTRAINED = ({}, True)  # schemas that anything satisfies
 
 
-def make_vocabulary(text: ModelTokenizer) -> Vocabulary:
+def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
     """The model's tokens, as grammars are held against."""
-    size = 1 + max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    size = 1 + max(tokenizer.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     return Vocabulary(
-        tokens=[text.token_bytes(token) for token in range(size)],
-        special=[token for token in range(size) if text.is_special(token)],
-        encode=lambda said: text.encode([said], special=False)[0],
+        tokens=[tokenizer.token_bytes(token) for token in range(size)],
+        special=[token for token in range(size) if tokenizer.is_special(token)],
+        encode=lambda said: tokenizer.encode([said], add_special_tokens=False)[0],
     )
 
 
@@ -42,17 +42,17 @@ class CheckerSetup(msgspec.Struct, frozen=True):
     """What the process that tries grammars is told first."""
 
     source: ModelSource
-    vocab: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
 class CheckRequest(msgspec.Struct, frozen=True):
     """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar. `after`: see `following`."""
 
-    kind: Kind
+    kind: StructureKind
     text: str
     strict: bool
-    after: str = ""
+    outer_grammar: str = ""
 
 
 class CheckResult(msgspec.Struct, frozen=True):
@@ -71,14 +71,14 @@ def from_json_schema(schema: Any, strict: bool = True) -> str:
     anyOf. Raises StructureError."""
     if not isinstance(schema, dict | bool):
         raise StructureError("a schema is an object")
-    if schema in EVERYTHING:
+    if schema in UNCONSTRAINED:
         schema = JSON_OBJECT
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             msgspec.json.encode(schema).decode(),
             overrides=json_options(strict),
         )
-        return bounded(grammar)
+        return check_size(grammar)
     except ValueError as error:
         raise StructureError(str(error)) from None
 
@@ -87,7 +87,7 @@ def json_options(strict: bool) -> Any:
     """How llguidance is to read a schema and to write JSON."""
     return {
         "whitespace_flexible": True,
-        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}",
         "item_separator": ",",
         "key_separator": ":",
         "lenient": not strict,
@@ -97,7 +97,7 @@ def json_options(strict: bool) -> Any:
 
 def from_regex(pattern: str) -> str:
     """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
-    return bounded(LLMatcher.grammar_from_regex(pattern))
+    return check_size(LLMatcher.grammar_from_regex(pattern))
 
 
 def from_choice(choices: Sequence[str]) -> str:
@@ -113,7 +113,7 @@ def from_lark(grammar: str) -> str:
     """A text of this grammar, in llguidance's dialect of Lark (rule `start`), or in llama.cpp's GBNF (rule `root`). Raises
     StructureError."""
     try:
-        return bounded(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
+        return check_size(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
     except StructureError:
         raise
     except (
@@ -122,20 +122,25 @@ def from_lark(grammar: str) -> str:
         raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
 
 
-def following(before: str, grammar: str) -> str:
+def embed_answer(outer_grammar: str, grammar: str) -> str:
     """What `before`, a grammar in Lark, makes of ANSWER, which is a text by `grammar`."""
     answer = (
         msgspec.json.decode(grammar)["grammars"][0]
         if grammar.startswith("{")
         else {"lark_grammar": grammar}
     )
-    whole = {"grammars": [{"name": "whole", "lark_grammar": before}, answer | {"name": ANSWER[1:]}]}
+    whole = {
+        "grammars": [
+            {"name": "whole", "lark_grammar": outer_grammar},
+            answer | {"name": ANSWER_RULE[1:]},
+        ]
+    }
     return msgspec.json.encode(whole).decode()
 
 
-def bounded(grammar: str) -> str:
-    if len(grammar) > MADE * MAX_CHARACTERS:
+def check_size(grammar: str) -> str:
+    if len(grammar) > MAX_GROWTH * MAX_CHARACTERS:
         raise StructureError(
-            f"its grammar has {len(grammar)} characters: at most {MADE * MAX_CHARACTERS} are taken"
+            f"its grammar has {len(grammar)} characters: at most {MAX_GROWTH * MAX_CHARACTERS} are taken"
         )
     return grammar

@@ -24,8 +24,8 @@ from counterpoint.serve.output_parsing.output_parser import (
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.types import FinishReason, OutputDelta, TokenLogprobs
 
-TAIL_TOKENS = 4  # of the prompt: a character has at most four bytes
-CONTINUATION = frozenset(
+PROMPT_TAIL_TOKENS = 4  # of the prompt: a character has at most four bytes
+CONTINUATION_BYTES = frozenset(
     bytes([byte]) for byte in range(0x80, 0xC0)
 )  # UTF-8 bytes that continue a character
 
@@ -51,7 +51,7 @@ class StopStrings:
             end, start, stop = min(found)
             self.held = ""
             return text[: end if self.include else start], stop
-        keep = self._may_become_one(text)
+        keep = self._partial_match_length(text)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -60,7 +60,7 @@ class StopStrings:
         text, self.held = self.held, ""
         return text
 
-    def _may_become_one(self, text: str) -> int:
+    def _partial_match_length(self, text: str) -> int:
         """Length of the longest suffix of `text` with which a stop string begins."""
         longest = max(len(stop) for stop in self.stops) - 1
         for size in range(min(longest, len(text)), 0, -1):
@@ -104,41 +104,41 @@ class OutputOptions:
     """How a choice's tokens are shown. `voice` makes what tells reasoning and calls from content; stop strings count in content
     alone. `marks`: special tokens that it must see. `discard`: the tokens are not wanted (only what is known of the prompt is)."""
 
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
     discard_tokens: bool = False
-    voice: Callable[[], OutputParser] = PlainParser
-    marks: frozenset[int] = frozenset()
+    make_parser: Callable[[], OutputParser] = PlainParser
+    parser_token_ids: frozenset[int] = frozenset()
 
 
 class OutputProcessor:
     """One choice. `reasoning_tokens` of its tokens were thought; it has called `calls` tools."""
 
     def __init__(
-        self, text: ModelTokenizer, options: OutputOptions, prompt: Sequence[int] = ()
+        self, tokenizer: ModelTokenizer, options: OutputOptions, prompt: Sequence[int] = ()
     ) -> None:
-        self.text = text
+        self.tokenizer = tokenizer
         self.options = options
         self.token_ids: list[int] = []
         self.cached_tokens = 0
         self.reasoning_tokens = 0
-        self.calls = 0
+        self.num_calls = 0
         self.prompt_logprobs: list[
             TokenLogprobs
         ] = []  # of the prompt's last tokens, as many as are known
         self.finished = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._voice = options.voice()
-        self._stops = StopStrings(options.stops, options.include_stop)
+        self._parser = options.make_parser()
+        self._stops = StopStrings(options.stop_strings, options.include_stop_string)
         self._entries: deque[LogprobEntry] = deque()
-        self._made = 0  # characters made of tokens so far
+        self._num_characters = 0  # characters made of tokens so far
         for token in prompt[
-            -TAIL_TOKENS:
+            -PROMPT_TAIL_TOKENS:
         ]:  # so that the first token may finish a character which the prompt began
-            self._characters(token)
+            self._decode_token(token)
 
     def feed(self, delta: OutputDelta) -> OutputPiece:
         """Take the next Delta. After a piece with `finish`, every further one is empty."""
@@ -151,34 +151,45 @@ class OutputProcessor:
             self.token_ids.append(token)
             last = at == len(delta.tokens) - 1
             if self.options.discard_tokens or (
-                last and delta.stop_reason is not None and not self.options.include_stop
+                last and delta.stop_reason is not None and not self.options.include_stop_string
             ):
                 continue
-            stop = self._take(token, delta.logprobs[at] if delta.logprobs else None, said)
-            if stop is not None or self._voice.over:
-                return self._end(said, at + 1, "stop", stop, cancel=delta.finish_reason is None)
+            stop = self._process_token(token, delta.logprobs[at] if delta.logprobs else None, said)
+            if stop is not None or self._parser.done:
+                return self._last_piece(
+                    said, at + 1, "stop", stop, cancel=delta.finish_reason is None
+                )
         if delta.finish_reason is None:
             return OutputPiece(
-                self._told(said), self._entries_before(self._sent(), whole=True), len(delta.tokens)
+                self._pack_parts(said),
+                self._release_entries(self._released_characters(), whole=True),
+                len(delta.tokens),
             )
-        return self._finish(said, delta)
+        return self._finish_with(said, delta)
 
-    def _take(
+    def _process_token(
         self, token: int, logprobs: TokenLogprobs | None, said: list[OutputPart]
     ) -> str | None:
         """What `token` says is put behind `said`; the stop string that was met, or None."""
-        if len(self.token_ids) == 1 and self.text.token_bytes(token)[:1] not in CONTINUATION:
+        if (
+            len(self.token_ids) == 1
+            and self.tokenizer.token_bytes(token)[:1] not in CONTINUATION_BYTES
+        ):
             self._utf8.reset()
-        made = self._characters(token)
+        made = self._decode_token(token)
         if self.options.logprobs:
-            self._entries.append(LogprobEntry(token, logprobs, self._made, self._made + len(made)))
-        self._made += len(made)
-        before = self._voice.reasoning
-        heard = self._voice.feed(made)
-        self.reasoning_tokens += before or self._voice.reasoning
-        return self._until_stop(heard, said)
+            self._entries.append(
+                LogprobEntry(
+                    token, logprobs, self._num_characters, self._num_characters + len(made)
+                )
+            )
+        self._num_characters += len(made)
+        before = self._parser.in_reasoning
+        heard = self._parser.feed(made)
+        self.reasoning_tokens += before or self._parser.in_reasoning
+        return self._apply_stop_strings(heard, said)
 
-    def _until_stop(self, heard: list[OutputPart], said: list[OutputPart]) -> str | None:
+    def _apply_stop_strings(self, heard: list[OutputPart], said: list[OutputPart]) -> str | None:
         for part in heard:
             if not isinstance(part, ContentDelta):
                 self._say(self._stops.flush(), said)
@@ -190,7 +201,7 @@ class OutputProcessor:
                 out, stop = self._stops.feed(part.text)
                 self._say(out, said)
                 if stop is not None:
-                    self._made -= size - len(out)  # what is not let out has not been said
+                    self._num_characters -= size - len(out)  # what is not let out has not been said
                     return stop
         return None
 
@@ -198,11 +209,11 @@ class OutputProcessor:
         if text:
             said.append(ContentDelta(text))
 
-    def _told(self, said: list[OutputPart]) -> tuple[OutputPart, ...]:
-        self.calls += sum(isinstance(part, CallStart) for part in said)
+    def _pack_parts(self, said: list[OutputPart]) -> tuple[OutputPart, ...]:
+        self.num_calls += sum(isinstance(part, CallStart) for part in said)
         return join_parts(said) if len(said) > 1 else tuple(said)
 
-    def _finish(self, said: list[OutputPart], delta: OutputDelta) -> OutputPiece:
+    def _finish_with(self, said: list[OutputPart], delta: OutputDelta) -> OutputPiece:
         assert delta.finish_reason is not None
         left = (
             ""
@@ -210,22 +221,22 @@ class OutputProcessor:
             else self._utf8.decode(b"", final=True)
         )
         heard = [
-            *self._voice.feed(left),
-            *self._voice.end(delta.finish_reason is FinishReason.STOP),
+            *self._parser.feed(left),
+            *self._parser.end(delta.finish_reason is FinishReason.STOP),
         ]
-        stop = self._until_stop(heard, said)
+        stop = self._apply_stop_strings(heard, said)
         if stop is None:
             self._say(self._stops.flush(), said)
-            return self._end(
+            return self._last_piece(
                 said,
                 len(delta.tokens),
                 str(delta.finish_reason),
                 delta.stop_reason,
                 error=delta.error,
             )
-        return self._end(said, len(delta.tokens), "stop", stop)
+        return self._last_piece(said, len(delta.tokens), "stop", stop)
 
-    def _end(
+    def _last_piece(
         self,
         said: list[OutputPart],
         tokens: int,
@@ -235,16 +246,18 @@ class OutputProcessor:
         error: str = "",
     ) -> OutputPiece:
         self.finished = True
-        entries = self._entries_before(
-            self._sent(), whole=finish != FinishReason.STOP or not isinstance(by, str), final=True
+        entries = self._release_entries(
+            self._released_characters(),
+            whole=finish != FinishReason.STOP or not isinstance(by, str),
+            final=True,
         )
-        return OutputPiece(self._told(said), entries, tokens, finish, by, cancel, error)
+        return OutputPiece(self._pack_parts(said), entries, tokens, finish, by, cancel, error)
 
-    def _sent(self) -> int:
+    def _released_characters(self) -> int:
         """Characters let out so far, or told by what was let out."""
-        return self._made - self._voice.held - len(self._stops.held)
+        return self._num_characters - self._parser.num_held - len(self._stops.held)
 
-    def _entries_before(
+    def _release_entries(
         self, sent: int, whole: bool, final: bool = False
     ) -> tuple[LogprobEntry, ...]:
         """The entries of the text that has been let out: those that end in it, and at the end those that begin in it.
@@ -253,19 +266,21 @@ class OutputProcessor:
         while self._entries:
             entry = self._entries[0]
             inside = entry.end <= sent if whole else entry.start < sent
-            if not inside or (not final and entry.end == self._made and self._unfinished()):
+            if not inside or (
+                not final and entry.end == self._num_characters and self._inside_character()
+            ):
                 break
             out.append(self._entries.popleft())
         return tuple(out)
 
-    def _unfinished(self) -> bool:
+    def _inside_character(self) -> bool:
         return bool(self._utf8.getstate()[0])
 
-    def _characters(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         if (
-            self.options.skip_special
-            and self.text.is_special(token)
-            and token not in self.options.marks
+            self.options.skip_special_tokens
+            and self.tokenizer.is_special(token)
+            and token not in self.options.parser_token_ids
         ):
             return ""
-        return self._utf8.decode(self.text.token_bytes(token))
+        return self._utf8.decode(self.tokenizer.token_bytes(token))

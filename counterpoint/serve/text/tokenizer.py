@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-CLEARLY_LONG = 1.25  # a text with this many times the characters that the context could hold is not tokenised at all
+LENGTH_MARGIN = 1.25  # a text with this many times the characters that the context could hold is not tokenised at all
 
 
 class TokenizerError(ValueError):
@@ -34,26 +34,29 @@ class ModelTokenizer:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.special = dict(special or {})
+        self.special_tokens = dict(special or {})
         self.response_template = response_template
-        self.added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = tokenizer.get_added_tokens_decoder()
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
-        self._longest_characters = 0
+        self._max_token_characters = 0
 
     # ------------------------------------------------------------ in
 
-    def encode(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text; `special` adds what the tokeniser puts around a text (a BOS). Releases the GIL."""
         return [
-            e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+            e.ids
+            for e in self.tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         ]
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, told without tokenising it."""
-        if not self._longest_characters:
-            self._longest_characters = max(map(len, self.tokenizer.get_vocab()), default=1)
-        return int(len(text) / (self._longest_characters * CLEARLY_LONG))
+        if not self._max_token_characters:
+            self._max_token_characters = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return int(len(text) / (self._max_token_characters * LENGTH_MARGIN))
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation, ready for the model's answer. `options` go to the template (tools, documents,
@@ -65,7 +68,9 @@ class ModelTokenizer:
         options = {"add_generation_prompt": True} | options
         try:
             (prompt,), _ = render_jinja_template(
-                [list(messages)], chat_template=self.chat_template, **{**self.special, **options}
+                [list(messages)],
+                chat_template=self.chat_template,
+                **{**self.special_tokens, **options},
             )
         except Exception as error:  # the template is a program that runs on the client's data
             raise TokenizerError(
@@ -76,7 +81,7 @@ class ModelTokenizer:
     # ------------------------------------------------------------ out
 
     def is_special(self, token: int) -> bool:
-        return token in self.added and self.added[token].special
+        return token in self.added_tokens and self.added_tokens[token].special
 
     def token_string(self, token: int) -> str:
         """The token as the vocabulary spells it, "" if it has no such id."""
@@ -86,15 +91,17 @@ class ModelTokenizer:
         """The UTF-8 bytes that `token` adds to a text, maybe part of a character; b"" for an id outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
-            known = self._bytes[token] = self._find_bytes(token)
+            known = self._bytes[token] = self._compute_bytes(token)
         return known
 
-    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `tokens`, exactly as a stream of them would be."""
-        parts = (self.token_bytes(t) for t in tokens if not (skip_special and self.is_special(t)))
+        parts = (
+            self.token_bytes(t) for t in tokens if not (skip_special_tokens and self.is_special(t))
+        )
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def _find_bytes(self, token: int) -> bytes:
+    def _compute_bytes(self, token: int) -> bytes:
         piece = self.token_string(token)
         if self._byte_level:
             spelled = [BYTE_OF_CHARACTER.get(character) for character in piece]
@@ -103,7 +110,7 @@ class ModelTokenizer:
                 if None in spelled
                 else bytes(byte for byte in spelled if byte is not None)
             )
-        if token in self.added:
+        if token in self.added_tokens:
             return piece.encode()
         if (
             len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
@@ -112,7 +119,7 @@ class ModelTokenizer:
         return piece.replace("\u2581", " ").encode()
 
 
-def byte_alphabet() -> dict[str, int]:
+def make_byte_alphabet() -> dict[str, int]:
     """The printable character by which byte-level BPE spells each byte, as character -> byte (the table of GPT-2's
     tokeniser: printable Latin-1 bytes stand for themselves, the others for the code points from 256 on, in order)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -120,4 +127,4 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-BYTE_OF_CHARACTER = byte_alphabet()
+BYTE_OF_CHARACTER = make_byte_alphabet()

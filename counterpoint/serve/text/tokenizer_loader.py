@@ -22,7 +22,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 CONTROL, USER_DEFINED = 3, 4  # token types of a GGUF
 
 # How a vocabulary's merges were learned to split text, by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
-SPLITS: dict[str, str | None] = {
+SPLIT_PATTERNS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
     "smollm": None,
@@ -42,18 +42,18 @@ def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     """The Text of a model; of one that is only a shape, one token per byte. Raises ConfigError if it has no tokeniser."""
     path = Path(source.path)
     if source.kind == "gguf":
-        return text_of_gguf(path)
+        return load_gguf(path)
     folder = path if source.kind == "hf" else path.parent
     if source.path and (folder / "tokenizer.json").is_file():
-        return text_of_folder(folder)
+        return load_folder(folder)
     if source.path and ((folder / "vocab.json").is_file() or any(folder.glob("tokenizer*.model"))):
-        return text_of_transformers(folder)
+        return load_with_transformers(folder)
     if source.kind == "spec":
         return make_byte_tokenizer()
     raise ConfigError(f"model: {folder} has no tokeniser (tokenizer.json or tokenizer.model)")
 
 
-def text_of_folder(path: Path) -> ModelTokenizer:
+def load_folder(path: Path) -> ModelTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # `tokenizers` raises plain Exception
@@ -62,19 +62,19 @@ def text_of_folder(path: Path) -> ModelTokenizer:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).is_file():
             config |= json.loads((path / name).read_text(encoding="utf-8"))
-    special = {name: spelling(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    special = {name: token_content(config[name]) for name in SPECIAL_NAMES if config.get(name)}
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
     else:
-        template = default_template(config.get("chat_template"))
+        template = pick_chat_template(config.get("chat_template"))
     return ModelTokenizer(tokenizer, template, special, config.get("response_template"))
 
 
-def spelling(token: Any) -> str:
+def token_content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def default_template(template: Any) -> str | None:
+def pick_chat_template(template: Any) -> str | None:
     """A tokenizer_config.json has one template, or a list of named ones."""
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
@@ -82,15 +82,15 @@ def default_template(template: Any) -> str | None:
     return template
 
 
-def text_of_gguf(path: Path) -> ModelTokenizer:
+def load_gguf(path: Path) -> ModelTokenizer:
     metadata = read_gguf_header(path).metadata
     part = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    if part.get("model") != "gpt2" or part.get("pre", "default") not in SPLITS:
-        return text_of_transformers(path.parent, gguf_file=path.name)
+    if part.get("model") != "gpt2" or part.get("pre", "default") not in SPLIT_PATTERNS:
+        return load_with_transformers(path.parent, gguf_file=path.name)
     tokens: list[str] = part["tokens"]
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {
@@ -98,8 +98,11 @@ def text_of_gguf(path: Path) -> ModelTokenizer:
         for name, key in ids.items()
         if f"{key}_token_id" in part
     }
-    tokenizer = byte_level_bpe(
-        tokens, part["merges"], part.get("token_type", ()), SPLITS[part.get("pre", "default")]
+    tokenizer = make_byte_level_bpe(
+        tokens,
+        part["merges"],
+        part.get("token_type", ()),
+        SPLIT_PATTERNS[part.get("pre", "default")],
     )
     if part.get("add_bos_token") and "bos_token" in special:
         bos = special["bos_token"]
@@ -111,7 +114,7 @@ def text_of_gguf(path: Path) -> ModelTokenizer:
     return ModelTokenizer(tokenizer, metadata.get("tokenizer.chat_template"), special)
 
 
-def byte_level_bpe(
+def make_byte_level_bpe(
     tokens: list[str], merges: list[str], types: list[int] | tuple[()], split: str | None
 ) -> Tokenizer:
     """A byte-level BPE from a GGUF's lists. `split`: the pattern by which text is cut before merging."""
@@ -141,7 +144,7 @@ def byte_level_bpe(
     return tokenizer
 
 
-def text_of_transformers(folder: Path, **options: Any) -> ModelTokenizer:
+def load_with_transformers(folder: Path, **options: Any) -> ModelTokenizer:
     """Any tokeniser that `transformers` can make a fast one of. Takes seconds, and imports torch."""
     from transformers import AutoTokenizer
 
@@ -150,7 +153,7 @@ def text_of_transformers(folder: Path, **options: Any) -> ModelTokenizer:
         backend: Tokenizer = loaded.backend_tokenizer
     except Exception as error:  # whatever a broken or unknown file makes of it
         raise ConfigError(f"model: no tokeniser could be made of {folder}: {error}") from None
-    template = default_template(loaded.chat_template)
+    template = pick_chat_template(loaded.chat_template)
     return ModelTokenizer(
         backend, template, dict(loaded.special_tokens_map), loaded.response_template
     )
