@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.serve.api.openai import ChatRequest, parse_request
+from counterpoint.serve.api.openai import ChatRequest
+from counterpoint.serve.api.request_parsing import parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.preprocess import INLINE_CHARACTERS, Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer

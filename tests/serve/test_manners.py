@@ -10,7 +10,7 @@ from counterpoint.serve.output_parsing.template_capabilities import (
     TemplateCapabilities,
     detect_capabilities,
 )
-from counterpoint.serve.output_parsing.tools import make_template_messages, find_allowed_tools
+from counterpoint.serve.output_parsing.tools import find_allowed_tools, make_template_messages
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 

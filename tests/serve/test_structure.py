@@ -21,7 +21,7 @@ from serve_process import Running, poll
 
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.api.errors import ApiError
 from counterpoint.serve.output_parsing.chat_formats import find_chat_format
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tools import with_reasoning_rules

@@ -17,12 +17,11 @@ from counterpoint.serve.api.openai import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
-    ApiError,
     CalledFunction,
     ChatMessage,
     ChatRequest,
-    FunctionDefinition,
     FunctionChoice,
+    FunctionDefinition,
     FunctionName,
     JsonSchema,
     ModelRequest,
@@ -36,15 +35,6 @@ from counterpoint.serve.api.openai import (
     ToolChoice,
     to_text_parts,
 )
-
-PATH = "/v1/messages"
-ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class TextBlock(StrictModel):
@@ -290,20 +280,3 @@ def to_user_messages(
         )
     if text_blocks or not results:
         yield ChatMessage(role=role, content=to_text_parts(text_blocks))
-
-
-def error_envelope(path: str, error: ApiError) -> dict[str, Any]:
-    """The body of an error, as clients of what is at `path` read it."""
-    if path != PATH and not path.startswith(PATH + "/"):
-        return error.body()
-    return anthropic_error(error)
-
-
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(
-        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
-    )
-    message = str(error)
-    if error.param and error.param not in message:  # there is no other place for it
-        message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -13,8 +13,9 @@ from typing import Literal
 import msgspec
 import pydantic_core
 
-from counterpoint.serve.api.messages import MessagesRequest, anthropic_error
-from counterpoint.serve.api.openai import ApiError, split_fields
+from counterpoint.serve.api.errors import ApiError, anthropic_error
+from counterpoint.serve.api.messages import MessagesRequest
+from counterpoint.serve.api.request_parsing import split_fields
 from counterpoint.serve.api.response_format import Json, make_usage, sse_event
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
@@ -22,8 +23,8 @@ from counterpoint.serve.output_parsing.output_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from counterpoint.serve.text.engine_requests import PreparedRequest
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
-from counterpoint.serve.text.preprocess import PreparedRequest
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 DELTAS: dict[BlockKind, tuple[str, str]] = {

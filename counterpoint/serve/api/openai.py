@@ -8,11 +8,9 @@ Must not: know the model (its vocabulary and context are checked in intake.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,34 +28,6 @@ MAX_TEXT_CHARACTERS = (
     2**22
 )  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
 MAX_TOKENS = 2**31 - 1
-MAX_ERRORS_SHOWN = 3
-MAX_NEUTRAL_BYTES = 100  # the values under which an unsupported field does nothing are short
-
-
-class ApiError(ValueError):
-    """An answer other than success, in OpenAI's envelope. Mostly, the request is wrong."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        kinds = {
-            401: "authentication_error",
-            404: "not_found_error",
-            503: "service_unavailable_error",
-            504: "timeout_error",
-        }
-        kind = kinds.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -398,93 +368,3 @@ class TokenizeRequest(ModelRequest):
 
 class DetokenizeRequest(ModelRequest):
     tokens: TokenIds
-
-
-RequestT = TypeVar("RequestT", bound=ModelRequest)
-
-
-def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
-    """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
-    try:
-        request = request_type.model_validate_json(body)
-        fields = split_fields(body)
-    except pydantic.ValidationError as error:
-        raise validation_api_error(error, request_type) from None
-    except msgspec.DecodeError as error:  # NaN in a field that is not looked at, say
-        raise ApiError(400, f"Invalid JSON: {error}") from None
-    for name, neutral_values in request_type.unsupported.items():
-        raw = bytes(fields.get(name, b"null"))
-        if len(raw) > MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral_values:
-            instead = (
-                f": {request_type.unsupported_hints[name]}"
-                if name in request_type.unsupported_hints
-                else ""
-            )
-            raise ApiError(
-                400,
-                f"{name} is not supported by this server{instead}",
-                param=name,
-                code="unsupported_parameter",
-            )
-    return request
-
-
-@contextlib.contextmanager
-def errors_in_terms_of(request_type: type[ModelRequest]) -> Iterator[None]:
-    """What is wrong with the chat that a request of `kind` was made into is an ApiError, and names the field as its API does."""
-    try:
-        yield
-    except pydantic.ValidationError as error:
-        raise rename_error_field(validation_api_error(error, ChatRequest), request_type) from None
-    except ApiError as error:
-        raise rename_error_field(error, request_type) from None
-
-
-def rename_error_field(error: ApiError, request_type: type[ModelRequest]) -> ApiError:
-    return ApiError(
-        error.status,
-        str(error),
-        param=request_type.names_of_chat_fields.get(error.param or "", error.param),
-        code=error.code,
-    )
-
-
-split_fields = msgspec.json.Decoder(
-    dict[str, msgspec.Raw]
-).decode  # takes no time for what is in them
-
-
-def validation_api_error(
-    error: pydantic.ValidationError, request_type: type[ModelRequest]
-) -> ApiError:
-    """Names places, never values: a body is not sent back to where it came from. What is wrong between fields is said with one of
-    them first."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    messages = [
-        f"{format_location(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"]
-        for e in found[:MAX_ERRORS_SHOWN]
-    ]
-    if len(found) > MAX_ERRORS_SHOWN:
-        messages.append(f"and {len(found) - MAX_ERRORS_SHOWN} more")
-    message = "; ".join(messages)[:1000].replace("Value error, ", "")
-    first = message.split(maxsplit=1)[0].rstrip(":")
-    param = (
-        str(found[0]["loc"][0])
-        if found[0]["loc"]
-        else first
-        if first in request_type.model_fields
-        else None
-    )
-    return ApiError(400, message, param=param)
-
-
-def format_location(location: tuple[int | str, ...]) -> str:
-    """messages[2].role; the names that pydantic gives to the arms of a union are left out."""
-    words = [
-        part
-        for part in location
-        if isinstance(part, int) or (part.isidentifier() and part != "str")
-    ]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in words).lstrip(
-        "."
-    )[:200]

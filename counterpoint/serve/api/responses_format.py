@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.api.errors import ApiError
 from counterpoint.serve.api.response_format import Json, LogprobWriter, make_usage, sse_event
 from counterpoint.serve.api.responses import NamedTool, ResponsesRequest
 from counterpoint.serve.output_parsing.output_parser import (
@@ -20,8 +20,8 @@ from counterpoint.serve.output_parsing.output_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from counterpoint.serve.text.engine_requests import PreparedRequest
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
-from counterpoint.serve.text.preprocess import PreparedRequest
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 
 ItemKind = Literal["message", "reasoning", "function_call"]

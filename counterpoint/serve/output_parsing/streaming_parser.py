@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from counterpoint.serve.output_parsing.chat_formats import CALLS, ChatFormat, field_kind
 from counterpoint.serve.output_parsing.marker_splitter import (
-    RegionText,
-    RegionClosed,
-    SplitEvent,
-    RegionOpened,
     MarkerSplitter,
+    RegionClosed,
+    RegionOpened,
+    RegionText,
+    SplitEvent,
 )
 from counterpoint.serve.output_parsing.output_parser import (
     CallStart,

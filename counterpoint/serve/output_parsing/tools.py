@@ -18,13 +18,8 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.serve.api.openai import (
-    ApiError,
-    ChatMessage,
-    ChatRequest,
-    TokenizeRequest,
-    ToolChoice,
-)
+from counterpoint.serve.api.errors import ApiError
+from counterpoint.serve.api.openai import ChatMessage, ChatRequest, TokenizeRequest, ToolChoice
 from counterpoint.serve.output_parsing.chat_formats import (
     HERMES_CALL_FORMAT,
     NAME_PLACEHOLDER,

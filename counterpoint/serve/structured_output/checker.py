@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.serve.api.limits import Overloaded
-from counterpoint.serve.api.openai import ApiError, GenerationRequest, SampledRequest
+from counterpoint.serve.api.errors import ApiError, Overloaded
+from counterpoint.serve.api.openai import GenerationRequest, SampledRequest
 from counterpoint.serve.structured_output.grammar import (
     JSON_OBJECT,
     MAX_CHARACTERS,
