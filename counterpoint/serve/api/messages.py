@@ -1,8 +1,7 @@
-"""/v1/messages, as clients of Anthropic's API write it: blocks, made into the chat that they are, and that API's errors.
+"""Requests of Anthropic's /v1/messages, and their translation into chats.
 
-Owns: the request's fields and what they mean as a chat; the error envelope under its path. Promises: a request that passes is one
-that chat takes; kinds of blocks that the model cannot see (images, documents) are refused by name.
-Must not: render, tokenise, or shape an answer (messages_reply.py does).
+Promises: a request that passes translates into a valid chat. Blocks of kinds that the model can't
+read (images, documents) are refused by name.
 """
 
 from __future__ import annotations
@@ -98,7 +97,8 @@ Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES - 1, f
 
 
 class ThinkingOptions(StrictModel):
-    """Whether the model shall think, where its template can be told. A budget is no limit: `max_tokens` is."""
+    """Whether the model should reason, if its template has that option. `budget_tokens` is no
+    limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Tokens | None = None
@@ -115,7 +115,7 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """`effort` is heeded by no model that we know."""
+    """`effort` has no effect on the models known so far."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -143,7 +143,7 @@ class AnthropicToolChoice(StrictModel):
     @pydantic.model_validator(mode="after")
     def _name_fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name stands beside type tool, and only there")
+            raise ValueError("name goes with type tool, and only with it")
         return self
 
     def to_tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice:
@@ -202,7 +202,7 @@ class MessagesRequest(SampledRequest):
 
 
 def to_chat_request(request: MessagesRequest) -> ChatRequest:
-    """The same, asked of /v1/chat/completions; `max_tokens` is for the caller to heed."""
+    """The same request as a chat, without `max_tokens`, which the caller applies."""
     shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
     form = request.output_config.format if request.output_config is not None else None
     wanted = (
@@ -222,17 +222,17 @@ def to_chat_request(request: MessagesRequest) -> ChatRequest:
 
 
 def to_chat_fields(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
-    """The fields of a chat that say what there is to read."""
+    """The fields of a chat that determine its prompt."""
     messages = list(to_chat_messages(request.system, request.messages))
     options = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
         options.setdefault("enable_thinking", request.thinking.type != "disabled")
-    shown = request.tool_choice is None or request.tool_choice.type != "none"
+    has_tools = request.tool_choice is None or request.tool_choice.type != "none"
     return {
         "messages": messages,
-        "tools": [tool.to_tool() for tool in request.tools or ()] if shown else None,
+        "tools": [tool.to_tool() for tool in request.tools or ()] if has_tools else None,
         "chat_template_kwargs": options or None,
-        # an answer that the client has begun is gone on with
+        # a last turn of the assistant is continued
         "continue_final_message": messages[-1].role == "assistant"
         and messages[-1].tool_calls is None,
     }
@@ -271,7 +271,7 @@ def to_assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlo
 def to_user_messages(
     role: Literal["user", "system"], blocks: Sequence[TextBlock | ToolResultBlock]
 ) -> Iterator[ChatMessage]:
-    """A tool's results each make a turn, and come first."""
+    """Tool results become turns of their own, before the text."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     text_blocks = [block for block in blocks if isinstance(block, TextBlock)]
     for result in results:

@@ -1,8 +1,7 @@
-"""The answers of /v1/messages: blocks, whole or as the events by which they grow.
+"""Responses of /v1/messages: content blocks, whole or as stream events.
 
-Owns: the shape of a message and the order of its events. Promises: one block at a time, each started, grown and stopped; a whole
-answer has the blocks of a stream, as both are made alike.
-Must not: wait for anything, or decide what is shown.
+Promises: one block is open at a time; each is started, extended and stopped. Whole and streamed
+responses hold the same blocks, because both are built the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class ContentBlock:
-    """One block while it grows. `facts`: what is known of it from the start (a call's id and name)."""
+    """A block under construction. `attributes`: fields known at its start (a call's id and name)."""
 
     def __init__(self, kind: BlockKind, index: int, **attributes: str) -> None:
         self.kind: BlockKind = kind
@@ -68,7 +67,8 @@ class ContentBlock:
 
 
 def parse_arguments(arguments: str) -> Json | msgspec.Raw:
-    """A call's arguments as the model wrote them; of a text that was cut short, as much as can be read."""
+    """A call's arguments as the model wrote them; if they were cut short, what can be parsed of
+    them."""
     try:
         split_fields(arguments)
         return msgspec.Raw(arguments.encode())
@@ -90,38 +90,33 @@ class MessageFormatter:
         self._block: ContentBlock | None = None
         self._last_piece = OutputPiece()
 
-    # ------------------------------------------------------------ as a Reply
+    # ------------------------------------------------------------ as a ResponseFormatter
 
     def full_response(
-        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+        self, processors: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
             for _ in self._block_events(piece):
                 pass
-        return self._message(self._finished_blocks, answers) | self._stop_fields(answers[0])
+        return self._message(self._finished_blocks, processors) | self._stop_fields(processors[0])
 
     def start_events(self) -> Iterator[bytes]:
         return iter(())
 
     def delta_events(
-        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+        self, choice: int, piece: OutputPiece, processors: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
-        if not self._started and (
-            piece.num_tokens or piece.finish_reason
-        ):  # all is known of the prompt
+        # The first token comes with the count of cached prompt tokens.
+        if not self._started and (piece.num_tokens or piece.finish_reason):
             self._started = True
-            message = self._message([], answers) | {"stop_reason": None, "stop_sequence": None}
+            message = self._message([], processors) | {"stop_reason": None, "stop_sequence": None}
             yield message_event({"type": "message_start", "message": message})
         yield from map(message_event, self._block_events(piece))
 
-    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        yield message_event(
-            {
-                "type": "message_delta",
-                "delta": self._stop_fields(answers[0]),
-                "usage": self._usage(answers),
-            }
-        )
+    def end_events(self, processors: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        delta = self._stop_fields(processors[0])
+        usage = self._usage(processors)
+        yield message_event({"type": "message_delta", "delta": delta, "usage": usage})
         yield message_event({"type": "message_stop"})
 
     def error_event(self, error: ApiError) -> bytes:
@@ -152,9 +147,9 @@ class MessageFormatter:
         assert self._block is not None
         yield self._block.delta_event(text)
 
-    def _open_block(self, kind: BlockKind, **facts: str) -> Iterator[Json]:
+    def _open_block(self, kind: BlockKind, **attributes: str) -> Iterator[Json]:
         yield from self._close_block()
-        self._block = ContentBlock(kind, len(self._finished_blocks), **facts)
+        self._block = ContentBlock(kind, len(self._finished_blocks), **attributes)
         yield self._block.start_event()
 
     def _close_block(self) -> Iterator[Json]:
@@ -165,37 +160,37 @@ class MessageFormatter:
 
     # ------------------------------------------------------------ the message
 
-    def _message(self, content: list[Json], answers: Sequence[OutputProcessor]) -> Json:
+    def _message(self, content: list[Json], processors: Sequence[OutputProcessor]) -> Json:
         return {
             "id": self.prepared.id,
             "type": "message",
             "role": "assistant",
             "model": self.prepared.model,
             "content": content,
-            "usage": self._usage(answers),
+            "usage": self._usage(processors),
         }
 
-    def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
-        """`input_tokens` are those that were not in the prefix cache."""
-        usage = make_usage(self.prepared, answers)
+    def _usage(self, processors: Sequence[OutputProcessor]) -> Json:
+        """`input_tokens` excludes those from the prefix cache."""
+        usage = make_usage(self.prepared, processors)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": answers[0].reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": processors[0].reasoning_tokens},
         }
 
-    def _stop_fields(self, answer: OutputProcessor) -> Json:
-        by = self._last_piece.stop_reason
+    def _stop_fields(self, processor: OutputProcessor) -> Json:
+        stop_reason = self._last_piece.stop_reason
         reason, sequence = "end_turn", None
         if self._last_piece.finish_reason == "length":
-            full = len(answer.token_ids) < self.request.max_tokens
-            reason = "model_context_window_exceeded" if full else "max_tokens"
-        elif isinstance(by, str):
-            reason, sequence = "stop_sequence", by
-        elif answer.num_calls:
+            cut_by_context = len(processor.token_ids) < self.request.max_tokens
+            reason = "model_context_window_exceeded" if cut_by_context else "max_tokens"
+        elif isinstance(stop_reason, str):
+            reason, sequence = "stop_sequence", stop_reason
+        elif processor.num_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 

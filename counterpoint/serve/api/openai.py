@@ -1,9 +1,8 @@
-"""What clients of the OpenAI API send: the requests as types, and the errors.
+"""Requests of the OpenAI API as types: every field's type, range and default.
 
-Owns: every field's type, range and default, and the error envelope. Promises: a request that passes is safe to act on, whatever a
-client put into it; one that does not is answered 400 with the field's name; unknown fields are ignored, as OpenAI does, but one
-that is known, would change the answer and is not supported is refused.
-Must not: know the model (its vocabulary and context are checked in intake.py).
+Promises: a request that passes is safe to act on. Unknown fields are ignored, as OpenAI does; a
+known field that would change the answer and is not supported is an error. Must not: know the model;
+vocabulary and context are checked in text/engine_requests.py.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ MAX_CHOICES = 128
 MAX_CHOICE_TEXTS = 4096
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2**14
-MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even looked at
+MAX_PROMPT_TOKENS = 2**21  # longer than any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
 MAX_TOOLS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TARGET_S = 86_400
-MAX_TEXT_CHARACTERS = (
-    2**22
-)  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
+MAX_TEXT_CHARACTERS = 2**22  # of a text for /tokenize: bounds the memory of its tokens
 MAX_TOKENS = 2**31 - 1
 
 
@@ -48,7 +45,7 @@ TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast
 
 
 class StrictModel(BaseModel):
-    """Takes no value for one of another type, and no number that JSON has not."""
+    """Converts no value to another type, and accepts no number that JSON does not have."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -59,8 +56,8 @@ class StreamOptions(StrictModel):
 
 
 class SloFields(StrictModel):
-    """Latency targets of one request, in seconds; what is not given is as the server was told. A wrong name is refused: it would
-    be a target that nobody heeds."""
+    """Latency targets of one request in seconds; the server's defaults hold where there is none. An
+    unknown name is an error, since that target would have no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,7 +67,7 @@ class SloFields(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """`strict` false: what can't be held to is passed over."""
+    """With `strict` false, keywords that can't be enforced are ignored."""
 
     schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = None
@@ -79,22 +76,23 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """`schema` beside json_object is what some clients send for a json_schema."""
+    """Some clients send `schema` beside json_object, as others send a json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @pydantic.model_validator(mode="after")
-    def _schema_is_there(self) -> ResponseFormat:
+    def _schema_fits_type(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands beside type json_schema, and only there")
+            raise ValueError("json_schema goes with type json_schema, and only with it")
         return self
 
 
 class StructuredOutputs(StrictModel):
-    """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
-    whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
+    """The answer must be one of: JSON by a schema (an object or its JSON text), a full match of a
+    regular expression, one of several texts, a text of a grammar (llguidance's Lark or GBNF), any
+    JSON object."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -106,23 +104,23 @@ class StructuredOutputs(StrictModel):
 
 
 class ModelRequest(StrictModel):
-    """What every endpoint takes."""
+    """The base of every request."""
 
     model_config = ConfigDict(extra="ignore")
-    # known fields that would change the answer, with the values under which they do not
+    # Known fields that would change the answer: name -> values that do not change it.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    unsupported_hints: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
-    names_of_chat_fields: ClassVar[
-        dict[str, str]
-    ] = {}  # what this API calls fields that have another name in /v1/chat/completions
+    # What to do instead, by the name of an unsupported field.
+    unsupported_hints: ClassVar[dict[str, str]] = {}
+    # Field of /v1/chat/completions -> its name in this API, where it differs.
+    names_of_chat_fields: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
 
 
 class SampledRequest(ModelRequest):
-    """What every request for an answer takes, whichever API it speaks. Beside OpenAI's own fields: top_k, min_p,
-    repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
-    cache_salt, slo, and the ways to say what an answer must look like (see StructuredOutputs), of which one may be used."""
+    """The fields of every request that generates, in any API. Beside OpenAI's own: top_k, min_p,
+    repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output,
+    skip_special_tokens, priority, cache_salt, slo, and one structure (see StructuredOutputs)."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
@@ -170,7 +168,7 @@ class SampledRequest(ModelRequest):
 
 
 class GenerationRequest(SampledRequest):
-    """What chat and completions take."""
+    """The base of chat and completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
@@ -180,11 +178,11 @@ class GenerationRequest(SampledRequest):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _fields_fit_the_stream(self) -> GenerationRequest:
+    def _fields_fit_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are told in whole answers alone: leave stream out")
+            raise ValueError("prompt_logprobs can't be streamed: leave stream out")
         return self
 
     @property
@@ -210,7 +208,7 @@ class HasText(Protocol):
 
 
 def to_text_parts(content: str | Sequence[HasText]) -> str | list[TextPart]:
-    """As chat has them, whatever another API calls the parts."""
+    """Text parts of another API as those of chat."""
     return (
         content
         if isinstance(content, str)
@@ -219,7 +217,7 @@ def to_text_parts(content: str | Sequence[HasText]) -> str | list[TextPart]:
 
 
 class CalledFunction(StrictModel):
-    """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
+    """`arguments`: JSON text, as OpenAI has it, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -232,7 +230,7 @@ class ToolCall(StrictModel):
 
 
 class FunctionDefinition(StrictModel):
-    """A tool. `parameters` is a JSON schema; none is as good as one for an object without members."""
+    """A tool. `parameters` is a JSON schema; None means an object without members."""
 
     name: FunctionName
     description: str | None = None
@@ -250,15 +248,15 @@ class FunctionChoice(StrictModel):
 
 
 class ToolChoice(StrictModel):
-    """One tool by its name."""
+    """Forces the tool of that name."""
 
     type: Literal["function"]
     function: FunctionChoice
 
 
 class ChatMessage(StrictModel):
-    """One turn. `content` may be null beside tool calls; parts other than text are refused. What was thought is `reasoning_content`
-    or `reasoning`."""
+    """One turn. `content` may be null beside tool calls; its parts must be text. Reasoning comes as
+    `reasoning_content` or `reasoning`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -269,7 +267,7 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = None
 
     def to_template_message(self) -> dict[str, Any]:
-        """As chat templates want it: content one string, and no role that older ones do not know."""
+        """As chat templates expect it: content is one string, "developer" becomes "system"."""
         content = (
             self.content
             if isinstance(self.content, str | None)
@@ -288,8 +286,9 @@ class ChatMessage(StrictModel):
 
 
 class ChatRequest(GenerationRequest):
-    """`separate_reasoning` false leaves reasoning, with its marks, in the content, where stop strings count; `include_reasoning`
-    false drops it from the answer. `reasoning_effort` is told to the chat template, which may know nothing of it."""
+    """`separate_reasoning` false leaves reasoning and its markers in the content, where stop
+    strings apply. `include_reasoning` false drops it from the response. `reasoning_effort` goes to
+    the chat template, which may ignore it."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "audio": (None,),
@@ -337,14 +336,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _told_once(self) -> CompletionRequest:
+    def _no_duplicate_logprobs(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: echo with logprobs tells them already, leave it out")
+            raise ValueError(
+                "prompt_logprobs: echo with logprobs returns them already, leave it out"
+            )
         return self
 
 
 class TokenizeRequest(ModelRequest):
-    """A text, or a conversation as the model would be given it."""
+    """A text, or a conversation that the chat template renders."""
 
     prompt: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] | None = None
     messages: (
@@ -360,7 +361,7 @@ class TokenizeRequest(ModelRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
 
     @pydantic.model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
+    def _prompt_or_messages(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

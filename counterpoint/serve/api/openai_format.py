@@ -37,40 +37,40 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChoiceFormatter(abc.ABC):
-    """What chat and completions have in common: several choices, each a chain of chunks, and [DONE]."""
+    """What chat and completions share: several choices, each a series of chunks, then [DONE]."""
 
     def __init__(
-        self, ask: PreparedRequest, text: ModelTokenizer, kind: str, chunk_kind: str
+        self, prepared: PreparedRequest, tokenizer: ModelTokenizer, kind: str, chunk_kind: str
     ) -> None:
-        self.prepared = ask
-        self.logprob_writer = LogprobWriter(text)
+        self.prepared = prepared
+        self.logprob_writer = LogprobWriter(tokenizer)
         self.head: Json = {
-            "id": ask.id,
+            "id": prepared.id,
             "object": kind,
-            "created": ask.created_s,
-            "model": ask.model,
+            "created": prepared.created_s,
+            "model": prepared.model,
         }
         self.chunk_head = self.head | {"object": chunk_kind}
         self._started: set[int] = set()
 
     def full_response(
-        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+        self, processors: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         choices = [
-            self.full_choice(i, answer, pieces[i]) | self._about_prompt(i, answer)
-            for i, answer in enumerate(answers)
+            self.full_choice(i, processor, pieces[i]) | self._prompt_logprobs_field(i, processor)
+            for i, processor in enumerate(processors)
         ]
-        return self.head | {"choices": choices, "usage": make_usage(self.prepared, answers)}
+        return self.head | {"choices": choices, "usage": make_usage(self.prepared, processors)}
 
-    def _about_prompt(self, choice: int, answer: OutputProcessor) -> Json:
-        """For each token of the prompt, it and the likeliest instead of it, by id. The first has none, as nothing comes before."""
+    def _prompt_logprobs_field(self, choice: int, processor: OutputProcessor) -> Json:
+        """For each prompt token, it and its likeliest alternatives by id; None for the first."""
         if self.prepared.api_request.prompt_logprobs is None:
             return {}
         tokens = self.prepared.prompt_of(choice).tokens
         return {
             "prompt_logprobs": [
                 known and self.logprob_writer.entries_by_id(t, known)
-                for t, known in pair_prompt_logprobs(tokens, answer)
+                for t, known in pair_prompt_logprobs(tokens, processor)
             ]
         }
 
@@ -78,123 +78,116 @@ class ChoiceFormatter(abc.ABC):
         return iter(())
 
     def delta_events(
-        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+        self, choice: int, piece: OutputPiece, processors: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
-        for part in self._chunks(choice, piece, answers[choice]):
+        for part in self._chunks(choice, piece, processors[choice]):
             request = self.prepared.api_request
-            usage: Json = (
-                {"usage": make_usage(self.prepared, answers)} if request.continuous_usage else {}
-            )
-            if request.usage_at_end:
-                usage = usage or {"usage": None}
+            usage: Json = {}
+            if request.continuous_usage:
+                usage = {"usage": make_usage(self.prepared, processors)}
+            elif request.usage_at_end:
+                usage = {"usage": None}
             yield sse_event(self.chunk_head | {"choices": [part]} | usage)
 
-    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        if self.prepared.api_request.usage_at_end or self.prepared.api_request.continuous_usage:
-            yield sse_event(
-                self.chunk_head | {"choices": [], "usage": make_usage(self.prepared, answers)}
-            )
+    def end_events(self, processors: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        request = self.prepared.api_request
+        if request.usage_at_end or request.continuous_usage:
+            usage = make_usage(self.prepared, processors)
+            yield sse_event(self.chunk_head | {"choices": [], "usage": usage})
         yield DONE
 
     def error_event(self, error: ApiError) -> bytes:
         return sse_event(error.body())
 
-    def _chunks(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Iterator[Json]:
-        if choice not in self._started and (
-            piece.num_tokens or piece.finish_reason
-        ):  # all is known of the prompt
+    def _chunks(
+        self, choice: int, piece: OutputPiece, processor: OutputProcessor
+    ) -> Iterator[Json]:
+        # The first token comes with all log-probabilities of the prompt.
+        if choice not in self._started and (piece.num_tokens or piece.finish_reason):
             self._started.add(choice)
-            opening = self.first_chunk(choice, answer)
-            if opening is not None:
-                yield opening
-        yield from self.delta_chunks(
-            choice,
-            piece,
-            counted=bool(
-                self.prepared.api_request.continuous_usage
-                and piece.num_tokens
-                and not piece.finish_reason
-            ),
-        )
+            first = self.first_chunk(choice, processor)
+            if first is not None:
+                yield first
+        continuous_usage = self.prepared.api_request.continuous_usage
+        counted = bool(continuous_usage and piece.num_tokens and not piece.finish_reason)
+        yield from self.delta_chunks(choice, piece, counted)
         if piece.finish_reason:
-            yield self.last_chunk(choice, piece, answer)
+            yield self.last_chunk(choice, piece, processor)
 
     @abc.abstractmethod
-    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
-        """What begins the stream of a choice, before its first token."""
+    def first_chunk(self, choice: int, processor: OutputProcessor) -> Json | None:
+        """The chunk before the choice's first token, if any."""
 
     @abc.abstractmethod
     def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
-        """At least one if its tokens are `counted` in the stream."""
+        """At least one if `counted`: each token must be counted in some chunk's usage."""
 
     @abc.abstractmethod
-    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json: ...
+    def last_chunk(self, choice: int, piece: OutputPiece, processor: OutputProcessor) -> Json: ...
 
     @abc.abstractmethod
     def full_choice(
-        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+        self, choice: int, processor: OutputProcessor, pieces: Sequence[OutputPiece]
     ) -> Json: ...
 
 
 class ChatFormatter(ChoiceFormatter):
-    """Answers of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
-    def __init__(self, ask: PreparedRequest, text: ModelTokenizer) -> None:
-        super().__init__(ask, text, "chat.completion", "chat.completion.chunk")
+    def __init__(self, prepared: PreparedRequest, tokenizer: ModelTokenizer) -> None:
+        super().__init__(prepared, tokenizer, "chat.completion", "chat.completion.chunk")
         self._hide_reasoning = (
-            isinstance(ask.api_request, ChatRequest) and ask.api_request.include_reasoning is False
+            isinstance(prepared.api_request, ChatRequest)
+            and prepared.api_request.include_reasoning is False
         )
 
-    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
+    def first_chunk(self, choice: int, processor: OutputProcessor) -> Json | None:
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
-        """A chunk for each thing that was said. Log-probabilities are of all tokens, and go with the last."""
+        """A chunk per part. The log-probabilities of all tokens go with the last one."""
         deltas = [
-            chat_delta(said)
-            for said in piece.parts
-            if not (self._hide_reasoning and isinstance(said, ReasoningDelta))
+            chat_delta(part)
+            for part in piece.parts
+            if not (self._hide_reasoning and isinstance(part, ReasoningDelta))
         ]
         if not deltas and (piece.logprob_entries or counted):
             deltas = [{"content": ""}]
-        for at, delta in enumerate(deltas):
-            yield self._choice(
-                choice,
-                delta,
-                self._logprobs(piece.logprob_entries if at == len(deltas) - 1 else ()),
-            )
+        for index, delta in enumerate(deltas, 1):
+            entries = piece.logprob_entries if index == len(deltas) else ()
+            yield self._choice(choice, delta, self._logprobs(entries))
 
-    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._choice(
-            choice, {}, None, chat_finish_reason(piece, answer)
-        ) | stop_reason_field(self.prepared, piece)
+    def last_chunk(self, choice: int, piece: OutputPiece, processor: OutputProcessor) -> Json:
+        finish_reason = chat_finish_reason(piece, processor)
+        chunk = self._choice(choice, {}, None, finish_reason)
+        return chunk | stop_reason_field(self.prepared, piece)
 
     def full_choice(
-        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+        self, choice: int, processor: OutputProcessor, pieces: Sequence[OutputPiece]
     ) -> Json:
         entries = [entry for piece in pieces for entry in piece.logprob_entries]
         return {
             "index": choice,
-            "message": self._message(merge_parts(said for piece in pieces for said in piece.parts)),
+            "message": self._message(merge_parts(part for piece in pieces for part in piece.parts)),
             "logprobs": self._logprobs(entries),
-            "finish_reason": chat_finish_reason(pieces[-1], answer),
+            "finish_reason": chat_finish_reason(pieces[-1], processor),
         } | stop_reason_field(self.prepared, pieces[-1])
 
-    def _message(self, speech: ParsedOutput) -> Json:
-        """What was thought has two names, as clients look for one or the other."""
-        message: Json = {"role": "assistant", "content": speech.content, "refusal": None}
-        if not speech.content and (speech.calls or speech.reasoning):
+    def _message(self, output: ParsedOutput) -> Json:
+        """Reasoning has two names, because clients differ in which one they read."""
+        message: Json = {"role": "assistant", "content": output.content, "refusal": None}
+        if not output.content and (output.calls or output.reasoning):
             message["content"] = None
-        if speech.reasoning and not self._hide_reasoning:
-            message |= {"reasoning_content": speech.reasoning, "reasoning": speech.reasoning}
-        if speech.calls:
+        if output.reasoning and not self._hide_reasoning:
+            message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+        if output.calls:
             message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in speech.calls
+                for call in output.calls
             ]
         return message
 
@@ -216,33 +209,32 @@ class ChatFormatter(ChoiceFormatter):
 
 
 class CompletionFormatter(ChoiceFormatter):
-    """Answers of /v1/completions."""
+    """Responses of /v1/completions."""
 
     def __init__(
-        self, ask: PreparedRequest, text: ModelTokenizer, request: CompletionRequest
+        self, prepared: PreparedRequest, tokenizer: ModelTokenizer, request: CompletionRequest
     ) -> None:
-        super().__init__(ask, text, "text_completion", "text_completion")
+        super().__init__(prepared, tokenizer, "text_completion", "text_completion")
         self.echo = bool(request.echo)
         self.with_alternatives = bool(request.logprobs)
 
-    def first_chunk(self, choice: int, answer: OutputProcessor) -> Json | None:
+    def first_chunk(self, choice: int, processor: OutputProcessor) -> Json | None:
         if not self.echo:
             return None
         return self._choice(
-            choice, self._prompt_text(choice), self._prompt_logprobs(choice, answer)
+            choice, self._prompt_text(choice), self._prompt_logprobs(choice, processor)
         )
 
     def delta_chunks(self, choice: int, piece: OutputPiece, counted: bool) -> Iterator[Json]:
         if piece.parts or piece.logprob_entries or counted:
             yield self._choice(choice, piece.text, self._logprobs(choice, piece.logprob_entries))
 
-    def last_chunk(self, choice: int, piece: OutputPiece, answer: OutputProcessor) -> Json:
-        return self._choice(choice, "", None, piece.finish_reason) | stop_reason_field(
-            self.prepared, piece
-        )
+    def last_chunk(self, choice: int, piece: OutputPiece, processor: OutputProcessor) -> Json:
+        chunk = self._choice(choice, "", None, piece.finish_reason)
+        return chunk | stop_reason_field(self.prepared, piece)
 
     def full_choice(
-        self, choice: int, answer: OutputProcessor, pieces: Sequence[OutputPiece]
+        self, choice: int, processor: OutputProcessor, pieces: Sequence[OutputPiece]
     ) -> Json:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._logprobs(
@@ -250,12 +242,11 @@ class CompletionFormatter(ChoiceFormatter):
         )
         if self.echo:
             text = self._prompt_text(choice) + text
-            before = self._prompt_logprobs(choice, answer)
+            before = self._prompt_logprobs(choice, processor)
             if logprobs is not None and before is not None:
                 logprobs = {key: before[key] + logprobs[key] for key in logprobs}
-        return self._choice(choice, text, logprobs, pieces[-1].finish_reason) | stop_reason_field(
-            self.prepared, pieces[-1]
-        )
+        whole = self._choice(choice, text, logprobs, pieces[-1].finish_reason)
+        return whole | stop_reason_field(self.prepared, pieces[-1])
 
     def _choice(
         self, choice: int, text: str, logprobs: Json | None = None, finish: str | None = None
@@ -283,12 +274,12 @@ class CompletionFormatter(ChoiceFormatter):
             "text_offset": [shift + entry.start for entry in entries],
         }
 
-    def _prompt_logprobs(self, choice: int, answer: OutputProcessor) -> Json | None:
-        """Those of the prompt's tokens. The first has none, as nothing comes before it."""
+    def _prompt_logprobs(self, choice: int, processor: OutputProcessor) -> Json | None:
+        """Of the prompt's tokens; null for the first."""
         if not self.prepared.output_options.logprobs:
             return None
         tokens = self.prepared.prompt_of(choice).tokens
-        known = [k for _, k in pair_prompt_logprobs(tokens, answer)]
+        known = [k for _, k in pair_prompt_logprobs(tokens, processor)]
         offsets, at = [], 0
         for token in tokens:
             offsets.append(at)
@@ -301,7 +292,8 @@ class CompletionFormatter(ChoiceFormatter):
         }
 
     def _alternatives(self, known: TokenLogprobs | None) -> dict[str, float] | None:
-        """By text; where two tokens read alike, the second is named by its id, so that there are as many as were asked for."""
+        """By text. If two tokens have the same text, the second is named by its id, so none is
+        lost."""
         if known is None or not self.with_alternatives:
             return None
         top: dict[str, float] = {}
@@ -318,31 +310,21 @@ def chat_delta(part: OutputPart) -> Json:
         case ReasoningDelta(text):
             return {"reasoning_content": text, "reasoning": text}
         case CallStart(index, id, name):
-            return {
-                "tool_calls": [
-                    {
-                        "index": index,
-                        "id": id,
-                        "type": "function",
-                        "function": {"name": name, "arguments": ""},
-                    }
-                ]
-            }
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def chat_finish_reason(piece: OutputPiece, answer: OutputProcessor) -> str | None:
-    return (
-        "tool_calls" if piece.finish_reason == "stop" and answer.num_calls else piece.finish_reason
-    )
+def chat_finish_reason(piece: OutputPiece, processor: OutputProcessor) -> str | None:
+    called = piece.finish_reason == "stop" and processor.num_calls
+    return "tool_calls" if called else piece.finish_reason
 
 
-def stop_reason_field(ask: PreparedRequest, piece: OutputPiece) -> Json:
-    """Beside OpenAI's fields: the stop string, or the id of `stop_token_ids`, that ended the choice."""
-    by = piece.stop_reason
-    return {
-        "stop_reason": by
-        if isinstance(by, str) or by in (ask.api_request.stop_token_ids or ())
-        else None
-    }
+def stop_reason_field(prepared: PreparedRequest, piece: OutputPiece) -> Json:
+    """vLLM's field: the stop string or the id of `stop_token_ids` that ended the choice."""
+    reason = piece.stop_reason
+    stop_token_ids = prepared.api_request.stop_token_ids or ()
+    is_given = isinstance(reason, str) or reason in stop_token_ids
+    return {"stop_reason": reason if is_given else None}

@@ -1,9 +1,5 @@
-"""What goes back to clients of the OpenAI API: chunks of a stream and whole answers, for chat and for completions.
-
-Owns: the shape of an answer, and what the shape of any API must be able to do (Reply). Promises: a stream's parts, joined, are the
-whole answer; each choice has exactly one finish_reason and nothing after it; log-probabilities' bytes, joined, are the answer's.
-Must not: wait for anything, or decide what is shown (answer.py does).
-"""
+"""What the responses of every API share: the formatter's interface, server-sent events, usage,
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -27,41 +23,42 @@ from counterpoint.types import TokenLogprobs
 Json = dict[str, Any]
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
 encode = msgspec.json.Encoder().encode
-LINE_ENDS = tuple(
-    (chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029)
-)  # legal in JSON as they are
+# Line ends of Unicode that JSON need not escape, and their escapes.
+LINE_ENDS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 
 
 class ResponseFormatter(Protocol):
-    """How one API writes the answer to `ask`: whole, or as a stream's events (in bytes, as `event` makes them)."""
+    """Writes the response to `prepared` in one API's form: whole, or as bytes of server-sent
+    events."""
 
     prepared: PreparedRequest
 
     def full_response(
-        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+        self, processors: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
-        """`pieces` by choice."""
+        """`pieces`: by choice."""
         ...
 
     def start_events(self) -> Iterator[bytes]:
-        """What can be said before anything has come of the engine."""
+        """Events that need nothing from the engine."""
         ...
 
     def delta_events(
-        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+        self, choice: int, piece: OutputPiece, processors: Sequence[OutputProcessor]
     ) -> Iterator[bytes]: ...
 
-    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        """After the last piece of every choice."""
+    def end_events(self, processors: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        """Events after the last piece of every choice."""
         ...
 
     def error_event(self, error: ApiError) -> bytes:
-        """In place of all that was to come."""
+        """The one event that replaces all remaining ones."""
         ...
 
 
 def sse_event(body: Json, name: str = "") -> bytes:
-    """A server-sent event. What Unicode also counts as ends of lines is escaped: a few clients split there (httpx's iter_lines)."""
+    """One server-sent event. Escapes the other line ends of Unicode: some clients split there
+    (httpx's iter_lines)."""
     data = encode(body)
     for character, escaped in LINE_ENDS:
         if character in data:
@@ -72,20 +69,18 @@ def sse_event(body: Json, name: str = "") -> bytes:
 def make_usage(prepared: PreparedRequest, processors: Sequence[OutputProcessor]) -> Json:
     """A prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
-    completion_tokens = (
-        0
-        if prepared.output_options.discard_tokens
-        else sum(len(answer.token_ids) for answer in processors)
-    )
+    completion_tokens = sum(len(processor.token_ids) for processor in processors)
+    if prepared.output_options.discard_tokens:
+        completion_tokens = 0
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(answer.cached_tokens for answer in processors[:: prepared.n])
+            "cached_tokens": sum(processor.cached_tokens for processor in processors[:: prepared.n])
         },
         "completion_tokens_details": {
-            "reasoning_tokens": sum(answer.reasoning_tokens for answer in processors)
+            "reasoning_tokens": sum(processor.reasoning_tokens for processor in processors)
         },
     }
 
@@ -93,7 +88,7 @@ def make_usage(prepared: PreparedRequest, processors: Sequence[OutputProcessor])
 def pair_prompt_logprobs(
     tokens: Sequence[int], processor: OutputProcessor
 ) -> list[tuple[int, TokenLogprobs | None]]:
-    """Each token of a prompt with what is known of it: nothing of the first."""
+    """Each prompt token with its log-probabilities; None for the first, which follows nothing."""
     missing = [None] * (len(tokens) - len(processor.prompt_logprobs))
     return list(zip(tokens, [*missing, *processor.prompt_logprobs], strict=True))
 
@@ -103,7 +98,7 @@ def to_finite(logprob: float) -> float:
 
 
 class LogprobWriter:
-    """How tokens are written beside their log-probabilities."""
+    """Writes tokens with their log-probabilities."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -119,7 +114,8 @@ class LogprobWriter:
         return self.token_bytes(token).decode("utf-8", errors="replace")
 
     def unique_text(self, token: int) -> str:
-        """As `shown`, but different for different bytes, as OpenAI's completions write what is not a character."""
+        """Like `display_text`, but distinct for distinct bytes: bytes that are no text are written
+        as in OpenAI's completions."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -127,7 +123,7 @@ class LogprobWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat_entry(self, entry: LogprobEntry, options: OutputOptions) -> Json:
-        """As chats have it."""
+        """The form of chat and responses."""
         known = entry.logprobs or TokenLogprobs(MIN_LOGPROB)
         hidden = options.skip_special_tokens and self.tokenizer.is_special(entry.token)
         top = [
@@ -138,7 +134,7 @@ class LogprobWriter:
         return written | ({"bytes": None} if hidden else {}) | {"top_logprobs": top}
 
     def entries_by_id(self, token: int, known: TokenLogprobs) -> Json:
-        """`rank` is told of the likeliest alone."""
+        """The form of `prompt_logprobs`. Only the likeliest tokens have a `rank`."""
         ranked = {
             t: (value, rank)
             for rank, (t, value) in enumerate(

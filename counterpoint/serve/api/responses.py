@@ -1,8 +1,7 @@
-"""/v1/responses, as its clients write it: a conversation of items, made into the chat that it is.
+"""Requests of OpenAI's /v1/responses, and their translation into chats.
 
-Owns: the request's fields and what they mean as a chat. Promises: a request that passes is one that chat takes; what would need a
-store (earlier responses, work in the background) is refused with what to do instead.
-Must not: render, tokenise, or shape an answer (responses_reply.py does).
+Promises: a request that passes translates into a valid chat. What needs storage (earlier responses,
+background work) is refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ItemText(StrictModel):
 
 
 class MessageItem(StrictModel):
-    """A message. Only its text is looked at: ids and states that were sent back with it mean nothing here."""
+    """A message. Its ids and states, echoed from earlier responses, are ignored."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -74,7 +73,7 @@ class ReasoningText(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What the model thought. `content` if there is any, else `summary`."""
+    """Earlier reasoning: `content` if there is any, else `summary`."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = []
@@ -107,7 +106,7 @@ Input = Annotated[
 
 
 class TextFormat(StrictModel):
-    """Of these, `schema` and what follows stand beside json_schema."""
+    """`schema` and the fields after it belong to json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -118,7 +117,7 @@ class TextFormat(StrictModel):
     @pydantic.model_validator(mode="after")
     def _schema_is_there(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema stands beside type json_schema, and only there")
+            raise ValueError("schema goes with type json_schema, and only with it")
         return self
 
     def to_response_format(self) -> ResponseFormat:
@@ -217,7 +216,7 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_chat_request(self) -> ChatRequest:
-        """The same, asked of /v1/chat/completions."""
+        """The same request as a chat."""
         shared = {name: getattr(self, name) for name in SampledRequest.model_fields}
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
@@ -251,8 +250,8 @@ class ResponsesRequest(SampledRequest):
 def to_chat_messages(
     items: Iterable[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem],
 ) -> Iterator[ChatMessage]:
-    """The turns that `items` are: what the model thought, said and called in a row is one turn of it."""
-    turn: ChatMessage | None = None  # the assistant's, while it may go on
+    """Consecutive reasoning, content and calls of the model become one assistant turn."""
+    turn: ChatMessage | None = None  # of the assistant, while it may continue
     for item in items:
         from_assistant = isinstance(item, MessageItem) and item.role == "assistant"
         if turn is not None and not continues_turn(turn, item):

@@ -1,8 +1,7 @@
-"""The answers of /v1/responses: items, whole or as the events by which they grow.
+"""Responses of /v1/responses: output items, whole or as stream events.
 
-Owns: the shape of a response and the order of its events. Promises: events are numbered from 0 without a gap; what is added is done
-before the next is added; a whole answer is what a stream's last event holds, as both are made by the same items.
-Must not: wait for anything, or decide what is shown.
+Promises: events are numbered from 0 without a gap; an item is done before the next is added. A
+whole response equals the last event of a stream, because both are built the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from counterpoint.serve.text.tokenizer import ModelTokenizer
 
 ItemKind = Literal["message", "reasoning", "function_call"]
 ID_PREFIXES: dict[ItemKind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-TEXT_EVENTS: dict[ItemKind, str] = {  # the events that tell of an item's text
+TEXT_EVENTS: dict[ItemKind, str] = {  # event types of an item's text
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
@@ -34,7 +33,7 @@ TEXT_EVENTS: dict[ItemKind, str] = {  # the events that tell of an item's text
 
 
 class OutputItem:
-    """One item while it grows. `facts`: what is known of it from the start (a call's name)."""
+    """An item under construction. `attributes`: fields known at its start (a call's name)."""
 
     def __init__(self, kind: ItemKind, index: int, key: str, **attributes: str) -> None:
         self.kind: ItemKind = kind
@@ -117,39 +116,42 @@ class OutputItem:
 
 class ResponsesFormatter:
     def __init__(
-        self, prepared: PreparedRequest, text: ModelTokenizer, request: ResponsesRequest
+        self, prepared: PreparedRequest, tokenizer: ModelTokenizer, request: ResponsesRequest
     ) -> None:
         self.prepared = prepared
         self.request = request
-        self.logprob_writer = LogprobWriter(text)
+        self.logprob_writer = LogprobWriter(tokenizer)
         self._key = prepared.id.partition("_")[2]
         self._finished_items: list[Json] = []
         self._item: OutputItem | None = None
         self._finish_reason: str | None = None
         self._num_events = 0
 
-    # ------------------------------------------------------------ as a Reply
+    # ------------------------------------------------------------ as a ResponseFormatter
 
     def full_response(
-        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+        self, processors: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
             for _ in self._item_events(piece):
                 pass
-        return self._response(self._status, answers)
+        return self._response(self._status, processors)
 
     def start_events(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._response("in_progress")})
 
     def delta_events(
-        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+        self, choice: int, piece: OutputPiece, processors: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
         yield from map(self._event, self._item_events(piece))
 
-    def end_events(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
+    def end_events(self, processors: Sequence[OutputProcessor]) -> Iterator[bytes]:
         yield self._event(
-            {"type": f"response.{self._status}", "response": self._response(self._status, answers)}
+            {
+                "type": f"response.{self._status}",
+                "response": self._response(self._status, processors),
+            }
         )
 
     def error_event(self, error: ApiError) -> bytes:
@@ -180,9 +182,8 @@ class ResponsesFormatter:
                     yield from self._open_item("function_call", call_id=id, name=name)
                 case CallArguments(_, text):
                     yield from self._extend_item("function_call", text)
-        if logprobs and (
-            self._item is None or self._item.kind == "message"
-        ):  # of tokens that have no text
+        # Log-probabilities of tokens without text.
+        if logprobs and (self._item is None or self._item.kind == "message"):
             yield from self._extend_item("message", "", logprobs)
         if piece.finish_reason:
             self._finish_reason = piece.finish_reason
@@ -198,9 +199,9 @@ class ResponsesFormatter:
         assert self._item is not None
         yield from self._item.delta_events(text, logprobs)
 
-    def _open_item(self, kind: ItemKind, **facts: str) -> Iterator[Json]:
+    def _open_item(self, kind: ItemKind, **attributes: str) -> Iterator[Json]:
         yield from self._close_item("completed")
-        self._item = OutputItem(kind, len(self._finished_items), self._key, **facts)
+        self._item = OutputItem(kind, len(self._finished_items), self._key, **attributes)
         yield from self._item.start_events()
 
     def _close_item(self, status: str) -> Iterator[Json]:
@@ -215,38 +216,38 @@ class ResponsesFormatter:
     def _status(self) -> Literal["completed", "incomplete"]:
         return "incomplete" if self._finish_reason in ("length", "abort") else "completed"
 
-    def _response(self, status: str, answers: Sequence[OutputProcessor] | None = None) -> Json:
-        """Without `answers`, of one that is not over."""
-        over = answers is not None
+    def _response(self, status: str, processors: Sequence[OutputProcessor] | None = None) -> Json:
+        """Without `processors`, of a response that has not ended."""
+        ended = processors is not None
         return {
             "id": self.prepared.id,
             "object": "response",
             "created_at": self.prepared.created_s,
-            "completed_at": int(time.time()) if over else None,
+            "completed_at": int(time.time()) if ended else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"}
-            if over and self._finish_reason == "length"
+            if ended and self._finish_reason == "length"
             else None,
             "model": self.prepared.model,
             "output": list(self._finished_items),
-            "usage": self._usage(answers) if answers is not None else None,
+            "usage": self._usage(processors) if processors is not None else None,
         } | echo_request(self.request)
 
-    def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
-        usage = make_usage(self.prepared, answers)
+    def _usage(self, processors: Sequence[OutputProcessor]) -> Json:
+        usage = make_usage(self.prepared, processors)
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": answers[0].reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": processors[0].reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
 
 def echo_request(request: ResponsesRequest) -> Json:
-    """What was asked for, as it is in force: nothing is stored, whatever was wished."""
+    """The request's parameters as they are in force; nothing is stored, whatever `store` says."""
     text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
     choice = request.tool_choice
     reasoning = (

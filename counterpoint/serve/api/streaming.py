@@ -213,7 +213,7 @@ async def wait_disconnect(receive: Receive) -> None:
 async def respond(
     request: Request, generation: Generation, formatter: ResponseFormatter
 ) -> Response:
-    """Unless the response is streamed, raises ClientDisconnected and what `stream_pieces` raises."""
+    """Unless it streams, raises ClientDisconnected and what `stream_pieces` raises."""
     generation.start_trace(request)
     if generation.prepared.api_request.stream:
         return EventStream(generation, formatter)
@@ -223,8 +223,8 @@ async def respond(
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError if the body is too long or its content-type is not JSON; ClientDisconnected if
-    it does not end."""
+    """Raises ApiError if the body is too long or not JSON by its content-type; ClientDisconnected
+    if it does not end."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: it must be application/json")
