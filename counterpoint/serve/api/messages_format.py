@@ -34,7 +34,7 @@ DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class ContentBlock:
-    """A block under construction. `attributes`: fields known at its start (a call's id and name)."""
+    """A block under construction. `attributes`: fields known at its start (a call's id)."""
 
     def __init__(self, kind: BlockKind, index: int, **attributes: str) -> None:
         self.kind: BlockKind = kind

@@ -1,7 +1,7 @@
 """The page at `/`.
 
-Owns: the files beside this one, sent as one. Promises: one document that asks for nothing from elsewhere, under a content
-security policy that lets nothing else run. Must not: know what the page shows.
+Promises: one document that loads nothing else, under a content security policy that allows no other
+script. Must not: know what the page shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Dialects: how models spell reasoning and tool calls.
+"""How models spell reasoning and tool calls: one response template for each known family.
 
-Owns: one response template for each known family, as data in the form of `transformers` (docs: chat response parsing), and which of
-them a model speaks: its tokeniser's own if it has one, else the one whose marks its chat template writes.
-Must not: parse (splitter.py, calls.py).
+Response templates are data in the form of `transformers` (docs: chat response parsing). A model's
+own one, from its tokenizer files, comes first; else the chat template's markers select one. Must
+not: parse.
 """
 
 from __future__ import annotations
@@ -102,9 +102,11 @@ DEEPSEEK: Json = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written down in this dialect (tools.py makes a grammar of it): `before`, calls with `between` between two of
-    them, `after`. A call: `start`, in which NAME_HERE is the tool's name, the arguments, `end`. `between` None: there is but one
-    call."""
+    """How calls are written, for grammars: `before`, calls with `between` between them, `after`.
+
+    A call is `start` (with NAME_PLACEHOLDER as the tool's name), the arguments, `end`. If `between`
+    is None, there can be one call only.
+    """
 
     start: str
     end: str
@@ -143,8 +145,9 @@ CALL_FORMATS: list[tuple[Json, CallFormat | None]] = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """`template` is what `transformers` made of the response template `spec`, `special` the special tokens of its marks. `form` is
-    how to write a call down, if that is known. `own`: the spec came with the model. `manners`: those of the chat template."""
+    """`template` is compiled from the response template `spec`. `special_tokens`: (id, text) of
+    those in its markers. `call_format`: how to write a call, if known. `from_tokenizer`: the spec
+    came with the model. `capabilities`: of the chat template."""
 
     spec: Json
     template: ResponseTemplate
@@ -154,7 +157,7 @@ class ChatFormat:
     capabilities: TemplateCapabilities = NO_TOOLS
 
     def marker_token_ids(self, fields: Iterable[ResponseTemplateField]) -> frozenset[int]:
-        """The special tokens that tell of these fields."""
+        """The special tokens in the markers of these fields."""
         sources = [source for field in fields for source in marker_patterns(field)]
         return frozenset(
             token
@@ -163,7 +166,8 @@ class ChatFormat:
         )
 
     def with_known_call_format(self) -> ChatFormat:
-        """This one if it is known how calls are written in it, else one with the same reasoning and the calls of HERMES."""
+        """This one if its `call_format` is known, else one with the same reasoning and HERMES
+        calls."""
         if self.call_format is not None:
             return self
         spec = self.spec | {"fields": self.spec["fields"] | {CALLS: HERMES}}
@@ -180,7 +184,8 @@ def load_template(spec: Json) -> ResponseTemplate:
 
 
 def find_chat_format(tokenizer: ModelTokenizer) -> ChatFormat:
-    """What the model speaks. One whose chat template knows no tools will be told to call as HERMES has it."""
+    """The model's format. If its chat template does not support tools, it is told to call as
+    HERMES."""
     source, capabilities = tokenizer.chat_template or "", detect_capabilities(tokenizer)
     reasoning = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
     calls = find_call_spec(source)
@@ -210,7 +215,7 @@ def find_chat_format(tokenizer: ModelTokenizer) -> ChatFormat:
 
 
 def find_call_spec(source: str) -> Json:
-    """By the marks in a chat template's source."""
+    """By the markers in a chat template's source."""
     if "<tool_call>" in source:
         return QWEN_XML if "<function=" in source else HERMES
     if "[TOOL_CALLS]" in source:
@@ -232,7 +237,7 @@ def make_spec(reasoning: Json | None, calls: Json | None) -> Json:
 
 
 def field_kind(name: str) -> str:
-    """What a template's field is to us: "reasoning", "content", "call", or "" for what is not shown."""
+    """The kind of a template's field: "reasoning", "content", "call", or "" for what is not shown."""
     return (
         "reasoning"
         if name in REASONING_FIELDS
@@ -241,7 +246,7 @@ def field_kind(name: str) -> str:
 
 
 def find_reasoning_markers(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
-    """What opens and closes reasoning, if it is among the fields and these are known."""
+    """The literals that open and close reasoning, if known."""
     for field in fields:
         if field_kind(field.name) == "reasoning" and field.open_literals and field.close_literals:
             return field.open_literals[0], field.close_literals[0]
@@ -249,14 +254,15 @@ def find_reasoning_markers(fields: Iterable[ResponseTemplateField]) -> tuple[str
 
 
 def marker_patterns(field: ResponseTemplateField) -> Iterator[str]:
-    """The patterns of its marks, without what only guards a character from being taken for syntax."""
+    """The patterns of its markers, without backslashes that only escape punctuation."""
     for pattern in (field.open_re, field.close_re):
         if pattern is not None:
             yield re.sub(r"\\(?=\W)", "", pattern.pattern)
 
 
 def find_answer_prefix(chat_format: ChatFormat, prompt: str, continued: str | None) -> str:
-    """What a prompt has of the answer already. `continued`: the message that the answer goes on with, if it does."""
+    """What the prompt holds of the answer. `continued`: the message that the answer continues, if
+    any."""
     if chat_format.from_tokenizer:
         return chat_format.template.truncate_past_last_anchor(prompt)
     if continued is not None:

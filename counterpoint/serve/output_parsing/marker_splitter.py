@@ -1,8 +1,8 @@
-"""Splitter: cuts a growing text at the marks of a response template.
+"""Cuts a growing text into regions (reasoning, a call) at the markers of a response template.
 
-Owns: where regions of an answer (reasoning, a call) begin and end. Promises: the same regions however the text arrives; nothing of
-the text is lost; a mark, and what might become one, is kept back, and nothing else; the work for a character is bounded.
-Must not: know what a region says.
+Promises: the regions do not depend on how the text is cut; no text is lost; only a marker, or what
+could become one, is held back; the work per character is bounded. Must not: interpret a region's
+text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_KEPT_CHARACTERS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionOpened:
-    """`field` begins; `mark` is what says so, `names` its named groups."""
+    """`field` begins. `mark`: the text of its marker; `names`: the marker's named groups."""
 
     field: ResponseTemplateField
     mark: str
@@ -30,14 +30,14 @@ class RegionOpened:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionText:
-    """Text of the region that was opened last, or if none is open, of what is between them."""
+    """Text of the open region, or between regions if none is open."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionClosed:
-    """The open region ends; `mark` says so."""
+    """The open region ends with the marker `mark`."""
 
     mark: str
 
@@ -47,8 +47,8 @@ SplitEvent = RegionOpened | RegionText | RegionClosed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marker:
-    """How a region opens, or closes. `literals`: the texts that do it, None if a pattern says which. `final`: no text that follows
-    makes another mark of one."""
+    """How a region opens or closes. `literals`: its texts, None if only a pattern matches it.
+    `cannot_extend`: no text that follows turns a match into a longer one."""
 
     field: ResponseTemplateField
     pattern: Any  # of the module `regex`
@@ -56,7 +56,7 @@ class Marker:
     cannot_extend: bool
 
     def find(self, text: str, at: int, more: bool) -> Any:
-        """The first match behind `at`; if `more` may come, maybe the beginning of one."""
+        """The first match from `at` on. With `more`, maybe a partial match at the text's end."""
         while (match := self.pattern.search(text, at, partial=more)) is not None:
             if match.end() - match.start() <= MAX_MARKER_CHARACTERS:
                 return match
@@ -84,14 +84,14 @@ def make_open_marker(field: ResponseTemplateField) -> Marker:
 
 
 def make_close_markers(field: ResponseTemplateField) -> list[Marker]:
-    """Empty for a region that goes on to the end."""
+    """Empty for a region that lasts to the end."""
     if field.close_re is None:
         return []
     return [Marker(field, field.close_re, field.close_literals, not field.close_literal_can_extend)]
 
 
 class MarkerSplitter:
-    """`fields` are those that have an opening mark. `inside`: the region in which the text begins."""
+    """`fields`: those with an opening marker. `inside`: the region in which the text begins."""
 
     def __init__(
         self, fields: Sequence[ResponseTemplateField], inside: ResponseTemplateField | None = None
@@ -121,7 +121,7 @@ class MarkerSplitter:
         return self._split(text, more=True)
 
     def end(self) -> Iterator[SplitEvent]:
-        """What was kept back, when no more comes. A region that is open stays so."""
+        """Releases what was held back, when no more text comes. An open region stays open."""
         return self._split("", more=False)
 
     def _split(self, text: str, more: bool) -> Iterator[SplitEvent]:
@@ -167,8 +167,9 @@ class MarkerSplitter:
         return RegionClosed(match[0])
 
     def _next_marker(self, more: bool) -> tuple[Marker | None, Any, int]:
-        """The next mark that is certain and its match, and up to where the text is certain to hold none. Of marks at one place
-        the longest counts, and of those the one that was named first."""
+        """The next final marker with its match, and the position up to which there is none. The
+        first match wins; of matches at one position the longest, then the field that was listed
+        first."""
         safe = len(self._text)
         found: list[tuple[int, int, int]] = []
         matches: list[tuple[Marker, Any]] = []

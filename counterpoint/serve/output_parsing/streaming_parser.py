@@ -1,8 +1,8 @@
-"""Listener: the Voice that tells a choice's reasoning, content and calls apart.
+"""The OutputParser for chat formats: separates reasoning, content and calls as text streams in.
 
-Owns: what becomes of each region of the text, and of the blanks between them. Promises: parts, joined, are the same however the
-text arrives; text without any region comes out to the letter; blanks that only set regions apart are dropped.
-Must not: know tokens, stop strings or any API.
+Promises: parts, joined, do not depend on how the text is cut; text without regions passes
+unchanged; whitespace that only separates regions is dropped. Must not: know tokens, stop strings or
+any API.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParserConfig:
-    """What is listened for in the answers to one request, and the Voice of each. `inside`: the prompt ends within this region.
-    No `offer`: no calls are."""
+    """What to parse in the choices of one request; calling it makes a parser. `initial_field`: the
+    region in which the prompt ends. Without `allowed_tools`, calls are not parsed."""
 
     chat_format: ChatFormat
     fields: tuple[ResponseTemplateField, ...]
@@ -57,7 +57,8 @@ def make_parser_config(
     separate_reasoning: bool,
     answer_prefix: str,
 ) -> ParserConfig | None:
-    """`reasoning`: it is told apart. `begun`: what the prompt has of the answer already. None if there is nothing to listen for."""
+    """`answer_prefix`: what the prompt holds of the answer already. None if there is nothing to
+    parse."""
     template = chat_format.template
     wanted = {
         "content": True,
@@ -80,7 +81,7 @@ def make_parser_config(
 
 
 class WhitespaceFilter:
-    """Holds back the blanks at the end of a text that grows by parts, and drops those at its beginning if `fresh`."""
+    """Holds back trailing whitespace of a growing text; drops the leading one if `strip_leading`."""
 
     def __init__(self) -> None:
         self.strip_leading = False
@@ -166,7 +167,7 @@ class StreamingParser:
             self._leave_content()
 
     def _leave_content(self) -> None:
-        """Blanks from here on are between a region and what follows it."""
+        """Whitespace from here on lies between a region and what follows it."""
         self._after_region = True
         self._content_whitespace.strip_leading = self._no_content_yet
 

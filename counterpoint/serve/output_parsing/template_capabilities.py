@@ -1,8 +1,8 @@
-"""Manners: how a chat template wants tools, calls and results put before it.
+"""Probes a chat template: how it wants tools, calls and results.
 
-Owns: a small conversation that is rendered in each way that templates of known models want, until one shows all of it.
-Promises: what is found is what the template does, whatever its source looks like; a template that shows no tools, or can't show a
-call, is said to know none. Must not: know a request.
+Renders a small conversation in each way that templates of known models want, until one shows all of
+it. A template that shows no tools or no call is reported as not supporting tools. Must not: know a
+request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ PROBE_TOOL: Json = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """`native`: the template shows tools, calls and results. `text_arguments`: it wants arguments as text, not as an object.
-    `no_content`: what it wants beside calls if nothing is said. `single`: it shows but one call in a turn. `short_ids`: it wants
-    ids of nine letters or digits."""
+    """`supports_tools`: the template shows tools, calls and results. `string_arguments`: it wants
+    arguments as text, not as an object. `empty_content`: what it wants beside calls without
+    content. `single_call`: it shows one call per turn. `short_ids`: ids must be nine letters or
+    digits."""
 
     supports_tools: bool = False
     string_arguments: bool = False
@@ -65,7 +66,7 @@ def renders_calls(
     words: Sequence[str],
     id: str = PROBE_ID,
 ) -> bool:
-    """All that is in a conversation with calls that have these arguments."""
+    """Whether the prompt shows everything of a conversation with calls that have these arguments."""
     calls = [make_call(f"called-{word}", id, capabilities) for word in words]
     results = [{"role": "tool", "tool_call_id": id, "content": f"gave-{word}"} for word in words]
     turns = [{"role": "user", "content": "asked"}, make_call_turn(calls, capabilities), *results]
@@ -78,7 +79,7 @@ def renders_calls(
 
 
 def make_call_turn(calls: list[Json], capabilities: TemplateCapabilities) -> Json:
-    """The turn of one who calls and says nothing."""
+    """An assistant's turn of calls without content."""
     content: Json = {"left out": {}, "null": {"content": None}, "empty": {"content": ""}}[
         capabilities.empty_content
     ]

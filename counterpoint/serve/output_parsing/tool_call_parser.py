@@ -1,9 +1,9 @@
-"""Calls: from the text of a call's region to the call.
+"""Parses tool calls from the text of a call's region.
 
-Owns: how a name and arguments are read out of JSON as it comes, or by `transformers` once a region is whole. Promises: the same
-calls however the text arrives, and never one of a tool that was not offered; arguments of JSON go out as they come; what turns out
-to be no call is given back as content, to the letter, with the mark that opened it.
-Must not: look for marks (splitter.py).
+JSON is parsed as it streams; other forms by `transformers` once the region is complete. Promises:
+the calls do not depend on how the text is cut; every call is of an allowed tool; JSON arguments
+stream as they come. Text that is no call returns as content, unchanged, with its marker. Must not:
+look for markers (marker_splitter.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ ENDS_OF_WORDS = " \t\r\n,}]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """The tools of a request. `tools`: as the API has them. Not `parallel`: one call, and the answer is over."""
+    """The tools of a request, as the API has them. Without `parallel`, the answer ends after one
+    call."""
 
     tools: tuple[Json, ...]
     parallel: bool = True
@@ -54,7 +55,7 @@ class AllowedTools:
 
 
 class ToolCallState:
-    """The calls of one choice, so far."""
+    """The calls of one choice so far."""
 
     def __init__(self, allowed_tools: AllowedTools) -> None:
         self.allowed_tools = allowed_tools
@@ -70,7 +71,7 @@ class ToolCallState:
         return CallStart(self.count - 1, self.allowed_tools.make_call_id(), name)
 
     def add_arguments(self, arguments: str) -> CallArguments:
-        """Of the call that was started last."""
+        """To the call that was started last."""
         return CallArguments(self.count - 1, arguments)
 
     def finish_call(self) -> None:
@@ -78,12 +79,12 @@ class ToolCallState:
 
 
 class CallReader(Protocol):
-    """Reads one region. After `end` it is not used again."""
+    """Reads one region. Not used again after `end`."""
 
     def feed(self, text: str) -> list[OutputPart]: ...
 
     def end(self, mark: str, complete: bool) -> list[OutputPart]:
-        """The region ends with `mark`, or with the answer; `whole`: as it should."""
+        """The region ends with `mark`, or with the output. `complete`: it ends as it should."""
         ...
 
 
@@ -94,7 +95,8 @@ def make_call_reader(
     mark: str,
     names: dict[str, str],
 ) -> CallReader:
-    """For a region of `field`, whose data in the template is `spec`, opened by `mark` with these `names`."""
+    """For a region of `field`, with `spec` in the template, opened by `mark` with the groups
+    `names`."""
     if field.content != "json" or set(field.content_args) - {"allow_non_json"}:
         return BufferedCallReader(calls, spec, mark, must_close=field.close_re is not None)
     return JsonCallReader(calls, mark, names.get("name"))
@@ -110,7 +112,7 @@ class JsonState(enum.Enum):
 
 
 class CallObject(msgspec.Struct):
-    """A call as models write it. Both names of the arguments are in use."""
+    """A call as models write it, with either name of the arguments."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"")
@@ -121,7 +123,7 @@ decode_call = msgspec.json.Decoder(CallObject).decode
 
 
 class JsonScanner:
-    """Finds the end of a JSON value, by brackets and quotes."""
+    """Finds the end of a JSON value by its brackets and quotes."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -129,7 +131,8 @@ class JsonScanner:
         self._skip = 0  # of the next text: a backslash was the last of this one
 
     def find_end(self, text: str) -> int:
-        """The place behind the value's end; -1 if it is not in `text`. Each text is behind the one before."""
+        """The position after the value's end, -1 if it is not in `text`. Each text follows the one
+        before."""
         at, self._skip = self._skip, 0
         while (found := (QUOTES if self._quoted else BRACKETS).search(text, at)) is not None:
             at = found.end()
@@ -149,8 +152,8 @@ class JsonScanner:
 
 
 class JsonCallReader:
-    """Calls as JSON objects with a name and arguments, one behind another or in a list. With `name`, the text begins with the
-    arguments of that tool."""
+    """Calls as JSON objects with name and arguments, in sequence or in a list. With `name`, the
+    text begins with the arguments of that tool."""
 
     def __init__(self, calls: ToolCallState, mark: str, name: str | None = None) -> None:
         self.calls = calls
@@ -193,7 +196,7 @@ class JsonCallReader:
         ]
 
     def _read(self, text: str, parts: list[OutputPart]) -> str:
-        """Read some of `text`; what of it is left to read."""
+        """Reads some of `text`; returns the rest."""
         match self.state:
             case JsonState.BETWEEN:
                 return self._read_between(text, parts)
@@ -234,7 +237,7 @@ class JsonCallReader:
         return text[found.end() :] if self._start_call(name, text, parts) else ""
 
     def _start_call(self, name: str, text: str, parts: list[OutputPart]) -> bool:
-        """The call of `name`, if there is such a tool; else `text` is given back."""
+        """Starts the call if the tool is allowed; else returns `text` as content."""
         if not self.calls.is_allowed(name):
             self._return_as_content(text, parts)
             return False
@@ -309,7 +312,7 @@ class JsonCallReader:
         return text[end:]
 
     def _return_as_content(self, text: str, parts: list[OutputPart]) -> str:
-        """No call, from here to the region's end."""
+        """There is no call from here to the region's end."""
         parts.append(ContentDelta(self._returned_text + self._pending + text))
         self._returned_text = self._pending = ""
         self.state = JsonState.TEXT
@@ -321,8 +324,7 @@ def find_word_end(text: str) -> int:
 
 
 def normalise_arguments(value: str) -> str:
-    """The arguments as a client wants them, if they are anything but an object: some models write them as a string that holds JSON,
-    and none at all as null."""
+    """Arguments that are no object: some models write a string that holds JSON, or null for none."""
     if not value.strip() or value == "null":
         return "{}"
     if not value.startswith('"'):
@@ -334,7 +336,8 @@ def normalise_arguments(value: str) -> str:
 
 
 class BufferedCallReader:
-    """Regions in any other form: read once they are whole, by `transformers`, which casts arguments as the tools' schemas say."""
+    """Reads regions of any other form once complete. `transformers` casts arguments by the tools'
+    schemas."""
 
     def __init__(self, calls: ToolCallState, spec: Json, mark: str, must_close: bool) -> None:
         self.calls = calls
@@ -369,7 +372,7 @@ class BufferedCallReader:
         return parts
 
     def _parse(self, text: str) -> list[tuple[str, str]]:
-        """Empty if it is anything but calls of known tools."""
+        """Empty unless the text is calls of allowed tools and nothing else."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
@@ -394,7 +397,7 @@ encode = msgspec.json.encode
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The calls in what a template made of them: one, a list, or lists in a list."""
+    """The calls that a template made: one, a list, or nested lists."""
     if isinstance(value, list):
         for one in value:
             yield from flatten(one)

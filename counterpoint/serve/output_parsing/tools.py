@@ -1,10 +1,7 @@
-"""Tools: what a request says of them, and what its model is shown.
+"""Tools in requests: their validation, how the prompt shows them, and the grammar of calls.
 
-Owns: the checks of `tools` and `tool_choice`; how earlier calls and their results are put before the chat template, or into plain
-turns where a template knows no tools; the grammar of an answer that must or may call, and where thinking
-has its place in a grammar.
-Promises: a tool that does not fit is named in a 400; no template is given a call whose arguments it would quote twice.
-Must not: read answers (listener.py), or compile grammars.
+Promises: an invalid tool is named in a 400; a template never gets arguments that it would quote
+twice. Must not: parse output (streaming_parser.py), or compile grammars.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ encode = msgspec.json.encode
 
 
 def validate_tools(request: ChatRequest | TokenizeRequest) -> list[Json]:
-    """Those that the model is shown: none if it must not call. Raises ApiError."""
+    """The tools that the model is shown: none if it must not call. Raises ApiError."""
     tools = request.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -82,7 +79,7 @@ def validate_tools(request: ChatRequest | TokenizeRequest) -> list[Json]:
 def find_allowed_tools(
     request: ChatRequest, tools: Sequence[Json], chat_format: ChatFormat
 ) -> AllowedTools | None:
-    """What may be called."""
+    """The tools that the answer may call, None if there are none."""
     if isinstance(request.tool_choice, ToolChoice):
         tools = [
             tool for tool in tools if tool["function"]["name"] == request.tool_choice.function.name
@@ -110,7 +107,7 @@ def new_short_id() -> str:
 def make_template_messages(
     messages: Sequence[ChatMessage], tools: Sequence[Json], chat_format: ChatFormat
 ) -> tuple[list[Json], Json]:
-    """The messages for the chat template, and its option `tools` if it has one."""
+    """The messages for the chat template, and its option `tools`, if it has one."""
     turns = [make_template_message(message, chat_format) for message in messages]
     if chat_format.capabilities.supports_tools:
         return turns, {"tools": list(tools)} if tools else {}
@@ -137,8 +134,8 @@ def make_template_message(message: ChatMessage, chat_format: ChatFormat) -> Json
 
 
 def convert_arguments(arguments: Any, capabilities: TemplateCapabilities) -> Any:
-    """Most templates write arguments as JSON: for them a text that is JSON becomes what it says, and any other is left as the model
-    wrote it. Some put them into their text as they are."""
+    """Most templates write arguments as JSON: JSON text is parsed for them, other text stays
+    unchanged. Templates with `string_arguments` get JSON text."""
     if capabilities.string_arguments:
         return (
             arguments
@@ -155,14 +152,15 @@ def convert_arguments(arguments: Any, capabilities: TemplateCapabilities) -> Any
 
 
 def shorten_id(id: str) -> str:
-    """Always the same for the same id; one that fits already is left as it is."""
+    """The same for the same id; an id of that form already stays unchanged."""
     if len(id) == SHORT_ID and set(id) <= set(SHORT_ID_CHARACTERS):
         return id
     return hashlib.blake2b(id.encode(), digest_size=SHORT_ID).hexdigest()[:SHORT_ID]
 
 
 def make_plain_messages(turns: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """For a template that knows no tools: they are told in the system's turn, calls are text, and results are turns of the user."""
+    """For a template without tools: the system turn lists them, calls become text, results user
+    turns."""
     out: list[Json] = []
     result_before = False
     for turn in turns:
@@ -203,8 +201,9 @@ def write_call(call: Json) -> str:
 def make_answer_grammar(
     config: ParserConfig, tokenizer: ModelTokenizer, prompt: str, alternative: str = ""
 ) -> str:
-    """A grammar in llguidance's Lark: calls as the dialect has them, one or maybe more, or `instead` of them that item, behind what
-    may be thought. If the dialect's form of calls is not known, `instead` alone."""
+    """A grammar in llguidance's Lark: optional reasoning, then one or more calls in the chat
+    format, or the rule `alternative` instead. If the call format is unknown, `alternative` alone.
+    """
     allowed_tools, call_format = config.allowed_tools, config.chat_format.call_format
     if allowed_tools is None or call_format is None:
         return with_reasoning_rules(alternative, config, tokenizer, prompt)
@@ -231,8 +230,8 @@ def make_answer_grammar(
 def with_reasoning_rules(
     item: str, config: ParserConfig, tokenizer: ModelTokenizer, prompt: str
 ) -> str:
-    """The rules of an answer that is `item`, before which the model may think, if that is told apart and `prompt` has put no end to
-    it."""
+    """The rules of an answer `item`, preceded by optional reasoning if that is parsed and `prompt`
+    has not ended it."""
     markers = find_reasoning_markers(config.fields)
     if markers is None or prompt.rstrip().endswith(markers[1]):
         return f"start: {item}"
@@ -268,7 +267,7 @@ def make_call_rule(tool: Json, call_format: CallFormat, literal: Callable[[str],
 
 
 def make_literal_writer(tokenizer: ModelTokenizer) -> Callable[[str], list[str]]:
-    """Writes a literal as the items of a rule: special tokens by their numbers, the rest as strings."""
+    """Writes a literal as the items of a rule: special tokens by id, the rest as strings."""
     special = {token.content: id for id, token in tokenizer.added_tokens.items() if token.special}
 
     def items(literal: str) -> Iterator[str]:

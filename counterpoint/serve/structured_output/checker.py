@@ -1,9 +1,8 @@
-"""Structure, checked: from what a request says to a grammar that has been tried.
+"""Finds the structure that a request asks for, and checks its grammar in another process.
 
-Owns: which fields ask for a structure; a process that tries grammars (process.py). Promises: what is wrong, or costs too
-much, is a 400 that names the field; nothing a client sends is compiled in this process, or holds up its event loop; a server that
-never sees a structure never starts the process; a process that dies is replaced.
-Must not: know how a grammar is written (grammar.py does).
+Promises: an invalid or too costly structure is a 400 that names the field. Client input is compiled
+only in checker_process.py, which starts with the first structure and is restarted when it dies; the
+event loop never waits for it. Must not: write grammars (grammar.py does).
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ encode = msgspec.json.encode
 
 
 class WantedStructure(msgspec.Struct, frozen=True):
-    """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
-    texts. `after`: what it comes after, as grammar.py's `following` has it."""
+    """The structure of an answer, as the field `param` has it. `value`: for "json" a schema or its
+    JSON text, for "choice" the texts. `outer_grammar`: see grammar.embed_answer."""
 
     kind: StructureKind
     value: Any
@@ -67,7 +66,7 @@ class WantedStructure(msgspec.Struct, frozen=True):
 
 
 def find_structure(request: SampledRequest) -> WantedStructure | None:
-    """Raises ApiError if it is said in two ways."""
+    """Raises ApiError if more than one is given."""
     # Not by model_dump: it copies, and a schema may be large.
     found = [
         WantedStructure(STRUCTURE_FIELDS[name], value, name)
@@ -117,7 +116,8 @@ def encode_check(wanted: WantedStructure) -> bytes:
 
 
 class GrammarChecker:
-    """For the model of `source`, whose engine knows ids below `vocab`. `checked` from one event loop at a time."""
+    """For the model of `source`, whose engine has token ids below `vocab`. Call `check` from one
+    event loop at a time."""
 
     def __init__(self, source: ModelSource, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
         self._setup = CheckerSetup(source, vocab, eos_token_ids)
@@ -128,7 +128,7 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
 
     async def check(self, structure: WantedStructure) -> str:
-        """The grammar. Raises ApiError, Overloaded if too many checks wait."""
+        """The grammar. Raises ApiError; Overloaded if too many checks wait."""
         if not self._setup.eos_token_ids:
             raise ApiError(
                 400,
@@ -152,7 +152,7 @@ class GrammarChecker:
         return answer.grammar
 
     async def _cached_result(self, question: bytes) -> CheckResult:
-        """What is known is not held up by what is tried."""
+        """A cached result does not wait for running checks."""
         name = hashlib.sha256(question).digest()
         answer = self._cache.pop(name, None)
         if answer is None:
@@ -187,7 +187,7 @@ class GrammarChecker:
         )
 
     def _ask_child(self, question: bytes) -> CheckResult | None:
-        """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
+        """None if another program killed the process (SIGKILL), which no grammar causes."""
         child = self._running_child()
         assert child.stdin is not None and child.stdout is not None
         try:

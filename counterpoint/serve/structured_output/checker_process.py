@@ -1,11 +1,10 @@
-"""A process that tries grammars: `python -m counterpoint.serve.structured_output.checker_process`, started by check.py.
+"""A process that checks grammars: `python -m counterpoint.serve.structured_output.checker_process`.
 
-Owns: nothing that anyone would miss. Promises: one line of JSON in, one out; what takes too long, or too much memory, or nests too
-deeply, ends this process and no other; it ends when its parent closes its input.
-Must not: be trusted to live.
+GrammarChecker starts it. It reads one line of JSON per check and writes one. A grammar that takes
+too much time or memory, or nests too deeply, ends this process only. It ends when stdin closes.
 
-What passes here, on a small stack, can't fell the engine, which compiles it on a large one. A few tokens of some answer are walked,
-since most of what is too costly shows there at the latest.
+A grammar that compiles here on a small stack compiles in the engine on a large one. A few tokens of
+an answer are tried too, because most costly grammars fail there.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def limit_memory() -> None:
 
 @contextlib.contextmanager
 def limit_time() -> Iterator[None]:
-    """Each ends the process, whatever it does."""
+    """Either timer's signal ends the process."""
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
     yield
@@ -112,7 +111,7 @@ def check_grammar(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult
 
 
 def walk_tokens(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Give it some answer's first tokens, always another of those that it allows."""
+    """Feeds the matcher the first tokens of an answer, choosing different ones among those allowed."""
     ends = set(tokenizer.eos_tokens)
     for step in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():

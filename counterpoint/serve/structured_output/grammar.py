@@ -1,9 +1,8 @@
-"""Structure: from what a client says an answer must look like to a grammar (types.Sampling.grammar).
+"""From a schema, pattern, list or grammar to the one form that executors read (Sampling.grammar).
 
-Owns: the words of a schema, pattern, list or grammar, as one text that executors understand (a grammar in llguidance's own form).
-Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most
-BLANKS blanks, so no answer is blanks for ever; an empty schema asks for an object.
-Must not: compile: a text made here may still prove wrong or too costly.
+Promises: what llguidance can't enforce is an error, not ignored; JSON has at most MAX_BLANKS
+whitespace characters between two items, so no answer is endless whitespace; an empty schema means
+an object. Must not: compile; a grammar from here may still prove invalid or too costly.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ UNCONSTRAINED = ({}, True)  # schemas that anything satisfies
 
 
 def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
-    """The model's tokens, as grammars are held against."""
+    """The model's tokens, for compiling grammars."""
     size = 1 + max(tokenizer.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     return Vocabulary(
         tokens=[tokenizer.token_bytes(token) for token in range(size)],
@@ -39,7 +38,7 @@ def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
 
 
 class CheckerSetup(msgspec.Struct, frozen=True):
-    """What the process that tries grammars is told first."""
+    """The first line to checker_process.py."""
 
     source: ModelSource
     vocab_size: int
@@ -47,7 +46,8 @@ class CheckerSetup(msgspec.Struct, frozen=True):
 
 
 class CheckRequest(msgspec.Struct, frozen=True):
-    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar. `after`: see `following`."""
+    """`text`: a schema as JSON, a pattern, a list of texts as JSON, or a grammar. `outer_grammar`:
+    see embed_answer."""
 
     kind: StructureKind
     text: str
@@ -56,19 +56,19 @@ class CheckRequest(msgspec.Struct, frozen=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """A grammar, or why there is none."""
+    """A grammar, or the reason why there is none."""
 
     grammar: str = ""
     error: str = ""
 
 
 class StructureError(ValueError):
-    """Nothing can be held to this; the message says why."""
+    """The structure can't be enforced; the message says why."""
 
 
 def from_json_schema(schema: Any, strict: bool = True) -> str:
-    """A JSON text that satisfies `schema`. Not `strict`: keywords that can't be enforced are passed over, and oneOf is read as
-    anyOf. Raises StructureError."""
+    """JSON that satisfies `schema`. Without `strict`, unenforceable keywords are ignored and oneOf
+    is read as anyOf. Raises StructureError."""
     if not isinstance(schema, dict | bool):
         raise StructureError("a schema is an object")
     if schema in UNCONSTRAINED:
@@ -84,7 +84,7 @@ def from_json_schema(schema: Any, strict: bool = True) -> str:
 
 
 def json_options(strict: bool) -> Any:
-    """How llguidance is to read a schema and to write JSON."""
+    """llguidance's options for reading schemas and writing JSON."""
     return {
         "whitespace_flexible": True,
         "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}",
@@ -96,7 +96,7 @@ def json_options(strict: bool) -> Any:
 
 
 def from_regex(pattern: str) -> str:
-    """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
+    """A full match of `pattern` (syntax of Rust's regex crate). Raises StructureError."""
     return check_size(LLMatcher.grammar_from_regex(pattern))
 
 
@@ -110,8 +110,8 @@ def from_choice(choices: Sequence[str]) -> str:
 
 
 def from_lark(grammar: str) -> str:
-    """A text of this grammar, in llguidance's dialect of Lark (rule `start`), or in llama.cpp's GBNF (rule `root`). Raises
-    StructureError."""
+    """A text of this grammar: llguidance's Lark (start rule `start`) or llama.cpp's GBNF (`root`).
+    Raises StructureError."""
     try:
         return check_size(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
     except StructureError:
@@ -123,7 +123,7 @@ def from_lark(grammar: str) -> str:
 
 
 def embed_answer(outer_grammar: str, grammar: str) -> str:
-    """What `before`, a grammar in Lark, makes of ANSWER, which is a text by `grammar`."""
+    """`outer_grammar` (Lark) with `grammar` in place of ANSWER_RULE."""
     answer = (
         msgspec.json.decode(grammar)["grammars"][0]
         if grammar.startswith("{")

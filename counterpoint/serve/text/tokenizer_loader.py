@@ -1,8 +1,8 @@
-"""Where a model's Text comes from: a Hugging Face folder, a GGUF file, or nothing (raw bytes, for dummy weights).
+"""Loads a model's tokenizer from a Hugging Face folder, a GGUF file, or makes one of raw bytes.
 
-Owns: the reading of tokeniser files. Promises: the same token ids as `transformers` gives for the same files; loading takes well
-under a second for what is common (a tokenizer.json, a byte-level BPE in a GGUF), and goes through `transformers` for the rest.
-Must not: read weights.
+Promises: the same token ids as `transformers` for the same files. Common formats (tokenizer.json,
+byte-level BPE in a GGUF) load in well under a second; the others go through `transformers`. Must
+not: read weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CHATML = (
 
 
 def load_tokenizer(source: ModelSource) -> ModelTokenizer:
-    """The Text of a model; of one that is only a shape, one token per byte. Raises ConfigError if it has no tokeniser."""
+    """A model that is only a shape gets one token per byte. Raises ConfigError if there is no
+    tokenizer."""
     path = Path(source.path)
     if source.kind == "gguf":
         return load_gguf(path)
@@ -75,7 +76,7 @@ def token_content(token: Any) -> str:
 
 
 def pick_chat_template(template: Any) -> str | None:
-    """A tokenizer_config.json has one template, or a list of named ones."""
+    """A tokenizer_config.json has one template or a list of named ones."""
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         return named.get("default", next(iter(named.values()), None))
@@ -117,7 +118,7 @@ def load_gguf(path: Path) -> ModelTokenizer:
 def make_byte_level_bpe(
     tokens: list[str], merges: list[str], types: list[int] | tuple[()], split: str | None
 ) -> Tokenizer:
-    """A byte-level BPE from a GGUF's lists. `split`: the pattern by which text is cut before merging."""
+    """A byte-level BPE from a GGUF's lists. `split`: the pattern that cuts text before merging."""
     character_of_byte = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
     alphabet = BYTE_OF_CHARACTER.keys()
     vocab = {
@@ -145,7 +146,7 @@ def make_byte_level_bpe(
 
 
 def load_with_transformers(folder: Path, **options: Any) -> ModelTokenizer:
-    """Any tokeniser that `transformers` can make a fast one of. Takes seconds, and imports torch."""
+    """Any tokenizer that `transformers` can convert to a fast one. Takes seconds and imports torch."""
     from transformers import AutoTokenizer
 
     try:
@@ -160,7 +161,7 @@ def load_with_transformers(folder: Path, **options: Any) -> ModelTokenizer:
 
 
 def make_byte_tokenizer() -> ModelTokenizer:
-    """One token per byte (id = byte), and ChatML's two marks."""
+    """One token per byte (id = byte) and ChatML's two markers."""
     vocab = dict(BYTE_OF_CHARACTER)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
