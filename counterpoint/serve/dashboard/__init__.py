@@ -17,13 +17,14 @@ SCRIPTS = ("page.js", "score.js", "chat.js")
 
 def make_page() -> Response:
     here = files(__name__)
-    frame, style, *scripts = (
+    html, style, *scripts = (
         (here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
     )
     script = "\n".join(scripts)
-    body = frame.replace("{{style}}", style).replace("{{script}}", script)
+    body = html.replace("{{style}}", style).replace("{{script}}", script)
     policy = (
-        f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}; "
+        "connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {

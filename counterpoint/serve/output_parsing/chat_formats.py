@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 log = logging.getLogger("counterpoint")
 
-REASONING_FIELDS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names that templates give to what is thought
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates
 CALLS, CONTENT = "tool_calls", "content"
 TRANSFORM = {"type": "function", "function": "{content}"}
 NAMED_TRANSFORM = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -54,7 +50,8 @@ QWEN_XML: Json = {
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
     "content_args": {
-        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?"
+        r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
     },
     "repeats": True,
     "transform": NAMED_TRANSFORM,
@@ -91,7 +88,7 @@ DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END = (
 DEEPSEEK: Json = {
     "open_pattern": rf"(?:{DEEPSEEK_BEGIN}\s*)?{DEEPSEEK_CALL}"
     rf"(?:function{DEEPSEEK_SEP}{NAME}\s*```json\n|(?!function){NAME}{DEEPSEEK_SEP})",
-    # what may come next is all spelled out: a pattern that ends in something optional would match before it has come
+    # Spells out all that may follow: an optional end would match before it has arrived.
     "close_pattern": rf"(?:\s*```)?\s*{DEEPSEEK_CALL_END}"
     rf"(?:\s*{DEEPSEEK_END}|(?=\s*(?:{DEEPSEEK_CALL}|[^\s<]|<[^｜]))|\s*\Z)",
     "content": "json",
@@ -196,19 +193,17 @@ def find_chat_format(tokenizer: ModelTokenizer) -> ChatFormat:
             spec, from_tokenizer = tokenizer.response_template, True
         except ValueError as error:
             log.warning("the tokeniser's response_template is not used: %s", error)
-    call_format = (
-        next(call_format for known, call_format in CALL_FORMATS if known is calls)
-        if capabilities.supports_tools and not from_tokenizer
-        else None
-    )
+    call_format = None
+    if capabilities.supports_tools and not from_tokenizer:
+        call_format = next(written for known, written in CALL_FORMATS if known is calls)
     template = load_template(spec)
-    marks = "\n".join(
+    markers = "\n".join(
         source for field in template.fields.values() for source in marker_patterns(field)
     )
     special = tuple(
         (id, token.content)
         for id, token in tokenizer.added_tokens.items()
-        if token.special and token.content in marks
+        if token.special and token.content in markers
     )
     found = ChatFormat(spec, template, call_format, special, from_tokenizer, capabilities)
     return found if capabilities.supports_tools else found.with_known_call_format()
@@ -237,12 +232,10 @@ def make_spec(reasoning: Json | None, calls: Json | None) -> Json:
 
 
 def field_kind(name: str) -> str:
-    """The kind of a template's field: "reasoning", "content", "call", or "" for what is not shown."""
-    return (
-        "reasoning"
-        if name in REASONING_FIELDS
-        else {CALLS: "call", CONTENT: "content"}.get(name, "")
-    )
+    """ "reasoning", "content", "call", or "" for a field that is not shown."""
+    if name in REASONING_FIELDS:
+        return "reasoning"
+    return {CALLS: "call", CONTENT: "content"}.get(name, "")
 
 
 def find_reasoning_markers(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
@@ -267,5 +260,6 @@ def find_answer_prefix(chat_format: ChatFormat, prompt: str, continued: str | No
         return chat_format.template.truncate_past_last_anchor(prompt)
     if continued is not None:
         return continued
-    marks = find_reasoning_markers(chat_format.template.fields.values())
-    return marks[0] if marks is not None and prompt.rstrip().endswith(marks[0]) else ""
+    markers = find_reasoning_markers(chat_format.template.fields.values())
+    begun = markers is not None and prompt.rstrip().endswith(markers[0])
+    return markers[0] if markers is not None and begun else ""

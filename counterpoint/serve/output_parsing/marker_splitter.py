@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
-MAX_MARKER_CHARACTERS = 256  # what is longer is no mark: bounds the work, and what is kept back
-LOOKBEHIND_CHARACTERS = 16  # kept of what has gone out, for patterns that look back
+MAX_MARKER_CHARACTERS = 256  # bounds the work and what is held back
+LOOKBEHIND_CHARACTERS = 16  # of released text, for patterns that look behind
 MAX_KEPT_CHARACTERS = 4096
 
 
@@ -100,18 +100,20 @@ class MarkerSplitter:
             make_open_marker(field) for field in fields if field.open_re is not None
         ]
         self._enter_region(inside)
-        self._text = ""  # what is kept back begins at `_at`
+        self._text = ""  # held back from `_at` on
         self._at = 0
-        self._empty_at = -1  # where a mark without characters was: the next one is elsewhere
+        self._empty_at = -1  # of the last empty match, which must not match again
 
     def _enter_region(self, region: ResponseTemplateField | None) -> None:
         self.region = region
         self._markers = make_close_markers(region) if region is not None else self._open_markers
-        literals = [mark.literals for mark in self._markers]
-        known = None not in literals
-        self._first_characters = (
-            frozenset(one[0] for some in literals for one in some or ()) if known else None
-        )  # of marks, their characters
+        literals = [marker.literals for marker in self._markers]
+        # Of all markers; None if some marker is a pattern.
+        self._first_characters = None
+        if None not in literals:
+            self._first_characters = frozenset(
+                text[0] for texts in literals for text in texts or ()
+            )
 
     @property
     def num_held(self) -> int:
@@ -126,42 +128,39 @@ class MarkerSplitter:
 
     def _split(self, text: str, more: bool) -> Iterator[SplitEvent]:
         if self._at > MAX_KEPT_CHARACTERS:
-            gone = self._at - LOOKBEHIND_CHARACTERS
-            self._text, self._at, self._empty_at = (
-                self._text[gone:],
-                LOOKBEHIND_CHARACTERS,
-                self._empty_at - gone,
-            )
-        plain = (
+            dropped = self._at - LOOKBEHIND_CHARACTERS
+            self._text = self._text[dropped:]
+            self._at, self._empty_at = LOOKBEHIND_CHARACTERS, self._empty_at - dropped
+        has_no_marker = (
             bool(text)
             and not self.num_held
             and self._first_characters is not None
             and self._first_characters.isdisjoint(text)
         )
         self._text += text
-        if plain:  # as most of it is: nothing to look for
+        if has_no_marker:  # the common case
             self._at = len(self._text)
             yield RegionText(text)
             return
         while True:
-            mark, match, safe = self._next_marker(more)
+            marker, match, safe = self._next_marker(more)
             until = safe if match is None else match.start()
             if until > self._at:
                 body, self._at = self._text[self._at : until], until
                 yield RegionText(body)
-            if match is None or mark is None:
+            if match is None or marker is None:
                 return
             self._at = match.end()
-            yield self._cross_marker(mark, match)
+            yield self._cross_marker(marker, match)
 
-    def _cross_marker(self, mark: Marker, match: Any) -> SplitEvent:
+    def _cross_marker(self, marker: Marker, match: Any) -> SplitEvent:
         self._empty_at = match.end() if match.start() == match.end() else -1
         if self.region is None:
-            self._enter_region(mark.field)
+            self._enter_region(marker.field)
             return RegionOpened(
-                mark.field,
+                marker.field,
                 match[0],
-                {name: said for name, said in match.groupdict().items() if said is not None},
+                {name: text for name, text in match.groupdict().items() if text is not None},
             )
         self._enter_region(None)
         return RegionClosed(match[0])
@@ -173,15 +172,15 @@ class MarkerSplitter:
         safe = len(self._text)
         found: list[tuple[int, int, int]] = []
         matches: list[tuple[Marker, Any]] = []
-        for mark in self._markers:
-            match = mark.find(self._text, self._at, more)
+        for marker in self._markers:
+            match = marker.find(self._text, self._at, more)
             if match is None or (match.start() == match.end() == self._empty_at):
                 continue
-            if more and not mark.is_final_match(match, self._text):
+            if more and not marker.is_final_match(match, self._text):
                 safe = min(safe, match.start())
                 continue
             found.append((match.start(), -match.end(), len(matches)))
-            matches.append((mark, match))
+            matches.append((marker, match))
         if not found or min(found)[0] >= safe:
             return None, None, safe
         return *matches[min(found)[2]], safe

@@ -78,7 +78,7 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> list[OutputPart]: ...
 
     def end(self, complete: bool) -> list[OutputPart]:
-        """Releases what was held back, when no more comes. `complete`: the model ended by itself."""
+        """Releases what is held back at the end. `complete`: the model ended by itself."""
         ...
 
 

@@ -44,7 +44,7 @@ class ParserConfig:
     chat_format: ChatFormat
     fields: tuple[ResponseTemplateField, ...]
     allowed_tools: AllowedTools | None
-    default_kind: str  # the kind of text that is in no region
+    default_kind: str  # of text outside all regions
     initial_field: ResponseTemplateField | None = None
 
     def __call__(self) -> StreamingParser:
@@ -81,7 +81,7 @@ def make_parser_config(
 
 
 class WhitespaceFilter:
-    """Holds back trailing whitespace of a growing text; drops the leading one if `strip_leading`."""
+    """Holds back trailing whitespace of a growing text; drops leading one if `strip_leading`."""
 
     def __init__(self) -> None:
         self.strip_leading = False
@@ -106,8 +106,8 @@ class StreamingParser:
         self._content_whitespace = WhitespaceFilter()
         self._reasoning_whitespace = WhitespaceFilter()
         self._kind = config.default_kind
-        self._after_region = False  # there was one behind the last content
-        self._no_content_yet = True  # no content yet
+        self._after_region = False  # since the last content
+        self._no_content_yet = True
         if config.initial_field is not None:
             self._enter_region(config.initial_field)
 
@@ -143,7 +143,7 @@ class StreamingParser:
                 case RegionOpened():
                     self._open_region(event, parts)
                 case RegionText(text):
-                    self._region_text(text, parts)
+                    self._add_text(text, parts)
                 case RegionClosed(mark):
                     self._close_region(mark, parts)
         return parts
@@ -152,10 +152,8 @@ class StreamingParser:
         field = opened.field
         if field.name == CALLS:
             spec = self.config.chat_format.spec["fields"][CALLS]
-            self._kind, self._call_reader = (
-                "call",
-                make_call_reader(self._call_state, field, spec, opened.mark, opened.names),
-            )
+            self._kind = "call"
+            self._call_reader = make_call_reader(self._call_state, field, spec, opened)
             self._emit(self._call_reader.feed(""), parts)
         else:
             self._enter_region(field)
@@ -171,7 +169,7 @@ class StreamingParser:
         self._after_region = True
         self._content_whitespace.strip_leading = self._no_content_yet
 
-    def _region_text(self, text: str, parts: list[OutputPart]) -> None:
+    def _add_text(self, text: str, parts: list[OutputPart]) -> None:
         if self._call_reader is not None:
             self._emit(self._call_reader.feed(text), parts)
         elif self.in_reasoning:

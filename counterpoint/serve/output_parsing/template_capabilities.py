@@ -17,7 +17,7 @@ from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
 Json = dict[str, Any]
 EmptyContent = Literal["left out", "null", "empty"]
 EMPTY_CONTENTS: tuple[EmptyContent, ...] = ("left out", "null", "empty")
-PROBE_ID = "abcdef012"  # nine letters or digits: some want no other
+PROBE_ID = "abcdef012"  # some templates accept only nine letters or digits
 PROBE_TOOL: Json = {
     "type": "function",
     "function": {
@@ -48,8 +48,8 @@ NO_TOOLS = TemplateCapabilities()
 def detect_capabilities(tokenizer: ModelTokenizer) -> TemplateCapabilities:
     if tokenizer.chat_template is None:
         return NO_TOOLS
-    for text_arguments, no_content in itertools.product((False, True), EMPTY_CONTENTS):
-        capabilities = TemplateCapabilities(True, text_arguments, no_content)
+    for string_arguments, empty_content in itertools.product((False, True), EMPTY_CONTENTS):
+        capabilities = TemplateCapabilities(True, string_arguments, empty_content)
         if renders_calls(tokenizer, capabilities, ["first"]):
             single = not renders_calls(tokenizer, capabilities, ["first", "second"])
             return dataclasses.replace(
@@ -66,7 +66,7 @@ def renders_calls(
     words: Sequence[str],
     id: str = PROBE_ID,
 ) -> bool:
-    """Whether the prompt shows everything of a conversation with calls that have these arguments."""
+    """Whether the prompt shows all of a conversation with calls of these arguments."""
     calls = [make_call(f"called-{word}", id, capabilities) for word in words]
     results = [{"role": "tool", "tool_call_id": id, "content": f"gave-{word}"} for word in words]
     turns = [{"role": "user", "content": "asked"}, make_call_turn(calls, capabilities), *results]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import regex
 
+from counterpoint.serve.output_parsing.marker_splitter import RegionOpened
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
@@ -28,14 +29,15 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 Json = dict[str, Any]
-MAX_CALL_CHARACTERS = 2**18  # of a call that is read only once it is whole
+MAX_CALL_CHARACTERS = 2**18  # of a call that can't be streamed
+# The start of a call, up to its arguments.
 CALL_HEAD = regex.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:'
-)  # then its arguments follow
+)
 BRACKETS = regex.compile(r'["{}\[\]]')
 QUOTES = regex.compile(r'["\\]')
 QUOTED_OR_NESTED = '"{['
-MAX_HEAD_CHARACTERS = 1024  # of HEAD: bounds the work of looking for it
+MAX_HEAD_CHARACTERS = 1024  # bounds the work for CALL_HEAD
 SEPARATORS = " \t\r\n,;[]"
 ENDS_OF_WORDS = " \t\r\n,}]"
 
@@ -89,25 +91,20 @@ class CallReader(Protocol):
 
 
 def make_call_reader(
-    calls: ToolCallState,
-    field: ResponseTemplateField,
-    spec: Json,
-    mark: str,
-    names: dict[str, str],
+    calls: ToolCallState, field: ResponseTemplateField, spec: Json, opened: RegionOpened
 ) -> CallReader:
-    """For a region of `field`, with `spec` in the template, opened by `mark` with the groups
-    `names`."""
+    """For the region `opened` of `field`, with `spec` in the template."""
     if field.content != "json" or set(field.content_args) - {"allow_non_json"}:
-        return BufferedCallReader(calls, spec, mark, must_close=field.close_re is not None)
-    return JsonCallReader(calls, mark, names.get("name"))
+        return BufferedCallReader(calls, spec, opened.mark, must_close=field.close_re is not None)
+    return JsonCallReader(calls, opened.mark, opened.names.get("name"))
 
 
 class JsonState(enum.Enum):
     BETWEEN = "between objects"
     HEAD = "an object, up to its arguments"
-    OBJECT = "an object that is not in the usual order: it must be whole"
+    OBJECT = "an object in another order, which must be complete"
     VALUE = "the arguments"
-    TAIL = "what of the object is behind the arguments"
+    TAIL = "the rest of the object after the arguments"
     TEXT = "no call: all of it is content"
 
 
@@ -128,7 +125,7 @@ class JsonScanner:
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
         self._quoted = False
-        self._skip = 0  # of the next text: a backslash was the last of this one
+        self._skip = 0  # of the next text, after a backslash at the end of this one
 
     def find_end(self, text: str) -> int:
         """The position after the value's end, -1 if it is not in `text`. Each text follows the one
@@ -158,11 +155,11 @@ class JsonCallReader:
     def __init__(self, calls: ToolCallState, mark: str, name: str | None = None) -> None:
         self.calls = calls
         self.state = JsonState.BETWEEN
-        self._returned_text = mark  # what is given back if no call comes of it
-        self._pending = ""  # of the object or value at hand: what is not decided yet
+        self._returned_text = mark  # content if this is no call
+        self._pending = ""  # undecided text of the current object or value
         self._scanner = JsonScanner()
         self._name_in_marker = name is not None
-        self._first_character = ""  # character of the arguments
+        self._first_character = ""  # of the arguments
         self._any_call = False
         self._queued_parts: list[OutputPart] = []
         if name is not None:
@@ -177,15 +174,11 @@ class JsonCallReader:
     def end(self, mark: str, complete: bool) -> list[OutputPart]:
         parts, self._queued_parts = self._queued_parts, []
         if self.state in (JsonState.VALUE, JsonState.TAIL):
-            if (
-                self.state is JsonState.VALUE and self._first_character != "{"
-            ):  # an object has gone out as it came
-                complete = complete or bool(mark)
-                parts.append(
-                    self.calls.add_arguments(
-                        normalise_arguments(self._pending) if complete else self._pending
-                    )
-                )
+            # An object has been streamed already; another value has not.
+            if self.state is JsonState.VALUE and self._first_character != "{":
+                ended = complete or bool(mark)
+                value = normalise_arguments(self._pending) if ended else self._pending
+                parts.append(self.calls.add_arguments(value))
             self.calls.finish_call()
         elif not self._any_call or self._pending:
             parts.append(ContentDelta(self._returned_text + self._pending + mark))
@@ -242,24 +235,18 @@ class JsonCallReader:
             self._return_as_content(text, parts)
             return False
         parts.append(self.calls.start_call(name))
-        self._any_call, self._returned_text, self._first_character, self.state = (
-            True,
-            "",
-            "",
-            JsonState.VALUE,
-        )
-        self._scanner = JsonScanner()
+        self._any_call = True
+        self._returned_text = self._first_character = ""
+        self.state, self._scanner = JsonState.VALUE, JsonScanner()
         return True
 
     def _read_object(self, text: str, parts: list[OutputPart]) -> str:
         end = self._scanner.find_end(text)
         if end < 0:
             self._pending += text
-            return (
-                ""
-                if len(self._pending) <= MAX_CALL_CHARACTERS
-                else self._return_as_content("", parts)
-            )
+            if len(self._pending) > MAX_CALL_CHARACTERS:
+                return self._return_as_content("", parts)
+            return ""
         whole, self._pending = self._pending + text[:end], ""
         try:
             call = decode_call(whole)
@@ -267,11 +254,8 @@ class JsonCallReader:
             return self._return_as_content(whole + text[end:], parts)
         if not self._start_call(call.name, whole + text[end:], parts):
             return ""
-        parts.append(
-            self.calls.add_arguments(
-                normalise_arguments(bytes(call.arguments or call.parameters).decode())
-            )
-        )
+        arguments = bytes(call.arguments or call.parameters).decode()
+        parts.append(self.calls.add_arguments(normalise_arguments(arguments)))
         self.state = JsonState.BETWEEN
         self.calls.finish_call()
         return text[end:]
@@ -324,7 +308,7 @@ def find_word_end(text: str) -> int:
 
 
 def normalise_arguments(value: str) -> str:
-    """Arguments that are no object: some models write a string that holds JSON, or null for none."""
+    """Some models write arguments as a string that holds JSON, and none as null."""
     if not value.strip() or value == "null":
         return "{}"
     if not value.startswith('"'):
@@ -357,11 +341,8 @@ class BufferedCallReader:
 
     def end(self, mark: str, complete: bool) -> list[OutputPart]:
         text = mark if self._returned else self._text + mark
-        calls = (
-            []
-            if self._returned or not (complete or mark or not self._must_close)
-            else self._parse(text)
-        )
+        ended = complete or mark or not self._must_close
+        calls = self._parse(text) if ended and not self._returned else []
         if not calls:
             return [ContentDelta(text)] if text else []
         parts: list[OutputPart] = []
@@ -383,14 +364,12 @@ class BufferedCallReader:
                 (call["function"]["name"], call["function"]["arguments"])
                 for call in flatten(message.get("tool_calls"))
             ]
-            written = [(name, encode(arguments or {}).decode()) for name, arguments in found]
-        except Exception:  # a template is a program that runs on what the model wrote
+            calls = [(name, encode(arguments or {}).decode()) for name, arguments in found]
+        except Exception:  # a template may fail in any way on what the model wrote
             return []
-        return (
-            []
-            if message.get("content") or not all(self.calls.is_allowed(name) for name, _ in written)
-            else written
-        )
+        if message.get("content") or not all(self.calls.is_allowed(name) for name, _ in calls):
+            return []
+        return calls
 
 
 encode = msgspec.json.encode

@@ -35,17 +35,20 @@ Json = dict[str, Any]
 SHORT_ID = 9
 SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
 NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
-FALLBACK_TOOL_PROMPT = """You can call tools. These are the ones there are, each as JSON:
-{tools}
-To call one, write this, with nothing behind it but further calls; the result will be in the next turn:
-<tool_call>
-{{"name": NAME, "arguments": {{NAME: VALUE, ...}}}}
-</tool_call>"""
+FALLBACK_TOOL_PROMPT = (
+    "You can call tools. These are the ones there are, each as JSON:\n"
+    "{tools}\n"
+    "To call one, write this, with nothing behind it but further calls; "
+    "the result will be in the next turn:\n"
+    "<tool_call>\n"
+    '{{"name": NAME, "arguments": {{NAME: VALUE, ...}}}}\n'
+    "</tool_call>"
+)
 
 encode = msgspec.json.encode
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- validation
 
 
 def validate_tools(request: ChatRequest | TokenizeRequest) -> list[Json]:
@@ -71,7 +74,7 @@ def validate_tools(request: ChatRequest | TokenizeRequest) -> list[Json]:
     shown = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in tools]
     try:
         json.dumps(shown, allow_nan=False)
-    except ValueError:  # 1e999, say
+    except ValueError:  # for example 1e999
         raise ApiError(400, "tools: a number is not finite", param="tools") from None
     return shown
 
@@ -101,7 +104,7 @@ def new_short_id() -> str:
     return "".join(secrets.choice(SHORT_ID_CHARACTERS) for _ in range(SHORT_ID))
 
 
-# ---------------------------------------------------------------- what the model is shown
+# ---------------------------------------------------------------- the prompt
 
 
 def make_template_messages(
@@ -117,7 +120,7 @@ def make_template_messages(
 def make_template_message(message: ChatMessage, chat_format: ChatFormat) -> Json:
     turn, capabilities = message.to_template_message(), chat_format.capabilities
     calls = turn.get("tool_calls", ())
-    if turn["content"] is None:  # as it may be beside calls
+    if turn["content"] is None:  # allowed beside calls
         del turn["content"]
     if calls and not turn.get("content") and capabilities.empty_content != "left out":
         turn["content"] = None if capabilities.empty_content == "null" else ""
@@ -211,20 +214,15 @@ def make_answer_grammar(
     calls = "call"
     if allowed_tools.parallel and call_format.between is not None:
         calls = "call (" + " ".join([*literal(call_format.between), "call"]) + ")*"
-    numbers = range(len(allowed_tools.tools))
-    return "\n".join(
-        [
-            with_reasoning_rules(
-                f"(calls | {alternative})" if alternative else "calls", config, tokenizer, prompt
-            ),
-            " ".join(["calls:", *literal(call_format.before), calls, *literal(call_format.after)]),
-            "call: " + " | ".join(f"call{n}" for n in numbers),
-            *(
-                f"call{n}: {make_call_rule(allowed_tools.tools[n], call_format, literal)}"
-                for n in numbers
-            ),
-        ]
-    )
+    answer = f"(calls | {alternative})" if alternative else "calls"
+    rules = [
+        with_reasoning_rules(answer, config, tokenizer, prompt),
+        " ".join(["calls:", *literal(call_format.before), calls, *literal(call_format.after)]),
+        "call: " + " | ".join(f"call{n}" for n in range(len(allowed_tools.tools))),
+    ]
+    for n, tool in enumerate(allowed_tools.tools):
+        rules.append(f"call{n}: {make_call_rule(tool, call_format, literal)}")
+    return "\n".join(rules)
 
 
 def with_reasoning_rules(
@@ -237,12 +235,8 @@ def with_reasoning_rules(
         return f"start: {item}"
     inside = config.initial_field is not None
     thought = "thought" if inside else "thought?"
-    return "\n".join(
-        [
-            f"start: {thought} {item}",
-            *make_reasoning_rules(*markers, inside, make_literal_writer(tokenizer)),
-        ]
-    )
+    rules = make_reasoning_rules(*markers, inside, make_literal_writer(tokenizer))
+    return "\n".join([f"start: {thought} {item}", *rules])
 
 
 def make_reasoning_rules(

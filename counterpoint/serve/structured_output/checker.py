@@ -41,14 +41,15 @@ STRUCTURE_FIELDS: dict[str, StructureKind] = {
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
+# By member of structured_outputs.
 STRUCTURED_OUTPUTS_KINDS: dict[str, StructureKind] = {
     "json_": "json",
     "regex": "regex",
     "choice": "choice",
     "grammar": "lark",
-}  # of structured_outputs
-MAX_WAITING = 64  # checks that may wait for others
-MAX_CACHED = 64  # verdicts that are kept
+}
+MAX_WAITING = 64  # checks
+MAX_CACHED = 64  # results
 TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
 log = logging.getLogger(__name__)
 encode = msgspec.json.encode
@@ -67,7 +68,7 @@ class WantedStructure(msgspec.Struct, frozen=True):
 
 def find_structure(request: SampledRequest) -> WantedStructure | None:
     """Raises ApiError if more than one is given."""
-    # Not by model_dump: it copies, and a schema may be large.
+    # model_dump would copy, and a schema may be large.
     found = [
         WantedStructure(STRUCTURE_FIELDS[name], value, name)
         for name, value in request
@@ -83,25 +84,16 @@ def find_structure(request: SampledRequest) -> WantedStructure | None:
     if isinstance(request, GenerationRequest) and request.response_format is not None:
         form = request.response_format
         if form.json_schema is not None and form.type == "json_schema":
-            found.append(
-                WantedStructure(
-                    "json",
-                    form.json_schema.schema_,
-                    "response_format",
-                    form.json_schema.strict is not False,
-                )
-            )
+            schema, strict = form.json_schema.schema_, form.json_schema.strict is not False
+            found.append(WantedStructure("json", schema, "response_format", strict))
         elif form.type == "json_object":
-            found.append(
-                WantedStructure(
-                    "json", JSON_OBJECT if form.schema_ is None else form.schema_, "response_format"
-                )
-            )
+            schema = JSON_OBJECT if form.schema_ is None else form.schema_
+            found.append(WantedStructure("json", schema, "response_format"))
     if len(found) > 1:
         names = " and ".join(dict.fromkeys(wanted.param for wanted in found))
         raise ApiError(
             400,
-            f"{names} say in {len(found)} ways what the answer must look like: give one",
+            f"{names} give {len(found)} structures for the answer: give one",
             param=found[1].param,
         )
     return found[0] if found else None
@@ -113,6 +105,10 @@ def encode_check(wanted: WantedStructure) -> bytes:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
     return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.outer_grammar))
+
+
+def invalid_structure(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"{param}: {reason}", param=param, code="invalid_structure")
 
 
 class GrammarChecker:
@@ -129,48 +125,39 @@ class GrammarChecker:
 
     async def check(self, structure: WantedStructure) -> str:
         """The grammar. Raises ApiError; Overloaded if too many checks wait."""
+        param = structure.param
         if not self._setup.eos_token_ids:
-            raise ApiError(
-                400,
-                f"{structure.param}: this model has no end-of-sequence token to end a structure with",
-                param=structure.param,
-            )
+            message = "this model has no end-of-sequence token to end a structure with"
+            raise ApiError(400, f"{param}: {message}", param=param)
         try:
-            question = await asyncio.to_thread(encode_check, structure)
+            request = await asyncio.to_thread(encode_check, structure)
         except Exception as error:  # too long, numbers beyond 64 bits, nesting
-            raise ApiError(
-                400, f"{structure.param}: {error}", param=structure.param, code="invalid_structure"
-            ) from None
-        answer = await self._cached_result(question)
-        if answer.error:
-            raise ApiError(
-                400,
-                f"{structure.param}: {answer.error}",
-                param=structure.param,
-                code="invalid_structure",
-            )
-        return answer.grammar
+            raise invalid_structure(param, str(error)) from None
+        result = await self._cached_result(request)
+        if result.error:
+            raise invalid_structure(param, result.error)
+        return result.grammar
 
-    async def _cached_result(self, question: bytes) -> CheckResult:
+    async def _cached_result(self, request: bytes) -> CheckResult:
         """A cached result does not wait for running checks."""
-        name = hashlib.sha256(question).digest()
-        answer = self._cache.pop(name, None)
-        if answer is None:
+        key = hashlib.sha256(request).digest()
+        result = self._cache.pop(key, None)
+        if result is None:
             if self._num_waiting >= MAX_WAITING:
                 raise Overloaded(
-                    f"{self._num_waiting} structures wait already to be tried: try again later"
+                    f"{self._num_waiting} structures wait already to be checked: try again later"
                 )
             self._num_waiting += 1
             try:
-                answer = await asyncio.get_running_loop().run_in_executor(
-                    self._pool, self._run_check, question
+                result = await asyncio.get_running_loop().run_in_executor(
+                    self._pool, self._run_check, request
                 )
             finally:
                 self._num_waiting -= 1
-        self._cache[name] = answer
+        self._cache[key] = result
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
-        return answer
+        return result
 
     def close(self) -> None:
         self._closing = True
@@ -179,19 +166,19 @@ class GrammarChecker:
         self._pool.shutdown(cancel_futures=True)
         self._end_child()
 
-    # ------------------------------------------------------------ the pool's thread
+    # ------------------------------------------------------------ in the thread
 
-    def _run_check(self, question: bytes) -> CheckResult:
-        return (
-            self._ask_child(question) or self._ask_child(question) or CheckResult(error=TOO_COSTLY)
-        )
+    def _run_check(self, request: bytes) -> CheckResult:
+        """Tries again once if the process was killed from outside."""
+        result = self._ask_child(request) or self._ask_child(request)
+        return result or CheckResult(error=TOO_COSTLY)
 
-    def _ask_child(self, question: bytes) -> CheckResult | None:
+    def _ask_child(self, request: bytes) -> CheckResult | None:
         """None if another program killed the process (SIGKILL), which no grammar causes."""
         child = self._running_child()
         assert child.stdin is not None and child.stdout is not None
         try:
-            child.stdin.write(question + b"\n")
+            child.stdin.write(request + b"\n")
             child.stdin.flush()
             line = child.stdout.readline()
         except OSError:
@@ -199,13 +186,13 @@ class GrammarChecker:
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=CheckResult)
         status = child.wait()
-        log.warning("the process that tries structures has ended (%d): another follows", status)
-        self._end_child()
-        return (
-            None
-            if status == -signal.SIGKILL and not self._closing
-            else CheckResult(error=TOO_COSTLY)
+        log.warning(
+            "the process that checks grammars ended with status %d: a new one starts", status
         )
+        self._end_child()
+        if status == -signal.SIGKILL and not self._closing:
+            return None
+        return CheckResult(error=TOO_COSTLY)
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._child.poll() is None:

@@ -39,32 +39,32 @@ from counterpoint.serve.structured_output.grammar import (
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 
 CPU_S, WALL_S = 2.0, 20.0
-MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
+MEMORY_BYTES = 1 << 30  # beyond the vocabulary's
 STACK_BYTES = 1 << 20
 MAX_MESSAGE_CHARACTERS = 500
 NICENESS = 10
 SCHEMA_ERROR_PREFIX = "failed to compile JSON schema: "
 GRAMMAR_EXCERPT = re.compile(r"\n +\d+ \| ")
-WALK_TOKENS, WALK_STRIDE = 32, 7919  # tokens; a prime
+WALK_TOKENS, WALK_STRIDE = 32, 7919  # the stride is a prime
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    setting = msgspec.json.decode(questions.readline(), type=CheckerSetup)
+    requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps what libraries print out of the results
+    setup = msgspec.json.decode(requests.readline(), type=CheckerSetup)
     tokenizer = make_tokenizer(
-        make_vocabulary(load_tokenizer(setting.source)), setting.vocab_size, setting.eos_token_ids
+        make_vocabulary(load_tokenizer(setup.source)), setup.vocab_size, setup.eos_token_ids
     )
     limit_memory()
     threading.stack_size(STACK_BYTES)
-    for line in questions:
+    for line in requests:
         with limit_time():
-            answer = check_on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
-        answers.write(msgspec.json.encode(answer) + b"\n")
-        answers.flush()
+            result = check_on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
+        results.write(msgspec.json.encode(result) + b"\n")
+        results.flush()
 
 
 def limit_memory() -> None:
@@ -84,34 +84,32 @@ def limit_time() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def check_on_small_stack(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
-    answers: list[CheckResult] = []
-    thread = threading.Thread(target=lambda: answers.append(check_grammar(question, tokenizer)))
+def check_on_small_stack(request: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+    results: list[CheckResult] = []
+    thread = threading.Thread(target=lambda: results.append(check_grammar(request, tokenizer)))
     thread.start()
     thread.join()
-    return answers[0]
+    return results[0]
 
 
-def check_grammar(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+def check_grammar(request: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
     try:
-        grammar = build_grammar(question)
-        if question.outer_grammar:
-            grammar = embed_answer(question.outer_grammar, grammar)
+        grammar = build_grammar(request)
+        if request.outer_grammar:
+            grammar = embed_answer(request.outer_grammar, grammar)
         matcher = compile_grammar(grammar, tokenizer)
         walk_tokens(matcher, tokenizer)
-        return (
-            CheckResult(error=describe_error(matcher.get_error()))
-            if matcher.is_error()
-            else CheckResult(grammar)
-        )
+        if matcher.is_error():
+            return CheckResult(error=describe_error(matcher.get_error()))
+        return CheckResult(grammar)
     except StructureError as error:
         return CheckResult(error=describe_error(str(error)))
-    except Exception as error:  # nesting, mostly
+    except Exception as error:  # mostly too deep nesting
         return CheckResult(error=describe_error(f"{type(error).__name__}: {error}"))
 
 
 def walk_tokens(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Feeds the matcher the first tokens of an answer, choosing different ones among those allowed."""
+    """Feeds the matcher the first tokens of an answer, each chosen among those allowed."""
     ends = set(tokenizer.eos_tokens)
     for step in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
@@ -122,12 +120,12 @@ def walk_tokens(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
             return
 
 
-def build_grammar(question: CheckRequest) -> str:
+def build_grammar(request: CheckRequest) -> str:
     """Raises StructureError."""
-    text = question.text
-    match question.kind:
+    text = request.text
+    match request.kind:
         case "json":
-            return from_json_schema(decode_schema(text), question.strict)
+            return from_json_schema(decode_schema(text), request.strict)
         case "regex":
             return from_regex(text)
         case "choice":
@@ -147,16 +145,15 @@ def describe_error(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text satisfies it"
     _, schema, reason = error.partition(SCHEMA_ERROR_PREFIX)
-    if (
-        schema
-    ):  # within a grammar of ours, whose text follows, and is nothing to whoever sent the schema
+    if schema:  # without the grammar that was built from it, which the client did not send
         error = GRAMMAR_EXCERPT.split(reason)[0]
     if "'coerce_one_of'" in error:
-        return "oneOf is held to only where its schemas clearly exclude each other: use anyOf, or strict false"
-    return (
-        error.removesuffix("<non-verbose/>").strip()[:MAX_MESSAGE_CHARACTERS]
-        or "it cannot be held to"
-    )
+        return (
+            "oneOf is enforced only where its schemas clearly exclude each other: "
+            "use anyOf, or strict false"
+        )
+    message = error.removesuffix("<non-verbose/>").strip()
+    return message[:MAX_MESSAGE_CHARACTERS] or "it cannot be enforced"
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.spec.source import ModelSource
 
 StructureKind = Literal["json", "regex", "choice", "lark"]
-ANSWER_RULE = "@answer"  # what stands for the answer in what comes before it
+ANSWER_RULE = "@answer"  # in an outer grammar
 MAX_BLANKS = 32
-MAX_CHARACTERS = 2**17  # of what a client may send
-MAX_GROWTH = 4  # a grammar may be so much longer
+MAX_CHARACTERS = 2**17  # of a client's structure
+MAX_GROWTH = 4  # of its grammar's length
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
-UNCONSTRAINED = ({}, True)  # schemas that anything satisfies
+UNCONSTRAINED = ({}, True)  # by these schemas
 
 
 def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
@@ -33,7 +33,7 @@ def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
     return Vocabulary(
         tokens=[tokenizer.token_bytes(token) for token in range(size)],
         special=[token for token in range(size) if tokenizer.is_special(token)],
-        encode=lambda said: tokenizer.encode([said], add_special_tokens=False)[0],
+        encode=lambda text: tokenizer.encode([text], add_special_tokens=False)[0],
     )
 
 
@@ -116,9 +116,7 @@ def from_lark(grammar: str) -> str:
         return check_size(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
     except StructureError:
         raise
-    except (
-        Exception
-    ) as error:  # the converter raises plain Exception, and IndexError on what it did not expect
+    except Exception as error:  # the converter raises plain Exception, and IndexError
         raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
 
 
@@ -129,18 +127,15 @@ def embed_answer(outer_grammar: str, grammar: str) -> str:
         if grammar.startswith("{")
         else {"lark_grammar": grammar}
     )
-    whole = {
-        "grammars": [
-            {"name": "whole", "lark_grammar": outer_grammar},
-            answer | {"name": ANSWER_RULE[1:]},
-        ]
-    }
-    return msgspec.json.encode(whole).decode()
+    outer = {"name": "whole", "lark_grammar": outer_grammar}
+    grammars = [outer, answer | {"name": ANSWER_RULE[1:]}]
+    return msgspec.json.encode({"grammars": grammars}).decode()
 
 
 def check_size(grammar: str) -> str:
     if len(grammar) > MAX_GROWTH * MAX_CHARACTERS:
+        limit = MAX_GROWTH * MAX_CHARACTERS
         raise StructureError(
-            f"its grammar has {len(grammar)} characters: at most {MAX_GROWTH * MAX_CHARACTERS} are taken"
+            f"its grammar has {len(grammar)} characters: at most {limit} are taken"
         )
     return grammar

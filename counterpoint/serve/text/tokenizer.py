@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-LENGTH_MARGIN = 1.25  # a text with this many times the characters that the context could hold is not tokenised at all
+# min_num_tokens assumes tokens longer than the longest by this factor, to stay a lower bound.
+LENGTH_MARGIN = 1.25
 
 
 class TokenizerError(ValueError):
@@ -42,17 +43,15 @@ class ModelTokenizer:
         self._bytes: dict[int, bytes] = {}
         self._max_token_characters = 0
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ encoding
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text. `add_special_tokens` adds what the tokenizer puts around a text
         (BOS). Releases the GIL."""
-        return [
-            e.ids
-            for e in self.tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        ]
+        encodings = self.tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound for the tokens of `text`, computed without tokenising it."""
@@ -75,13 +74,13 @@ class ModelTokenizer:
                 chat_template=self.chat_template,
                 **{**self.special_tokens, **options},
             )
-        except Exception as error:  # the template is a program that runs on the client's data
+        except Exception as error:  # a template may fail in any way on the client's data
             raise TokenizerError(
                 f"the model's chat template cannot render these messages: {error}"
             ) from None
         return prompt
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ decoding
 
     def is_special(self, token: int) -> bool:
         return token in self.added_tokens and self.added_tokens[token].special
@@ -109,16 +108,13 @@ class ModelTokenizer:
         piece = self.token_string(token)
         if self._byte_level:
             spelled = [BYTE_OF_CHARACTER.get(character) for character in piece]
-            return (
-                piece.encode()
-                if None in spelled
-                else bytes(byte for byte in spelled if byte is not None)
-            )
+            if None in spelled:
+                return piece.encode()
+            return bytes(byte for byte in spelled if byte is not None)
         if token in self.added_tokens:
             return piece.encode()
-        if (
-            len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-        ):  # byte fallback of sentencepiece
+        # byte fallback of sentencepiece
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()
 

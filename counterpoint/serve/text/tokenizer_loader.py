@@ -21,7 +21,7 @@ from counterpoint.spec.source import ModelSource
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 CONTROL, USER_DEFINED = 3, 4  # token types of a GGUF
 
-# How a vocabulary's merges were learned to split text, by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
+# Pre-tokenization patterns by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
 SPLIT_PATTERNS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
@@ -136,7 +136,8 @@ def make_byte_level_bpe(
         cut = pre_tokenizers.Split(Regex(split), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
-    # A control token with a character outside the byte alphabet is not in the vocabulary as it is spelled: leave it out.
+    # Without control tokens that have a character outside the byte alphabet: the vocabulary has
+    # them in another spelling.
     for token, kind in zip(tokens, types, strict=False):
         if kind == CONTROL and alphabet >= set(token):
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -146,13 +147,13 @@ def make_byte_level_bpe(
 
 
 def load_with_transformers(folder: Path, **options: Any) -> ModelTokenizer:
-    """Any tokenizer that `transformers` can convert to a fast one. Takes seconds and imports torch."""
+    """Any tokenizer that `transformers` can make fast. Takes seconds and imports torch."""
     from transformers import AutoTokenizer
 
     try:
         loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
         backend: Tokenizer = loaded.backend_tokenizer
-    except Exception as error:  # whatever a broken or unknown file makes of it
+    except Exception as error:  # a broken or unknown file may raise anything
         raise ConfigError(f"model: no tokeniser could be made of {folder}: {error}") from None
     template = pick_chat_template(loaded.chat_template)
     return ModelTokenizer(
