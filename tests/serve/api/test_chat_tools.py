@@ -12,71 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from api_calls import CHAT, openai_error
 from rich.console import Console
 from serve_process import Running, poll
-from test_api import CHAT, refused
+from tool_cases import CALLS, ONE, TOOLS, TWO
 
 from counterpoint.build import cache_folder
 from counterpoint.serve.offline.chat import show
 from counterpoint.serve.output_parsing.output_parser import ContentDelta, ReasoningDelta
-from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.spec.source import find_pulled
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Tells the weather.",
-            "parameters": PARAMETERS,
-        },
-    },
-    {"type": "function", "function": {"name": "time"}},
-]
 WRONG_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
-CALLS = [("weather", '{"city": "Paris"}'), ("time", "{}")]
-# A template as models of the Hermes and Qwen kind have it, that shows a call's arguments as they came to it.
-TEMPLATE = """{% if tools %}<|im_start|>system
-{{ tools | tojson }} as <tool_call> JSON</tool_call><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
-{{- m.content }}{% for call in m.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined %}<think>
-{% if not enable_thinking %}
-</think>
-
-{% endif %}{% endif %}{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The echoing engine, with a tokeniser whose chat template knows tools and reasoning."""
-    folder = tmp_path_factory.mktemp("thinker")
-    make_byte_tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    running = Running(folder / "log", folder=str(folder))
-    try:
-        yield running.wait_ready()
-        poll(lambda: running.metric("counterpoint_requests_running") == 0)
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.process.kill()
 
 
 def ask(server: Running, said: str, **options: Any) -> Any:
@@ -331,14 +278,14 @@ def test_tools_that_must_not_be_called_are_not_shown(thinker: Running):
     ],
 )
 def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param: str):
-    error = refused(thinker.post(CHAT, {"messages": HISTORY[:2], **options}))
+    error = openai_error(thinker.post(CHAT, {"messages": HISTORY[:2], **options}))
     assert error["param"] == param and param in error["message"]
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000])
 def test_numbers_in_tools_are_finite(thinker: Running, number: str):
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
-    refused(
+    openai_error(
         thinker.post(
             CHAT,
             f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'.encode(),
@@ -357,7 +304,7 @@ def test_numbers_in_tools_are_finite(thinker: Running, number: str):
     ],
 )
 def test_wrong_calls_in_messages_are_named(thinker: Running, calls: Any):
-    error = refused(
+    error = openai_error(
         thinker.post(CHAT, {"messages": [*HISTORY[:2], {"role": "assistant", "tool_calls": calls}]})
     )
     assert error["param"] == "messages" and "tool_calls" in error["message"]

@@ -7,13 +7,14 @@ import contextlib
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serve_process import Running, data_of, poll
+from live_frames import first, watching
+from serve_process import Running, poll
 
 from counterpoint.serve.observability import lane_feed, rolling_stats
 from counterpoint.serve.worker.wire import EngineOutputs
@@ -28,20 +29,6 @@ from counterpoint.types import (
 )
 
 Start = Callable[..., Running]
-Frame = dict[str, Any]
-
-
-@contextlib.contextmanager
-def watching(server: Running) -> Iterator[Iterator[Frame]]:
-    with server.http.stream("GET", f"{server.url}/live") as response:
-        assert response.status_code == 200 and response.headers["content-type"].startswith(
-            "text/event-stream"
-        )
-        yield (dict(data_of(line)) for line in response.iter_lines() if line)
-
-
-def first(frames: Iterator[Frame], fits: Callable[[Frame], Any]) -> Frame:
-    return next(frame for frame in frames if fits(frame))
 
 
 # ---------------------------------------------------------------- over a real socket
@@ -137,7 +124,7 @@ def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.Monkey
 
     async def scene() -> None:
         shown = lane_feed.LaneFeed(
-            Engine(), rolling_stats.RollingStats(), lane_feed.Queue(), "echo"
+            Engine(), rolling_stats.RollingStats(), lane_feed.AdmissionQueue(), "echo"
         )  # type: ignore[arg-type]
         reader, sleeper = Sent(True), Sent(False)
         tasks = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from test_listener import D, heard, shown_with
+from parser_cases import heard, shown_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
+from counterpoint.serve.output_parsing import chat_formats
 from counterpoint.serve.output_parsing.chat_formats import find_chat_format
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
@@ -40,9 +41,9 @@ ANSWERS = {  # two calls in each form; by the marks in a chat template
     "<tool_call> <function=": TWO,
     "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
     "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
-    D.DEEPSEEK_CALL: f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}time\n```json\n'
-    f"{{}}\n```{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+    chat_formats.DEEPSEEK_CALL: f"{chat_formats.DEEPSEEK_BEGIN}{chat_formats.DEEPSEEK_CALL}function{chat_formats.DEEPSEEK_SEP}weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{chat_formats.DEEPSEEK_CALL_END}\n{chat_formats.DEEPSEEK_CALL}function{chat_formats.DEEPSEEK_SEP}time\n```json\n'
+    f"{{}}\n```{chat_formats.DEEPSEEK_CALL_END}{chat_formats.DEEPSEEK_END}",
     "no marks": TWO,
 }
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser_cases import OFFER, SHOWS, TOOLS, heard, parts, shown_with
 from transformers.utils.chat_parsing import parse_response
 
 from counterpoint.serve.output_parsing import chat_formats
@@ -19,7 +20,6 @@ from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
     ContentDelta,
-    OutputPart,
     join_parts,
     merge_parts,
 )
@@ -28,15 +28,6 @@ from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-}
-TOOLS = tuple(
-    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
-    for name in ("weather", "time")
-)
-OFFER = AllowedTools(TOOLS)
 WEATHER = ("weather", '{"city": "Paris"}')
 TIME = ("time", "{}")
 
@@ -50,13 +41,6 @@ DIALECTS = {
     name: dialect(getattr(chat_formats, name))
     for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
 }
-D = chat_formats
-SHOWS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"  # all there is
-
-
-def shown_with(marks: str) -> str:
-    """A chat template that knows tools and writes these marks."""
-    return f"{SHOWS}{{# {marks} #}}"
 
 
 SPELLED = {  # two calls, as each dialect writes them
@@ -67,36 +51,10 @@ SPELLED = {  # two calls, as each dialect writes them
     "LLAMA": '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "parameters": {}}',
     "MISTRAL": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
     "MISTRAL_NAMED": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
-    "DEEPSEEK": f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n'
-    f"{D.DEEPSEEK_CALL}time{D.DEEPSEEK_SEP}{{}}{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+    "DEEPSEEK": f"{chat_formats.DEEPSEEK_BEGIN}{chat_formats.DEEPSEEK_CALL}function{chat_formats.DEEPSEEK_SEP}weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{chat_formats.DEEPSEEK_CALL_END}\n'
+    f"{chat_formats.DEEPSEEK_CALL}time{chat_formats.DEEPSEEK_SEP}{{}}{chat_formats.DEEPSEEK_CALL_END}{chat_formats.DEEPSEEK_END}",
 }
-
-
-def parts(
-    spoken: ChatFormat,
-    text: str,
-    cuts: list[int] | None = None,
-    *,
-    offer: AllowedTools | None = OFFER,
-    begun: str = "",
-    whole: bool = True,
-    reasoning: bool = True,
-) -> list[OutputPart]:
-    hearing = make_parser_config(spoken, offer, reasoning, begun)
-    assert hearing is not None
-    voice, said = hearing(), []
-    ends = [*(cuts or ()), len(text)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        said += voice.feed(text[start:end])
-    return said + voice.end(whole)
-
-
-def heard(
-    spoken: ChatFormat, text: str, cuts: list[int] | None = None, **options
-) -> tuple[str, str, list[tuple[str, str]]]:
-    speech = merge_parts(parts(spoken, text, cuts, **options))
-    return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
 
 
 # ---------------------------------------------------------------- every family
@@ -115,8 +73,8 @@ def test_reasoning_and_calls_of_each_family(name: str):
 
 PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>", "</parameter>",
-    "[TOOL_CALLS]", "[ARGS]", "weather", "<|python_tag|>", D.DEEPSEEK_BEGIN, D.DEEPSEEK_CALL, "function", D.DEEPSEEK_SEP,
-    "\n```json\n", "\n```", D.DEEPSEEK_CALL_END, D.DEEPSEEK_END, '{"name": "weather", "arguments": ', '{"city": "Pa\\"r}is"}', "}",
+    "[TOOL_CALLS]", "[ARGS]", "weather", "<|python_tag|>", chat_formats.DEEPSEEK_BEGIN, chat_formats.DEEPSEEK_CALL, "function", chat_formats.DEEPSEEK_SEP,
+    "\n```json\n", "\n```", chat_formats.DEEPSEEK_CALL_END, chat_formats.DEEPSEEK_END, '{"name": "weather", "arguments": ', '{"city": "Pa\\"r}is"}', "}",
     '{"name": "weather"}', '{"arguments": {}, "name": "time"}', '{"name": "unknown", "arguments": {}}', "{", '"', "\\", "[", "]",
     ",", ";", " ", "\n", "\n\n", "7", "null", "a", "<", "<tool", "</", "é漢😀", *SPELLED.values(),
 ]  # fmt: skip
@@ -287,7 +245,7 @@ def test_a_template_that_is_wrong_is_passed_over():
         ("[TOOL_CALLS]", "MISTRAL", None),
         ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "MISTRAL_NAMED", "THINK_BRACKETS"),
         ("<|python_tag|>", "LLAMA", None),
-        (f"{D.DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
+        (f"{chat_formats.DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
         ("nothing", "HERMES", None),
     ],
 )
