@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the DevTools protocol: enough of it for the page's tests."""
+"""A headless Chromium, driven over the DevTools protocol, for the dashboard's tests."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ FLAGS = [
 
 
 class NoBrowser(Exception):
-    """There is none here, or what is called so is none (a stand-in of a package that is not installed, say)."""
+    """There is no Chromium, or only a stub of a package that is not installed."""
 
 
 class Browser:
-    """`folder` must be fresh: it becomes the profile."""
+    """`folder` must be empty: it becomes the profile."""
 
     def __init__(self, folder: Path) -> None:
         if CHROMIUM is None:
@@ -70,7 +70,7 @@ class Browser:
 
 
 class Tab:
-    """One page. `problems` has every uncaught error, console error and refused request so far."""
+    """One page. `problems`: its uncaught errors, console errors and failed requests so far."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class Tab:
         return poll(lambda: self.run(f"Boolean({expression})"), seconds, expression)
 
     def click(self, id: str) -> None:
-        """With the mouse, where the element is."""
-        where = f"(() => {{ const e = document.getElementById({json.dumps(id)}); e.scrollIntoView({{block: 'center'}}); "
+        """Clicks the middle of the element with the mouse."""
         x, y = self.run(
-            where
-            + "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+            f"""(() => {{ const e = document.getElementById({json.dumps(id)});
+            e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();
+            return [r.x + r.width / 2, r.y + r.height / 2] }})()"""
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -168,7 +168,7 @@ class Tab:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def wait(self, seconds: float) -> None:
-        """Lets the page live on, reading what it tells."""
+        """Waits, then reads the page's pending events."""
         time.sleep(seconds)
         self.run("0")
 

@@ -1,8 +1,9 @@
-"""An engine for the server's tests: the real core, and a device that says again what it was told.
+"""An engine for the server's tests: the real core, and a device that echoes its prompt.
 
-Tokens are bytes (the tokeniser of a model without files). The answer to a chat is its last user message; to a completion, its
-prompt; then comes the end of the turn, or the same again under ignore_eos. With a temperature, and a prompt in which "random"
-stands, each token is a letter drawn from (seed, position). Some words make the device fail: see `EchoExecutor`.
+Tokens are bytes, as for a model without tokenizer files. The answer to a chat is its last user
+message; to a completion, its prompt. Then the turn ends, or the text repeats under ignore_eos. With
+a temperature and "random" in the prompt, each token is a letter drawn from (seed, position). Some
+words in a prompt make the device fail or wait: see EchoExecutor.submit and work.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def system(config: Config, inbox: WallClockEventQueue, progress: object = None) 
 
 
 def two_lane_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
-    """Two units and four layers, so that every policy does what it can."""
+    """Two units and four layers, enough for every policy."""
     spec = dataclasses.replace(SPEC, layers=4)
     limits = make_limits(config, spec, config.device.kv_pages or 1024, units=2)
     key = CalibrationKey(
@@ -104,7 +105,7 @@ class Row:
         return self.tokens[: self.prompt_tokens]
 
     def reply(self) -> list[int]:
-        """What is said again: the last whole turn's content, or the prompt."""
+        """The tokens to echo: the content of the last complete turn, or the prompt."""
         prompt = list(self.prompt)
         if TURN not in prompt or END not in prompt[prompt.index(TURN) :]:
             return prompt
@@ -123,7 +124,7 @@ class Row:
 
     @property
     def sticks_by(self) -> str:
-        """A prompt "STICK UNTIL path" holds up the engine's loop until that file is there."""
+        """A prompt "STICK UNTIL path" blocks the engine's loop until that file exists."""
         return self._behind("STICK UNTIL ")
 
     def _behind(self, words: str) -> str:
@@ -152,7 +153,7 @@ class Row:
 
 
 class EchoExecutor:
-    """A thread for each lane."""
+    """One thread per lane."""
 
     def __init__(
         self, inbox: WallClockEventQueue, lanes: Sequence[Lane], layers: int = SPEC.layers
@@ -207,7 +208,7 @@ class EchoExecutor:
             self.inbox.put(self.answer(step, started_s))
 
     def answer(self, step: Step, started_s: float) -> StepDone:
-        """What goes wrong in a step is its error, as with the executors that compute."""
+        """An exception in a step becomes its error, as in the real executors."""
         try:
             return self.done(step, started_s)
         except Exception as error:

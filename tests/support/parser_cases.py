@@ -15,36 +15,38 @@ TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
     for name in ("weather", "time")
 )
-OFFER = AllowedTools(TOOLS)
-SHOWS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"  # all there is
+ALLOWED_TOOLS = AllowedTools(TOOLS)
+SHOWS_ALL = (
+    "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+)
 
 
-def shown_with(marks: str) -> str:
+def template_with(marks: str) -> str:
     """A chat template that knows tools and writes these marks."""
-    return f"{SHOWS}{{# {marks} #}}"
+    return f"{SHOWS_ALL}{{# {marks} #}}"
 
 
-def parts(
-    spoken: ChatFormat,
+def parse_parts(
+    chat_format: ChatFormat,
     text: str,
     cuts: list[int] | None = None,
     *,
-    offer: AllowedTools | None = OFFER,
-    begun: str = "",
-    whole: bool = True,
+    allowed_tools: AllowedTools | None = ALLOWED_TOOLS,
+    answer_prefix: str = "",
+    complete: bool = True,
     reasoning: bool = True,
 ) -> list[OutputPart]:
-    hearing = make_parser_config(spoken, offer, reasoning, begun)
-    assert hearing is not None
-    voice, said = hearing(), []
+    config = make_parser_config(chat_format, allowed_tools, reasoning, answer_prefix)
+    assert config is not None
+    parser, out = config(), []
     ends = [*(cuts or ()), len(text)]
     for start, end in zip([0, *ends], ends, strict=False):
-        said += voice.feed(text[start:end])
-    return said + voice.end(whole)
+        out += parser.feed(text[start:end])
+    return out + parser.end(complete)
 
 
-def heard(
-    spoken: ChatFormat, text: str, cuts: list[int] | None = None, **options
+def parse_text(
+    chat_format: ChatFormat, text: str, cuts: list[int] | None = None, **options
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    speech = merge_parts(parts(spoken, text, cuts, **options))
-    return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
+    output = merge_parts(parse_parts(chat_format, text, cuts, **options))
+    return output.reasoning, output.content, [(call.name, call.arguments) for call in output.calls]

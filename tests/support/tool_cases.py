@@ -25,7 +25,7 @@ TOOLS = [
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 CALLS = [("weather", '{"city": "Paris"}'), ("time", "{}")]
-# A template as models of the Hermes and Qwen kind have it, that shows a call's arguments as they came to it.
+# As in models of the Hermes and Qwen families. Shows a call's arguments as it gets them.
 TEMPLATE = """{% if tools %}<|im_start|>system
 {{ tools | tojson }} as <tool_call> JSON</tool_call><|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}

@@ -1,4 +1,4 @@
-"""Beside chat and completions: /tokenize, /detokenize, and the targets that a request may bring."""
+"""/tokenize, /detokenize, and latency targets."""
 
 from __future__ import annotations
 

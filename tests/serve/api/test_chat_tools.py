@@ -1,6 +1,7 @@
-"""Tools and reasoning as a client meets them: over a socket, through the openai package.
+"""Tools and reasoning in chats, through the openai package and a socket.
 
-The echoing engine says what it is told to, so that answers can be anything; SmolLM2 is made to call by a grammar.
+The echoing engine repeats what it is sent, so an answer can be anything. A grammar makes SmolLM2
+call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def chunks_of(server: Running, said: str, **options: Any) -> list[Any]:
 
 
 def put_together(chunks: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
-    """Content and reasoning, calls, and the finish reason, as a client would join them: calls by their index."""
+    """(text by field, calls, finish reason), joined from chunks as a client would: calls by index."""
     text: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": ""}
     calls: list[dict[str, Any]] = []
     finish = None
@@ -183,7 +184,7 @@ def test_log_probabilities_are_of_all_tokens(thinker: Running):
 
 
 def test_a_server_whose_template_knows_no_tools(server: Running):
-    """The tools are told in the system's turn, and calls and results are text; what is said is heard all the same."""
+    """The system turn lists the tools, calls and results are text; calls are parsed as ever."""
     answer = ask(server, TWO, tools=TOOLS)
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     prompt = prompt_of(server, HISTORY, tools=TOOLS)
@@ -234,8 +235,8 @@ def test_templates_get_tools_calls_and_results(thinker: Running):
     shown = json.loads(prompt.partition("system\n")[2].partition(" as <tool_call>")[0])
     assert shown == TOOLS
     assert (
-        '<think>I look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-        in prompt
+        "<think>I look.</think><tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
     )
     assert "<|im_start|>tool\n21<|im_end|>" in prompt and "<|im_start|>tool\n22<|im_end|>" in prompt
 
@@ -284,7 +285,8 @@ def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param:
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000])
 def test_numbers_in_tools_are_finite(thinker: Running, number: str):
-    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
+    function = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
+    tool = f'{{"type": "function", "function": {function}}}'
     openai_error(
         thinker.post(
             CHAT,

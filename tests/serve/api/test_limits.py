@@ -1,4 +1,4 @@
-"""Protection: the API key, how much may wait, and how long an answer may take."""
+"""The API key, admission limits, and the time limit of a response."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
 
 
 def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tmp_path: Path):
-    """Streams that run, fail, or are left at once, streamed and whole: none keeps its place."""
+    """Requests that run, fail or are left at once, streamed or not, leave the queue."""
     server = own_server(max_queued_requests=1).wait_ready()
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", f"{server.url}{COMPLETIONS}", json=endless) as running:

@@ -1,4 +1,4 @@
-"""/v1/messages as the anthropic package meets it, and raw requests."""
+"""/v1/messages through the anthropic package and raw requests."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_why_a_message_ends(server: Running):
 
 
 def test_more_tokens_than_the_context_has_left(server: Running):
-    """max_tokens must be given, so that clients give much: it is no error, and what ends the answer is told."""
+    """max_tokens is required, so clients set it high: no error, but a stop reason of its own."""
     said = [{"role": "user", "content": "on and on " * 400}]
     answer = create(server, max_tokens=100_000, messages=said, extra_body={"ignore_eos": True})
     assert answer.stop_reason == "model_context_window_exceeded"

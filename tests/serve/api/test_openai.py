@@ -1,4 +1,4 @@
-"""The OpenAI API as a client meets it: the openai package and raw requests, over a socket, against a real server process."""
+"""Chat and completions through the openai package and raw requests, against a server process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_every_shape_of_prompt(server: Running):
 
 
 def test_no_character_of_an_answer_ends_a_line_of_a_stream(server: Running):
-    """Some clients split where Unicode ends lines, not only at the line feeds of server-sent events."""
+    """Some clients split at every line end of Unicode, not only at line feeds."""
     prompt = "one\u2028two\u2029three\x85four\x0bfive"
     events = server.events({"prompt": prompt, "echo": True, "max_tokens": 1})[:-1]
     assert "".join(event["choices"][0]["text"] for event in events).startswith(prompt)
@@ -312,7 +312,7 @@ def test_alternatives_that_read_alike_are_all_told(server: Running):
 
 
 def test_echoed_logprobs(server: Running):
-    """What lm-eval asks for: the log-probabilities of a prompt of token ids, and no tokens."""
+    """What lm-eval sends: a prompt of token ids, its log-probabilities, and no generated tokens."""
     answer = complete(server, list(b"hello"), max_tokens=0, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert "".join(logprobs.tokens) == answer.choices[0].text == "hello"

@@ -1,4 +1,4 @@
-"""/v1/responses as the openai package meets it, and raw requests."""
+"""/v1/responses through the openai package and raw requests."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ ITEMS = [
 
 
 def test_items_are_the_chat_that_they_are(server: Running):
-    """Counted by the prompt's tokens: the same turns, asked as a chat."""
+    """The prompt has as many tokens as that of the same turns as a chat."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief"},

@@ -1,4 +1,4 @@
-"""Reasoning, tools and forms in /v1/responses and /v1/messages, through the openai and anthropic packages."""
+"""Reasoning, tools and structures in /v1/responses and /v1/messages, through their own packages."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Place(pydantic.BaseModel):
 
 
 def test_parse(thinker: Running):
-    """The echoing engine says what it was told: the package makes the object of it."""
+    """The engine echoes JSON, which the package parses into an object."""
     found = thinker.client.responses.parse(
         model="echo", input='{"city": "Paris"}', text_format=Place
     )
@@ -338,7 +338,8 @@ def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments:
 
 
 def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):
-    call = '<tool_call>\n{"name": "time", "arguments": {"n": 123456789012345678901234567890}}\n</tool_call>'
+    arguments = '{"n": 123456789012345678901234567890}'
+    call = f'<tool_call>\n{{"name": "time", "arguments": {arguments}}}\n</tool_call>'
     (block,) = (
         anthropic_client(thinker)
         .messages.create(**ASKED, messages=said(call), tools=CUSTOM)

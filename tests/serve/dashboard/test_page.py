@@ -1,4 +1,4 @@
-"""The page at /, in a real browser."""
+"""The dashboard in a real browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY = "document.getElementById('state').dataset.state === 'ready'"
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs; at the end none may have had a problem, or asked another server for anything."""
+    """Opens tabs. At the end, none may have requested anything from another server."""
     tabs: list[tuple[Tab, Running]] = []
 
     def go(server: Running, **screen: object) -> Tab:
@@ -87,7 +87,7 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
 
 
 def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: Callable[..., Tab]):
-    """What a model with reasoning streams, as any server of this API does."""
+    """The stream that a reasoning model produces on any server of this API."""
     tab = open_page(server)
     tab.until(READY)
     deltas = [
@@ -213,10 +213,12 @@ def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[...,
     told_of = ["splits", "resplits", "fallbacks", "errors", "guards"]
     seen = tab.run(  # at once: the next frame is on its way
         f"""(() => {{ show({{...view.frame, ...{json.dumps(knows)}}}, 1, 2);
-        return {told_of}.map((id) => document.getElementById(id).textContent.replaceAll("\\u00a0", " ")) }})()"""
+        return {told_of}.map((id) => document.getElementById(id).textContent
+            .replaceAll("\\u00a0", " ")) }})()"""
     )
     assert dict(zip(told_of, seen, strict=True)) == {
-        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; 84 + 48 20 %",
+        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; "
+        "84 + 48 20 %",
         "resplits": "1.5",
         "fallbacks": "not split: fused gains more 12; no split meets tpot 3",
         "errors": "predictions off by (p50, p95) decode 3.0 %, 7.0 %",
@@ -266,7 +268,10 @@ def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[...
         tab.until(READY)
         tab.run("document.getElementById('span').value = '60'")
         tab.click("play")
-        both = "view.steps.some(p => p[5] && p[4] === 1 && view.steps.some(d => d[6] && d[4] === 1 && d[2] < p[3] && p[2] < d[3]))"
+        both = (
+            "view.steps.some(p => p[5] && p[4] === 1 && "
+            "view.steps.some(d => d[6] && d[4] === 1 && d[2] < p[3] && p[2] < d[3]))"
+        )
         tab.until(both, 60)
         tab.until("!playing", 60)
         assert (
@@ -274,7 +279,8 @@ def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[...
             and tab.run("view.frame.about.units") == 2
         )
         seen = tab.run(
-            """(() => { draw(); const {left, right, staff} = layout(), ratio = devicePixelRatio; const found = new Set();
+            """(() => { draw(); const {left, right, staff} = layout(), ratio = devicePixelRatio;
+            const found = new Set();
             for (const [name, share] of [["above", 0.25], ["below", 0.75]]) {
               const y = Math.round((staff.y + share * staff.h) * ratio);
               const {data} = pen.getImageData(left * ratio, y, (right - left) * ratio, 1);

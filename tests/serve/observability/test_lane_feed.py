@@ -1,4 +1,4 @@
-"""What /live tells, and what it costs."""
+"""The frames of /live, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out about chat templates that treat calls in their own ways, as those of known models do."""
+"""Capabilities found in chat templates that treat calls as those of known models do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,30 @@ from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 TURN = "{% for m in messages %}{{ m.role }}:"
-AS_JSON = "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
-ADDED = "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %};{% endfor %}"
+AS_JSON = (
+    "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "{% endfor %};{% endfor %}"
+)
+ADDED = (
+    "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}"
+    "{% endfor %};{% endfor %}"
+)
 NEEDS_CONTENT = "{% if '</think>' in m.content %}{% endif %}{{ ' ' + m.content }}"
 NEEDS_NULL = (
     "{% if m.role != 'assistant' or m.content is not none %}{{ ' ' + m.content }}{% endif %}"
 )
-ONE_CALL = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{{ m.content }}"
-NINE = (
-    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}{{ c.id }}{% endfor %}"
+ONE_CALL = (
+    "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}"
     "{{ m.content }}"
 )
-NINE_TOO = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+NINE = (
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine!') }}"
+    "{% endif %}{{ c.id }}{% endfor %}{{ m.content }}"
+)
+NINE_TOO = (
+    "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}"
+    "{% endif %}"
+)
 FAMILIES = {
     "{{ m.content }}" + AS_JSON: TemplateCapabilities(True),
     NEEDS_CONTENT + AS_JSON: TemplateCapabilities(True, empty_content="empty"),

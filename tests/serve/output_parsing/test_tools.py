@@ -1,13 +1,20 @@
-"""What an answer that must call is held to, by texts that the grammar takes or refuses; what it takes is heard as calls."""
+"""Grammars of answers that must or may call: which texts they accept, and that these parse as
+calls."""
 
 from __future__ import annotations
 
 import pytest
-from parser_cases import heard, shown_with
+from parser_cases import parse_text, template_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.output_parsing import chat_formats
-from counterpoint.serve.output_parsing.chat_formats import find_chat_format
+from counterpoint.serve.output_parsing.chat_formats import (
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_SEP,
+    find_chat_format,
+)
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
 from counterpoint.serve.output_parsing.tools import make_answer_grammar
@@ -39,20 +46,23 @@ TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 ANSWERS = {  # two calls in each form; by the marks in a chat template
     HERMES: TWO,
     "<tool_call> <function=": TWO,
-    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
-    "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
-    chat_formats.DEEPSEEK_CALL: f"{chat_formats.DEEPSEEK_BEGIN}{chat_formats.DEEPSEEK_CALL}function{chat_formats.DEEPSEEK_SEP}weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{chat_formats.DEEPSEEK_CALL_END}\n{chat_formats.DEEPSEEK_CALL}function{chat_formats.DEEPSEEK_SEP}time\n```json\n'
-    f"{{}}\n```{chat_formats.DEEPSEEK_CALL_END}{chat_formats.DEEPSEEK_END}",
+    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, '
+    '{"name": "time", "arguments": {}}]',
+    "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
+    "[TOOL_CALLS]time[ARGS]{}",
+    DEEPSEEK_CALL: f"{DEEPSEEK_BEGIN}{DEEPSEEK_CALL}function{DEEPSEEK_SEP}"
+    "weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{DEEPSEEK_CALL_END}\n{DEEPSEEK_CALL}function{DEEPSEEK_SEP}time\n```json\n'
+    f"{{}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_END}",
     "no marks": TWO,
 }
 
 
 def text_of(template: str) -> ModelTokenizer:
-    """With a chat template that writes these marks."""
+    """A tokenizer whose chat template has these markers."""
     tokenizer = make_byte_tokenizer().tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
-    return ModelTokenizer(tokenizer, shown_with(template))
+    return ModelTokenizer(tokenizer, template_with(template))
 
 
 def takes(
@@ -60,19 +70,19 @@ def takes(
     answer: str,
     *,
     prompt: str = "",
-    begun: str = "",
-    offer: AllowedTools | None = AllowedTools(TOOLS),
+    answer_prefix: str = "",
+    allowed_tools: AllowedTools | None = AllowedTools(TOOLS),
     wanted: str = "",
 ) -> bool:
-    """Whether `answer` is a whole one."""
+    """Whether the grammar accepts `answer` as complete."""
     text = text_of(template)
     vocabulary = make_vocabulary(text)
-    hearing = make_parser_config(
-        find_chat_format(text).with_known_call_format(), offer, True, begun
+    config = make_parser_config(
+        find_chat_format(text).with_known_call_format(), allowed_tools, True, answer_prefix
     )
-    assert hearing is not None
+    assert config is not None
     tokenizer = make_tokenizer(vocabulary, len(vocabulary.tokens), (257,))
-    lark = make_answer_grammar(hearing, text, prompt, ANSWER_RULE if wanted else "")
+    lark = make_answer_grammar(config, text, prompt, ANSWER_RULE if wanted else "")
     matcher = compile_grammar(embed_answer(lark, wanted) if wanted else from_lark(lark), tokenizer)
     assert not matcher.get_error(), matcher.get_error()
     tokens = text.encode([answer], add_special_tokens=False)[0]
@@ -94,8 +104,10 @@ def test_calls_in_the_form_that_the_model_knows(template: str):
         answer.replace("city", "town"),
     ):
         assert not takes(template, wrong)
-    dialect = find_chat_format(text_of(template)).with_known_call_format()
-    assert [name for name, _ in heard(dialect, answer, offer=AllowedTools(TOOLS))[2]] == [
+    chat_format = find_chat_format(text_of(template)).with_known_call_format()
+    assert [
+        name for name, _ in parse_text(chat_format, answer, allowed_tools=AllowedTools(TOOLS))[2]
+    ] == [
         "weather",
         "time",
     ]
@@ -107,11 +119,11 @@ def test_llama_calls_once():
 
 
 def test_one_tool_and_one_call():
-    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS, parallel=False)) and takes(
-        HERMES, ONE, offer=AllowedTools(TOOLS, parallel=False)
+    assert not takes(HERMES, TWO, allowed_tools=AllowedTools(TOOLS, parallel=False)) and takes(
+        HERMES, ONE, allowed_tools=AllowedTools(TOOLS, parallel=False)
     )
-    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS[:1])) and takes(
-        HERMES, f"{ONE}\n{ONE}", offer=AllowedTools(TOOLS[:1])
+    assert not takes(HERMES, TWO, allowed_tools=AllowedTools(TOOLS[:1])) and takes(
+        HERMES, f"{ONE}\n{ONE}", allowed_tools=AllowedTools(TOOLS[:1])
     )
 
 
@@ -122,8 +134,8 @@ def test_blanks_in_arguments_are_bounded():
 
 def test_a_model_may_think_before_it_calls():
     assert takes(HERMES, f"<think>\nhm, </thin\n</think>\n\n{ONE}")
-    assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(
-        HERMES, ONE, begun="<think>"
+    assert takes(HERMES, f"hm</think>{ONE}", answer_prefix="<think>") and not takes(
+        HERMES, ONE, answer_prefix="<think>"
     )
     assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), (
         "the prompt has put an end to it"
@@ -152,12 +164,14 @@ SCHEMA = {
     ],
 )
 def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str):
-    assert takes(HERMES, answer, offer=None, wanted=wanted) and not takes(
-        HERMES, ONE, offer=None, wanted=wanted
+    assert takes(HERMES, answer, allowed_tools=None, wanted=wanted) and not takes(
+        HERMES, ONE, allowed_tools=None, wanted=wanted
     )
-    assert takes(HERMES, f"<think>hm</think>\n{answer}", offer=None, wanted=wanted)
-    assert takes(HERMES, f"hm</think>{answer}", begun="<think>", offer=None, wanted=wanted)
-    assert not takes(HERMES, answer, begun="<think>", offer=None, wanted=wanted), (
+    assert takes(HERMES, f"<think>hm</think>\n{answer}", allowed_tools=None, wanted=wanted)
+    assert takes(
+        HERMES, f"hm</think>{answer}", answer_prefix="<think>", allowed_tools=None, wanted=wanted
+    )
+    assert not takes(HERMES, answer, answer_prefix="<think>", allowed_tools=None, wanted=wanted), (
         "it would be taken for a thought"
     )
     assert takes(HERMES, answer, wanted=wanted) and takes(
@@ -168,9 +182,8 @@ def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str
 
 def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
     text = text_of("<tool_call> </think>")
-    hearing = make_parser_config(find_chat_format(text), None, True, "")
-    assert hearing is not None
+    config = make_parser_config(find_chat_format(text), None, True, "")
+    assert config is not None
     assert (
-        make_answer_grammar(hearing, text, "<think></think>", ANSWER_RULE)
-        == f"start: {ANSWER_RULE}"
+        make_answer_grammar(config, text, "<think></think>", ANSWER_RULE) == f"start: {ANSWER_RULE}"
     )

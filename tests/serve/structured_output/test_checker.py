@@ -1,6 +1,7 @@
-"""Answers that must look like something: JSON, a pattern, a list, a grammar; and what clients may do to those who check that.
+"""Structured output: JSON schemas, patterns, choices and grammars, and attacks on the checker.
 
-A model of random weights over bytes is the hardest to hold to anything: it has no wish to comply."""
+The model has random weights over bytes, so only the grammar makes its answers fit.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def bound(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server on random weights, with its real engine."""
+    """A server with its real engine on random weights."""
     command = [
         sys.executable,
         "-m",
@@ -282,7 +283,7 @@ def test_any_schema_is_satisfied(
 
 
 def chain(length: int) -> dict[str, Any]:
-    """A schema that fells a process which follows it."""
+    """A schema whose nesting crashes a process that compiles it."""
     links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
     return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}}
 
@@ -505,7 +506,10 @@ def test_a_server_without_structures_has_no_checker(own_server: Callable[..., Ru
 # ---------------------------------------------------------------- models that think
 
 
-THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think></think>{{ m.content }}{% endfor %}{{ tools }}"
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think></think>{{ m.content }}"
+    "{% endfor %}{{ tools }}"
+)
 
 
 @pytest.mark.parametrize(

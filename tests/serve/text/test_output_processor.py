@@ -1,4 +1,4 @@
-"""Text across tokens, and stop strings that never leak."""
+"""Detokenising across tokens, stop strings and log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def play(
     finish: FinishReason = FinishReason.LENGTH,
     stopped_by: int | None = None,
 ) -> tuple[str, list[OutputPiece]]:
-    """The text and the pieces of `tokens`, `cuts` of them in a Delta."""
+    """The text and the pieces of `tokens`, `cuts` of them per delta."""
     answer = OutputProcessor(TEXT, options)
     pieces = []
     parts = [tokens[i : i + cuts] for i in range(0, len(tokens), cuts)]
@@ -48,7 +48,8 @@ def play(
 
 
 def first_end(text: str, stops: list[str]) -> str:
-    """What is before the stop string that is complete first (the longest of those): written without looking at Stops."""
+    """The text before the stop string that ends first (the longest of those), found without
+    StopStrings."""
     for end in range(len(text) + 1):
         for start in range(end):
             if text[start:end] in stops:

@@ -1,4 +1,4 @@
-"""What a request costs the event loop before the engine is asked."""
+"""What a request costs the event loop before the engine gets it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TEMPLATE = (
     + "{{ today }}"
 )
 HELLO = EngineInfo(
-    pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192, page_tokens=4, kv_tokens=8192,
-    eos_token_ids=(257,),
+    pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192,
+    page_tokens=4, kv_tokens=8192, eos_token_ids=(257,),
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class Seen(ModelTokenizer):
 
 
 def asked(body: dict[str, Any]) -> tuple[int, int]:
-    """(tokens of the prompt, the thread that made them)."""
+    """(prompt tokens, thread that tokenised)."""
 
     async def work() -> tuple[int, int]:
         source, text = ModelSource("spec", "", "m"), Seen()

@@ -1,4 +1,4 @@
-"""Tokenisers and templates: from a folder, from a GGUF, from nothing; held against transformers."""
+"""Tokenizers and templates from a folder, a GGUF and raw bytes, compared with transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_text(chance: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[ModelTokenizer, object]:
-    """Our Text, and transformers' tokeniser, of one file."""
+    """Our tokenizer and that of transformers, from one file."""
     path = find_pulled("smollm2", cache_folder())
     if path is None:
         pytest.skip("smollm2 is not here: counterpoint pull smollm2")
@@ -135,7 +135,8 @@ def test_a_byte_level_gguf_is_tokenised_as_transformers_does(pre: str, tmp_path:
 
 
 def sentencepiece_folder(folder: Path) -> Path:
-    """A tokenizer.json of the Llama 2 kind: spaces as ▁, byte fallback, a decoder that is not byte-level."""
+    """A tokenizer.json as Llama 2 has it: spaces as ▁, byte fallback, a decoder that is not
+    byte-level."""
     pieces = [
         "<unk>",
         "<s>",
