@@ -44,7 +44,7 @@ def chunks_of(server: Running, said: str, **options: Any) -> list[Any]:
 
 
 def put_together(chunks: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
-    """(text by field, calls, finish reason), joined from chunks as a client would: calls by index."""
+    """(text by field, calls, finish reason), joined from chunks as a client would."""
     text: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": ""}
     calls: list[dict[str, Any]] = []
     finish = None

@@ -52,7 +52,8 @@ ANSWERS = {  # two calls in each form; by the marks in a chat template
     "[TOOL_CALLS]time[ARGS]{}",
     DEEPSEEK_CALL: f"{DEEPSEEK_BEGIN}{DEEPSEEK_CALL}function{DEEPSEEK_SEP}"
     "weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{DEEPSEEK_CALL_END}\n{DEEPSEEK_CALL}function{DEEPSEEK_SEP}time\n```json\n'
+    f'{{"city": "Paris"}}\n```{DEEPSEEK_CALL_END}\n'
+    f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}time\n```json\n"
     f"{{}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_END}",
     "no marks": TWO,
 }
