@@ -63,7 +63,7 @@ def test_a_chat(server: Running, open_page: Callable[..., Tab]):
     tab.until("document.querySelectorAll('#talk .model').length === 2 && !chat.running")
     assert answer(tab) == "and again" and tab.run("chat.messages.length") == 4
     tab.until("document.getElementById('ttft-p50').textContent !== '–'")
-    tab.until("document.getElementById('now-prefill').textContent === 'rests'")
+    tab.until("document.getElementById('now-prefill').textContent === 'idle'")
     assert tab.run("view.steps.some(s => s[5]) && view.steps.some(s => s[6])")
     assert not tab.problems
 
@@ -245,7 +245,7 @@ def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
     assert tab.run("document.getElementById('strip').toDataURL()") != picture
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two voices need two cores")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two lanes need two cores")
 def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
     """Multiplex on two cores: prefill above and decode below, at the same time."""
     flags = [
