@@ -127,7 +127,7 @@ def test_a_call_that_max_tokens_cuts(thinker: Running, tokens: int):
         assert name == full_name and full_arguments.startswith(arguments)
 
 
-def test_one_call_at_most_where_the_client_says_so(thinker: Running):
+def test_parallel_tool_calls_false_allows_one_call(thinker: Running):
     before = thinker.metric("counterpoint_requests_finished_total", finished_reason="stop")
     text, calls, finish = put_together(
         chunks_of(thinker, TWO + " and more", tools=TOOLS, parallel_tool_calls=False)
@@ -142,7 +142,7 @@ def test_one_call_at_most_where_the_client_says_so(thinker: Running):
     )
 
 
-def test_no_call_where_none_is_wanted(thinker: Running):
+def test_tool_choice_none_gives_no_call(thinker: Running):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {}):
         choice = ask(thinker, TWO, **options)["choices"][0]
         assert (
@@ -152,7 +152,7 @@ def test_no_call_where_none_is_wanted(thinker: Running):
         )
 
 
-def test_a_tool_that_was_not_offered_is_no_call(thinker: Running):
+def test_a_call_of_an_unknown_tool_is_content(thinker: Running):
     choice = ask(thinker, TWO, tools=TOOLS[:1])["choices"][0]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
     assert choice["message"]["content"] == TWO.removeprefix(ONE + "\n")
@@ -172,7 +172,7 @@ def test_stop_strings_count_in_content_alone(thinker: Running):
     )
 
 
-def test_log_probabilities_are_of_all_tokens(thinker: Running):
+def test_logprobs_cover_all_tokens(thinker: Running):
     said = f"<think>a</think>b{ONE}"
     whole = ask(thinker, said, tools=TOOLS, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == said
@@ -183,7 +183,7 @@ def test_log_probabilities_are_of_all_tokens(thinker: Running):
     assert [entry.bytes for entry in entries] == [entry["bytes"] for entry in whole]
 
 
-def test_a_server_whose_template_knows_no_tools(server: Running):
+def test_a_template_without_tools_gets_them_as_text(server: Running):
     """The system turn lists the tools, calls and results are text; calls are parsed as ever."""
     answer = ask(server, TWO, tools=TOOLS)
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -317,7 +317,7 @@ def test_wrong_calls_in_messages_are_named(thinker: Running, calls: Any):
 THOUGHT = "<think>\nIs 9.8 more?\n</think>\n\nIt is 9.8."
 
 
-def test_reasoning_is_told_apart(thinker: Running):
+def test_reasoning_is_separated(thinker: Running):
     answer = ask(thinker, THOUGHT)
     message = answer["choices"][0]["message"]
     assert (
@@ -366,7 +366,7 @@ def test_reasoning_that_the_prompt_began(thinker: Running):
     )
 
 
-def test_reasoning_goes_on_with_the_final_message(thinker: Running):
+def test_reasoning_continues_the_final_message(thinker: Running):
     messages = [
         {"role": "user", "content": "a</think>b"},
         {"role": "assistant", "content": "<think>so far"},
@@ -388,7 +388,7 @@ def test_reasoning_may_be_left_out(thinker: Running):
     assert text == {"content": "It is 9.8.", "reasoning": "", "reasoning_content": ""}
 
 
-def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
+def test_markers_in_user_messages_open_nothing(thinker: Running):
     message = ask(thinker, "<think>", chat_template_kwargs={"enable_thinking": False})["choices"][
         0
     ]["message"]
@@ -399,7 +399,7 @@ def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
     assert message["content"] == "plain"
 
 
-def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
+def test_reasoning_is_shown_in_the_terminal_and_not_sent_back(thinker: Running):
     said = "<think>hm, hm</think>one"
     done = subprocess.run(
         [sys.executable, "-m", "counterpoint", "chat", "--url", thinker.url],
@@ -504,7 +504,7 @@ def test_a_forced_call_that_max_tokens_cuts(smollm2: Running):
         assert finish == "length"
 
 
-def test_a_model_may_call_or_answer_in_a_form(smollm2: Running):
+def test_a_model_may_call_or_answer_by_a_schema(smollm2: Running):
     schema = {
         "name": "answer",
         "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},

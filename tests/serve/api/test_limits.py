@@ -85,7 +85,7 @@ def overloaded(server: Running, body: dict[str, Any], path: str = COMPLETIONS) -
     return error["message"]
 
 
-def test_requests_that_may_wait(own_server: Start, tmp_path: Path):
+def test_max_queued_requests(own_server: Start, tmp_path: Path):
     server = own_server(max_queued_requests=2).wait_ready()
     held = HeldRequest(server, tmp_path / "go")
     messages = [{"role": "user", "content": "hi"}]
@@ -111,7 +111,7 @@ def test_requests_that_may_wait(own_server: Start, tmp_path: Path):
     )
 
 
-def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
+def test_max_queued_tokens(own_server: Start, tmp_path: Path):
     server = own_server(max_queued_tokens=300).wait_ready()
     held = HeldRequest(server, tmp_path / "go")
     assert server.metric("counterpoint_queued_tokens") == len(held.body["prompt"])
@@ -124,7 +124,7 @@ def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
     )
 
 
-def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tmp_path: Path):
+def test_a_request_leaves_the_queue_at_its_first_token_or_end(own_server: Start, tmp_path: Path):
     """Requests that run, fail or are left at once, streamed or not, leave the queue."""
     server = own_server(max_queued_requests=1).wait_ready()
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -160,7 +160,7 @@ def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tm
 # ---------------------------------------------------------------- how long it may take
 
 
-def test_an_answer_that_takes_too_long(own_server: Start, tmp_path: Path):
+def test_a_response_that_takes_too_long_fails(own_server: Start, tmp_path: Path):
     server = own_server(request_timeout_s=0.3).wait_ready()
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True}
     error = envelope(server.post(COMPLETIONS, endless), 504)

@@ -160,7 +160,7 @@ TURNS = [
 ]
 
 
-def test_blocks_are_the_chat_that_they_are(server: Running):
+def test_blocks_translate_into_the_same_chat(server: Running):
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief\nand kind"},
@@ -180,7 +180,7 @@ def test_blocks_are_the_chat_that_they_are(server: Running):
     assert counted.input_tokens == asked
 
 
-def test_a_begun_answer_is_gone_on_with(server: Running):
+def test_a_last_assistant_turn_is_continued(server: Running):
     begun = [*HELLO, {"role": "assistant", "content": "he"}]
     plain = (
         anthropic_client(server).messages.count_tokens(model="echo", messages=HELLO).input_tokens
@@ -308,7 +308,9 @@ def test_leaving_a_message_ends_it(server: Running):
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
 
 
-def test_a_full_queue_is_told_in_the_envelope(own_server: Callable[..., Running], tmp_path: Path):
+def test_a_full_queue_has_the_anthropic_envelope(
+    own_server: Callable[..., Running], tmp_path: Path
+):
     server = own_server(max_queued_requests=1).wait_ready()
     held = HeldRequest(server, tmp_path / "go")
     response = server.post(MESSAGES, MESSAGES_BODY | {"stream": True})

@@ -164,7 +164,7 @@ def test_stop_strings(server: Running, stop, left: str, by: str):
     assert whole.choices[0].model_extra["stop_reason"] == by
 
 
-def test_a_stop_that_never_comes_is_let_out(server: Running):
+def test_an_incomplete_stop_string_is_released(server: Running):
     text, _ = streamed(server, "alpha beta", stop=["beta gamma"])
     assert text == "alpha beta"
 
@@ -246,7 +246,7 @@ def test_logit_bias(server: Running):
     assert complete(server, "aaa", max_tokens=2, logit_bias={}).choices[0].text == "aa"
 
 
-def test_the_prefix_cache_is_told(server: Running):
+def test_cached_tokens_are_reported(server: Running):
     said = "a prefix that is longer than one page of the cache " * 3
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens == 0
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens > 100
@@ -304,7 +304,7 @@ def test_completion_logprobs(server: Running):
     assert all(len(top) == 5 for top in logprobs.top_logprobs)
 
 
-def test_alternatives_that_read_alike_are_all_told(server: Running):
+def test_alternatives_with_the_same_text_are_all_listed(server: Running):
     (top,) = complete(server, "ALIKE", max_tokens=1, logprobs=4).choices[0].logprobs.top_logprobs
     assert list(top) == ["A", "", "token_id:259", "B"], (
         "a second one of the same spelling goes by its id"
@@ -478,7 +478,7 @@ def test_bodies_that_are_not_json(server: Running, body: bytes):
     openai_error(server.post(COMPLETIONS, body))
 
 
-def test_what_is_known_of_a_prompt(server: Running):
+def test_prompt_logprobs(server: Running):
     for path, body in ((COMPLETIONS, {"prompt": "hé", "n": 2}), (CHAT, {"messages": HELLO})):
         answer = server.post(path, body | {"prompt_logprobs": 2}).json()
         for choice in answer["choices"]:
@@ -511,7 +511,7 @@ def test_what_is_known_of_a_prompt(server: Running):
 
 
 @pytest.mark.parametrize("name", ["messages", "self", "tools", "chat_template", "conversations"])
-def test_a_template_is_not_given_what_is_ours(server: Running, name: str):
+def test_reserved_template_options_are_refused(server: Running, name: str):
     for path, body in (
         (CHAT, {"messages": HELLO}),
         ("/v1/responses", {"input": "hi"}),
@@ -530,7 +530,7 @@ def test_a_body_is_not_sent_back(server: Running):
     assert "swordfish" not in server.post(COMPLETIONS, {"prompt": "hi", "temperature": secret}).text
 
 
-def test_fields_that_are_not_there_yet(server: Running):
+def test_unsupported_fields_are_refused(server: Running):
     for field, value in (
         ("functions", [{"name": "f"}]),
         ("chat_template", "{{ 1 }}"),
@@ -560,7 +560,7 @@ def test_another_model(server: Running):
         server.client.models.retrieve("gpt-9")
 
 
-def test_the_context_is_told_with_both_numbers(server: Running):
+def test_a_context_error_names_both_sizes(server: Running):
     error = openai_error(server.post(COMPLETIONS, {"prompt": [65] * 5000}))
     assert (
         "4096" in error["message"]
@@ -576,7 +576,7 @@ def test_the_context_is_told_with_both_numbers(server: Running):
     assert complete(server, [65] * 4095).choices[0].text == "A", "the last token that fits is there"
 
 
-def test_the_body_must_be_json_by_its_own_word(server: Running):
+def test_the_content_type_must_be_json(server: Running):
     openai_error(
         server.post(
             COMPLETIONS, b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"}

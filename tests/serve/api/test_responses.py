@@ -155,7 +155,7 @@ def test_stops_and_seeds(server: Running):
     assert seeded[0] == seeded[1] and unseeded[0] != unseeded[1]
 
 
-def test_what_was_asked_for_is_told(server: Running):
+def test_a_response_echoes_its_parameters(server: Running):
     sampling = {"temperature": 0.5, "top_p": 0.25}
     answer = respond(
         server,
@@ -209,7 +209,7 @@ ITEMS = [
 ]
 
 
-def test_items_are_the_chat_that_they_are(server: Running):
+def test_items_translate_into_the_same_chat(server: Running):
     """The prompt has as many tokens as that of the same turns as a chat."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
@@ -289,7 +289,7 @@ def test_wrong_fields_of_a_response_are_named(server: Running, body: dict[str, A
     assert "kind_of" not in error["message"]
 
 
-def test_what_needs_a_store_says_what_to_do(server: Running):
+def test_fields_that_need_storage_say_what_to_do(server: Running):
     assert (
         "send the earlier turns in input"
         in response_error(server, {"previous_response_id": "resp_1"})["message"]

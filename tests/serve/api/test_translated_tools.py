@@ -195,7 +195,7 @@ def test_wrong_functions_are_named(thinker: Running, body: dict[str, Any], param
     assert response_error(thinker, body)["param"] == param
 
 
-def test_how_much_a_model_shall_think(thinker: Running):
+def test_reasoning_effort(thinker: Running):
     thinking = thinker.client.responses.create(
         model="echo", input="hm</think>yes", reasoning={"effort": "low"}
     )
@@ -333,11 +333,11 @@ def test_which_tools_may_be_used(thinker: Running):
         ('{"a":' * 100_000, "{}"),
     ],
 )
-def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments: str, told: str):
+def test_arguments_are_returned_as_written_or_as_far_as_they_parse(arguments: str, told: str):
     assert encode(parse_arguments(arguments)).decode() == told
 
 
-def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):
+def test_a_very_large_number_in_arguments_is_kept(thinker: Running):
     arguments = '{"n": 123456789012345678901234567890}'
     call = f'<tool_call>\n{{"name": "time", "arguments": {arguments}}}\n</tool_call>'
     (block,) = (
@@ -365,7 +365,7 @@ def test_wrong_tools_of_a_message_are_named(thinker: Running, body: dict[str, An
     assert named in message_error(thinker, ASKED | {"messages": said("hi")} | body)["message"]
 
 
-def test_thinking_may_be_told(thinker: Running):
+def test_the_thinking_option(thinker: Running):
     def kinds(text: str, thinking: Any) -> list[str]:
         message = anthropic_client(thinker).messages.create(
             **ASKED, messages=said(text), thinking=thinking

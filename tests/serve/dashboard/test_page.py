@@ -86,7 +86,7 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     assert not tab.problems
 
 
-def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: Callable[..., Tab]):
+def test_reasoning_is_shown_apart_and_not_sent_back(server: Running, open_page: Callable[..., Tab]):
     """The stream that a reasoning model produces on any server of this API."""
     tab = open_page(server)
     tab.until(READY)
@@ -110,7 +110,7 @@ def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: 
     assert tab.run("chat.messages.at(-1).content") == "done"
 
 
-def test_an_error_is_told(server: Running, open_page: Callable[..., Tab]):
+def test_an_error_is_shown(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
     ask(tab, "FAIL THE STEP")
@@ -136,7 +136,7 @@ def test_a_key_is_asked_for(own_server: Start, open_page: Callable[..., Tab]):
     assert answer(tab) == "let me in"
 
 
-def test_a_server_that_goes_is_told(own_server: Start, open_page: Callable[..., Tab]):
+def test_a_lost_server_is_shown(own_server: Start, open_page: Callable[..., Tab]):
     server = own_server().wait_ready()
     tab = open_page(server)
     tab.until(READY)
@@ -197,7 +197,7 @@ def test_with_the_keyboard_alone_and_for_screen_readers(
     assert not tab.problems
 
 
-def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[..., Tab]):
+def test_policy_figures_are_shown(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
     tab.until("view.frame")
@@ -246,7 +246,7 @@ def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two lanes need two cores")
-def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
+def test_both_lanes_are_drawn(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
     """Multiplex on two cores: prefill above and decode below, at the same time."""
     flags = [
         "--port",
@@ -315,7 +315,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_words_can_be_read_on_their_ground():
+def test_text_contrast():
     """WCAG 2.2, criterion 1.4.3: a contrast of 4.5, in the light and in the dark."""
     style = (ROOT / "counterpoint/serve/dashboard/page.css").read_text()
     themes = [

@@ -34,7 +34,7 @@ Start = Callable[..., Running]
 # ---------------------------------------------------------------- over a real socket
 
 
-def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
+def test_frames_show_what_runs(own_server: Start, tmp_path: Path):
     server = own_server().wait_ready()
     with watching(server) as frames:
         idle = first(frames, lambda f: f["about"]["units"])
@@ -117,7 +117,7 @@ class Engine:
     stats, hello, state, error = Stats(), None, "ready", ""
 
 
-def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_a_client_that_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane_feed, "STALL_S", 0.3)
     monkeypatch.setattr(lane_feed, "FRAME_S", 0.01)
     monkeypatch.setattr(lane_feed, "QUIET_S", 0.01)
@@ -179,7 +179,7 @@ def test_percentiles_are_right_and_forget():
     assert window.percentiles(301) is not None
 
 
-def test_a_pulse_counts_tokens_as_they_come():
+def test_rolling_stats_count_tokens_as_they_come():
     beat = rolling_stats.RollingStats()
     beat.on_requests([AddRequest(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
     begun_s = beat._last_s["a"][0]

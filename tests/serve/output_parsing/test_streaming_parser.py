@@ -100,7 +100,7 @@ PIECES = [
     st.sampled_from(["", "<think>"]),
 )
 @settings(max_examples=500, deadline=None)
-def test_any_cutting_gives_the_same(
+def test_parts_do_not_depend_on_how_text_is_cut(
     name: str, text: str, cuts: list[int], complete: bool, answer_prefix: str
 ):
     chat_format = CHAT_FORMATS[name]
@@ -153,9 +153,7 @@ def test_parts_come_in_order_and_none_is_empty(name: str, text: str, complete: b
     st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(
-    name: str, text: str, complete: bool
-):
+def test_text_without_regions_is_unchanged_content(name: str, text: str, complete: bool):
     output = merge_parts(parse_parts(CHAT_FORMATS[name], text, complete=complete))
     if not output.calls and "<think>" not in text:
         assert output.content == text
@@ -177,7 +175,7 @@ WORDS = st.text(
 
 @given(WORDS, WORDS, CALLS, st.lists(st.integers(0, 300), max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_a_good_answer_is_what_transformers_makes_of_it(
+def test_a_well_formed_answer_parses_as_in_transformers(
     thought: str, content: str, calls: list, cuts: list[int]
 ):
     bodies = [
@@ -249,7 +247,7 @@ def test_a_template_that_comes_with_the_tokeniser():
     assert parse_text(chat_format, broken) == ("", broken, [])
 
 
-def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
+def test_the_marker_that_begins_first_wins():
     fields = {
         "reasoning_content": {"open": "b", "close": "."},
         "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"},
@@ -264,7 +262,7 @@ def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
         )
 
 
-def test_a_template_that_is_wrong_is_passed_over():
+def test_an_invalid_response_template_is_ignored():
     byte = make_byte_tokenizer()
     chat_format = find_chat_format(
         ModelTokenizer(byte.tokenizer, template_with("<tool_call>"), {}, {"fields": {}})
@@ -287,7 +285,7 @@ def test_a_template_that_is_wrong_is_passed_over():
         ("nothing", "HERMES", None),
     ],
 )
-def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
+def test_the_chat_template_selects_the_format(marks: str, calls: str, thoughts: str | None):
     found = find_chat_format(ModelTokenizer(make_byte_tokenizer().tokenizer, template_with(marks)))
     assert found.capabilities.supports_tools and found.spec["fields"]["tool_calls"] is getattr(
         chat_formats, calls
@@ -342,7 +340,7 @@ def test_special_tokens_of_marks_are_seen():
         '<tool_call>{"name": "' + "weather" * 300 + '", "arguments": {}}</tool_call>',
     ],
 )
-def test_what_only_looks_like_a_call_is_content(text: str):
+def test_text_that_only_looks_like_a_call_is_content(text: str):
     assert parse_text(CHAT_FORMATS["HERMES"], text, complete=False) == ("", text, [])
 
 
@@ -376,7 +374,7 @@ def test_calls_as_models_write_them(said: str, calls: list):
     )
 
 
-def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
+def test_a_call_that_is_cut_short_is_returned_as_far_as_it_goes():
     text = CALL_TEXTS["HERMES"]
     for end in range(len(text)):
         reasoning, content, calls = parse_text(CHAT_FORMATS["HERMES"], text[:end], complete=False)
@@ -397,7 +395,7 @@ def test_a_good_call_before_a_bad_one():
     )
 
 
-def test_arguments_go_out_as_they_come():
+def test_arguments_stream_as_they_come():
     said = '<tool_call>{"name": "weather", "arguments": {"city": "'
     hearing = make_parser_config(CHAT_FORMATS["HERMES"], ALLOWED_TOOLS, True, "")
     assert hearing is not None
@@ -411,7 +409,7 @@ def test_arguments_go_out_as_they_come():
     assert voice.feed("Par") == [CallArguments(0, "Par")]
 
 
-def test_one_call_where_no_more_are_wanted():
+def test_without_parallel_there_is_one_call():
     for name, chat_format in CHAT_FORMATS.items():
         single = AllowedTools(TOOLS, parallel=False)
         for cuts in ([], list(range(len(CALL_TEXTS[name])))):
@@ -422,7 +420,7 @@ def test_one_call_where_no_more_are_wanted():
             assert not any(isinstance(part, ContentDelta) for part in said)
 
 
-def test_nothing_is_called_where_nothing_is_offered():
+def test_without_tools_there_are_no_calls():
     text = f"<think>a</think>{CALL_TEXTS['HERMES']}"
     assert parse_text(CHAT_FORMATS["HERMES"], text, allowed_tools=None) == (
         "a",

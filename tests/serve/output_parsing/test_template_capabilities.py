@@ -63,13 +63,13 @@ HISTORY = [
 
 
 @pytest.mark.parametrize("body", FAMILIES)
-def test_what_a_template_wants(body: str):
+def test_capabilities_of_each_family(body: str):
     text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
     assert detect_capabilities(text) == FAMILIES[body]
 
 
 @pytest.mark.parametrize("body", [body for body in FAMILIES if "no.such" not in body])
-def test_what_it_wants_is_what_it_gets(body: str):
+def test_templates_get_calls_as_they_want_them(body: str):
     text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
     tools = [
         {"type": "function", "function": {"name": "weather", "description": "Tells the weather."}}

@@ -91,7 +91,7 @@ def takes(
 
 
 @pytest.mark.parametrize("template", ANSWERS)
-def test_calls_in_the_form_that_the_model_knows(template: str):
+def test_grammars_accept_calls_in_the_models_format(template: str):
     answer = ANSWERS[template]
     assert takes(template, answer)
     assert (
@@ -164,7 +164,7 @@ SCHEMA = {
         (from_lark('start: "a" b\nb: "b"*'), "abb"),
     ],
 )
-def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str):
+def test_a_structure_follows_the_reasoning(wanted: str, answer: str):
     assert takes(HERMES, answer, allowed_tools=None, wanted=wanted) and not takes(
         HERMES, ONE, allowed_tools=None, wanted=wanted
     )
@@ -181,7 +181,7 @@ def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str
     assert not takes(HERMES, "else", wanted=wanted)
 
 
-def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
+def test_without_reasoning_the_grammar_is_the_structure_alone():
     text = text_of("<tool_call> </think>")
     config = make_parser_config(find_chat_format(text), None, True, "")
     assert config is not None

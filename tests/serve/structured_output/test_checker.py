@@ -157,7 +157,7 @@ def test_json_mode_begins_an_object(bound: Running, body: dict[str, Any]):
         assert isinstance(json.loads(choice["text"]), dict)
 
 
-def test_text_is_free(bound: Running):
+def test_an_empty_structure_changes_nothing(bound: Running):
     free = answer(bound, temperature=0, max_tokens=20)["choices"][0]["text"]
     for body in (
         {"response_format": {"type": "text"}},
@@ -346,7 +346,7 @@ def test_a_wrong_schema_of_a_tool_is_named_and_no_grammar_of_ours_shown(
     ) == (word == "oneOf")
 
 
-def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
+def test_without_strict_unenforceable_keywords_are_ignored(bound: Running):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     assert "uniqueItems" in refused(bound, response_format=schema_format(schema))["message"]
     assert set(json.loads(text(bound, response_format=schema_format(schema, strict=False)))) <= {
@@ -386,7 +386,7 @@ def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ],
 )
-def test_what_nobody_can_be_held_to_is_named(bound: Running, body: dict[str, Any], param: str):
+def test_unenforceable_structures_are_named(bound: Running, body: dict[str, Any], param: str):
     error = refused(bound, **body)
     assert error["param"] == param and len(error["message"]) > len(param) + 5, error
 
@@ -401,7 +401,7 @@ def test_an_empty_schema_is_an_object(bound: Running):
         assert choice["text"].lstrip().startswith("{"), "not a number that never ends"
 
 
-def test_blanks_do_not_go_on_for_ever(bound: Running):
+def test_whitespace_in_json_is_bounded(bound: Running):
     blanks = {str(byte): 100 for byte in b" \n\t"}
     (choice,) = answer(bound, guided_json=PERSON, logit_bias=blanks)["choices"]
     assert max(map(len, re.findall(r"[ \n\t]+", choice["text"]))) == 32
@@ -410,7 +410,7 @@ def test_blanks_do_not_go_on_for_ever(bound: Running):
 # ---------------------------------------------------------------- company
 
 
-def test_json_mode_spoils_nothing(bound: Running):
+def test_structured_requests_leave_free_ones_unchanged(bound: Running):
     def plain(server: Running = bound) -> str:
         return answer(server, temperature=0, max_tokens=12)["choices"][0]["text"]
 
@@ -442,7 +442,7 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_who_fells_the_checker_harms_nobody(bound: Running):
+def test_a_crash_of_the_checker_affects_no_other_request(bound: Running):
     engine, done = bound.engine.pid, []
     text(bound, choice=["a"])
     with ThreadPoolExecutor(2) as pool:
@@ -461,7 +461,7 @@ def test_who_fells_the_checker_harms_nobody(bound: Running):
     assert text(bound, choice=["b"]) == "b", "one that died by itself is replaced"
 
 
-def test_what_proves_too_costly_on_the_way_fails_alone(bound: Running):
+def test_a_grammar_too_costly_while_decoding_fails_alone(bound: Running):
     many = {
         "type": "object",
         "properties": {f"p{i}": {"type": "null"} for i in range(800)},
@@ -545,7 +545,7 @@ def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: boo
         assert (read == len(said.encode()) and matcher.is_accepting()) == fits
 
 
-def test_what_forces_a_call_is_tried_too(bound: Running):
+def test_the_grammar_of_a_forced_call_is_checked_too(bound: Running):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}
     body = {"messages": SAID, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
     response = bound.post(CHAT, body)
@@ -559,7 +559,7 @@ def test_what_forces_a_call_is_tried_too(bound: Running):
 # ---------------------------------------------------------------- in a program
 
 
-def test_in_a_program(tiny: str):
+def test_structured_output_through_llm(tiny: str):
     with LLM(tiny, load_format="dummy", policy="chunked", cores=1) as llm:
         (one,) = llm.generate(
             "hello", SamplingParams(max_tokens=400, structured_outputs={"json": PERSON})

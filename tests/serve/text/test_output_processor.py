@@ -91,7 +91,7 @@ def test_a_stop_inside_a_word_and_across_tokens():
     )
 
 
-def test_a_held_suffix_comes_out_at_the_end():
+def test_a_held_suffix_is_released_at_the_end():
     text, pieces = play(list(b"alpha beta"), OutputOptions(stop_strings=("beta gamma",)))
     assert text == "alpha beta"
     assert (

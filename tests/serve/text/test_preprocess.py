@@ -77,10 +77,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LO
     ],
     ids=["content", "name", "reasoning_content", "reasoning", "calls", "template"],
 )
-def test_what_is_long_is_tokenised_beside_the_event_loop_wherever_it_stands(body):
+def test_long_requests_are_tokenised_off_the_event_loop(body):
     tokens, thread = asked(body)
     assert tokens > INLINE_CHARACTERS and thread != threading.get_ident()
 
 
-def test_what_is_short_is_tokenised_where_it_is():
+def test_short_requests_are_tokenised_inline():
     assert asked({"messages": [{"role": "user", "content": "a"}]})[1] == threading.get_ident()
