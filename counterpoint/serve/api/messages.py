@@ -19,8 +19,8 @@ from counterpoint.serve.api.openai import (
     CalledFunction,
     ChatMessage,
     ChatRequest,
+    Function,
     FunctionChoice,
-    FunctionDefinition,
     FunctionName,
     JsonSchema,
     ModelRequest,
@@ -96,7 +96,7 @@ Turn = Annotated[
 Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
 
 
-class ThinkingOptions(StrictModel):
+class Thinking(StrictModel):
     """Whether the model should reason, if its template has that option. `budget_tokens` is no
     limit."""
 
@@ -105,7 +105,7 @@ class ThinkingOptions(StrictModel):
     display: Literal["summarized"] | None = None
 
 
-class RequestMetadata(StrictModel):
+class Metadata(StrictModel):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
@@ -130,9 +130,7 @@ class CustomTool(StrictModel):
 
     def to_tool(self) -> Tool:
         described = self.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
-        return Tool(
-            type="function", function=FunctionDefinition(**described, parameters=self.input_schema)
-        )
+        return Tool(type="function", function=Function(**described, parameters=self.input_schema))
 
 
 class AnthropicToolChoice(StrictModel):
@@ -163,7 +161,7 @@ class CountTokensRequest(ModelRequest):
 
     messages: Turns
     system: str | list[TextBlock] | None = None
-    thinking: ThinkingOptions | None = None
+    thinking: Thinking | None = None
     tools: Tools | None = None
     tool_choice: AnthropicToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -193,10 +191,10 @@ class MessagesRequest(SampledRequest):
     messages: Turns
     system: str | list[TextBlock] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    thinking: ThinkingOptions | None = None
+    thinking: Thinking | None = None
     tools: Tools | None = None
     tool_choice: AnthropicToolChoice | None = None
-    metadata: RequestMetadata | None = None
+    metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

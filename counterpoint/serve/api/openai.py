@@ -229,7 +229,7 @@ class ToolCall(StrictModel):
     function: CalledFunction
 
 
-class FunctionDefinition(StrictModel):
+class Function(StrictModel):
     """A tool. `parameters` is a JSON schema; None means an object without members."""
 
     name: FunctionName
@@ -240,7 +240,7 @@ class FunctionDefinition(StrictModel):
 
 class Tool(StrictModel):
     type: Literal["function"]
-    function: FunctionDefinition
+    function: Function
 
 
 class FunctionChoice(StrictModel):

@@ -21,8 +21,8 @@ from counterpoint.serve.api.openai import (
     ChatMessage,
     ChatRequest,
     Effort,
+    Function,
     FunctionChoice,
-    FunctionDefinition,
     FunctionName,
     JsonSchema,
     ResponseFormat,
@@ -152,7 +152,7 @@ class FunctionTool(StrictModel):
     def to_tool(self) -> Tool:
         return Tool(
             type="function",
-            function=FunctionDefinition(**self.model_dump(exclude={"type"}, exclude_unset=True)),
+            function=Function(**self.model_dump(exclude={"type"}, exclude_unset=True)),
         )
 
 
