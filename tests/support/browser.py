@@ -53,11 +53,11 @@ class Browser:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        told = folder / "DevToolsActivePort"
-        poll(lambda: told.exists() or self.process.poll() is not None, 60, "Chromium's port")
-        if not told.exists():
+        port_file = folder / "DevToolsActivePort"
+        poll(lambda: port_file.exists() or self.process.poll() is not None, 60, "Chromium's port")
+        if not port_file.exists():
             raise NoBrowser(f"{CHROMIUM} ends at once, with status {self.process.returncode}")
-        port = poll(lambda: told.read_text().partition("\n")[0])
+        port = poll(lambda: port_file.read_text().partition("\n")[0])
         self.tabs = f"http://127.0.0.1:{port}/json"
 
     def tab(self, url: str, **screen: Any) -> Tab:
@@ -85,7 +85,7 @@ class Tab:
         self._socket = self._open.enter_context(connect(debugger, max_size=None))
         self._ids = itertools.count(1)
         self.problems: list[str] = []
-        self.asked: list[str] = []
+        self.requested_urls: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
             self.send(f"{domain}.enable")
         self.send(
@@ -125,7 +125,7 @@ class Tab:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
-            self.asked.append(params["request"]["url"])
+            self.requested_urls.append(params["request"]["url"])
 
     # ------------------------------------------------------------ looking and doing
 

@@ -31,11 +31,13 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Tab]]:
     yield go
     for tab, server in tabs:
         tab.wait(0)
-        assert all(url.startswith((server.url, "data:")) for url in tab.asked), tab.asked
+        assert all(url.startswith((server.url, "data:")) for url in tab.requested_urls), (
+            tab.requested_urls
+        )
         tab.close()
 
 
-def told(tab: Tab) -> str:
+def status_line(tab: Tab) -> str:
     return tab.run("[...document.querySelectorAll('#talk .told')].at(-1)?.textContent ?? ''")
 
 
@@ -52,12 +54,14 @@ def ask(tab: Tab, text: str) -> None:
 def test_a_chat(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
-    said = "Grüße, <b>bold</b> <img src=x onerror=alert(1)> & 🎼"
-    ask(tab, said)
+    text = "Grüße, <b>bold</b> <img src=x onerror=alert(1)> & 🎼"
+    ask(tab, text)
     tab.until("document.querySelector('#talk .told')?.textContent.includes('tokens/s')")
     tab.until("!chat.running")
-    assert answer(tab) == said, "what a model says is text, never markup"
-    assert "first token" in told(tab) and f"{len(said.encode()) + 1} tokens" in told(tab)
+    assert answer(tab) == text, "what a model says is text, never markup"
+    assert "first token" in status_line(tab) and f"{len(text.encode()) + 1} tokens" in status_line(
+        tab
+    )
     assert tab.run("document.querySelectorAll('#talk img, #talk b').length") == 0
     ask(tab, "and again")
     tab.until("document.querySelectorAll('#talk .model').length === 2 && !chat.running")
@@ -78,7 +82,7 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     assert tab.text("send") == "Stop"
     tab.click("send") if way == "button" else tab.press("Escape")
     tab.until("!chat.running")
-    assert "stopped" in told(tab) and tab.text("send") == "Send"
+    assert "stopped" in status_line(tab) and tab.text("send") == "Send"
     poll(
         lambda: server.metric("counterpoint_requests_running") == 0,
         what="the stopped answer goes on",
@@ -115,7 +119,7 @@ def test_an_error_is_shown(server: Running, open_page: Callable[..., Tab]):
     tab.until(READY)
     ask(tab, "FAIL THE STEP")
     tab.until("document.querySelector('#talk .told.error')")
-    assert "as asked" in told(tab)
+    assert "as asked" in status_line(tab)
 
 
 def test_a_key_is_asked_for(own_server: Start, open_page: Callable[..., Tab]):
@@ -210,13 +214,13 @@ def test_policy_figures_are_shown(server: Running, open_page: Callable[..., Tab]
         "prediction_errors": {"decode": [0.03, 0.07]},
         "guards": [["decode on 32", 1.2], ["prefill on 132", 1.0]],
     }
-    told_of = ["splits", "resplits", "fallbacks", "errors", "guards"]
+    ids = ["splits", "resplits", "fallbacks", "errors", "guards"]
     seen = tab.run(  # at once: the next frame is on its way
         f"""(() => {{ show({{...view.frame, ...{json.dumps(knows)}}}, 1, 2);
-        return {told_of}.map((id) => document.getElementById(id).textContent
+        return {ids}.map((id) => document.getElementById(id).textContent
             .replaceAll("\\u00a0", " ")) }})()"""
     )
-    assert dict(zip(told_of, seen, strict=True)) == {
+    assert dict(zip(ids, seen, strict=True)) == {
         "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; "
         "84 + 48 20 %",
         "resplits": "1.5",
