@@ -114,7 +114,7 @@ class Sent:
 
 
 class Engine:
-    stats, hello, state, error = Stats(), None, "ready", ""
+    stats, engine_info, state, error = Stats(), None, "ready", ""
 
 
 def test_a_client_that_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
