@@ -26,7 +26,8 @@ from counterpoint.core.loop import DeliverOutputs
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.interfaces import Executor
-from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling
 
 OnRequest = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter
@@ -284,7 +285,7 @@ def replay_engine(
     warm = [(0.0, _make_add_request(query, tokens, seed)) for query in warmup]
     arrives = [(query.arrival_s, _make_add_request(query, tokens, seed)) for query in queries]
     player = EnginePlayer(
-        inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline)
+        inbox, lambda deliver: run(engine, (inbox, executor), deliver, timeline=timeline)
     )
     before = engine.stats()
     player.start()

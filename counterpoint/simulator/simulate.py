@@ -39,7 +39,8 @@ from counterpoint.serve.observability.merge_stats import merge
 from counterpoint.simulator.machine import Machine, dtypes, make_pool, make_sim_engine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
-from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo
 
 MODEL = "llama-3.1-8b"
 
@@ -117,7 +118,7 @@ def play(
         executor = source = guard
     timeline = Timeline(executor, source, engine.policy.lanes) if files.timeline else None
     log = EventLog(files.event_log) if files.event_log else None
-    run(engine, source, executor, deliver, log, timeline)
+    run(engine, (source, executor), deliver, log, timeline)
     if guard is not None:
         guard.check_idle()
     if log:
@@ -174,17 +175,7 @@ class CollectedResults:
 
 
 def check_contract(engine: Engine, executor: Executor, inbox: EventQueue) -> ContractChecker:
-    limits = engine.limits
-    return ContractChecker(
-        executor,
-        inbox,
-        units=limits.units,
-        layers=limits.layers,
-        pages=limits.pages,
-        page_tokens=limits.page_tokens,
-        overlap=limits.overlap,
-        lanes=engine.policy.lanes,
-    )
+    return ContractChecker(executor, inbox, engine.limits, engine.policy.lanes)
 
 
 def make_arrival(

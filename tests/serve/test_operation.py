@@ -21,7 +21,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.serve.observability.logs import JsonLines, has_activity, load_between
 from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
-from counterpoint.types import LaneStep, Stats
+from counterpoint.stats import LaneStep, Stats
 
 Start = Callable[..., Running]
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -29,7 +29,8 @@ from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.serve.worker.worker_protocol import WorkerReady, WorkerReport
 from counterpoint.spec.presets import PRESETS
 from counterpoint.spec.source import ModelSource
-from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role
 
 SPEC, SOURCE, TEXT = (
     PRESETS["smollm2-135m"],

@@ -16,7 +16,7 @@ from counterpoint.serve.observability.merge_stats import merge, without_gauges
 from counterpoint.serve.worker.pool import make_rebalancer
 from counterpoint.serve.worker.registry import shared_token
 from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divide_cores
-from counterpoint.types import Stats
+from counterpoint.stats import Stats
 
 
 @pytest.mark.parametrize(

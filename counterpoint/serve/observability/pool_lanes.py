@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from counterpoint.serve.observability.pool_metrics import WorkerState
-from counterpoint.types import LaneStep, Stats
+from counterpoint.stats import LaneStep, Stats
 
 LANES = 2  # of one worker, at most
 MAX_WORKERS = 1 << 10  # of workers; their numbers of passes are kept apart

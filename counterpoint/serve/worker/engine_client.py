@@ -21,7 +21,8 @@ import zmq.asyncio
 
 from counterpoint.config import Config
 from counterpoint.serve.worker import wire
-from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming
 
 FROZEN_S = 4.0  # without a heartbeat for so long, the engine is not healthy
 LOST_S = 10.0  # and after so long, what runs in it is given up

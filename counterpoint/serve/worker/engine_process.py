@@ -29,7 +29,7 @@ from counterpoint.config import Config, ConfigError, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.device.grammar_gate import GrammarGate
+from counterpoint.device.grammar import GrammarGate
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.serve.observability.logs import start_logging
 from counterpoint.serve.structured_output.grammar import make_vocabulary
@@ -173,7 +173,7 @@ def run_engine(
         Timeline(system.executor, inbox, system.engine.policy.lanes) if path is not None else None
     )
     try:
-        run(system.engine, inbox, system.executor, deliver, events, timeline)
+        run(system.engine, (inbox, system.executor), deliver, events, timeline)
         system.executor.close()
     finally:
         over.set()

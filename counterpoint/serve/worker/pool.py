@@ -72,7 +72,8 @@ from counterpoint.serve.worker.worker_protocol import (
     WorkerReport,
 )
 from counterpoint.spec.source import ModelSource
-from counterpoint.types import AddRequest, FinishReason, LaneStep, OutputDelta, RequestTiming, Stats
+from counterpoint.stats import LaneStep, Stats
+from counterpoint.types import AddRequest, FinishReason, OutputDelta, RequestTiming
 
 CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set;
 GPU_CHUNK_TOKENS = 512

@@ -35,7 +35,8 @@ from counterpoint.serve.worker.worker_protocol import (
     WorkerReport,
     read_cluster_token,
 )
-from counterpoint.types import Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Role
 
 FROZEN_SHARE = 0.4  # of `worker_lost_s`: silent for so long, a worker gets nothing new
 log = logging.getLogger("counterpoint")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from counterpoint.config import Config
-from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role
 
 WIRE_VERSION = 2
 HEARTBEAT_S = 0.5  # how often an engine's process says that it lives

@@ -240,7 +240,7 @@ class PoolWorker:
         if timeline is not None:
             self.runner.on_kv_sent = lambda sent: timeline.record_transfer(kv_transfer_of(sent))
         try:
-            run(system.engine, self.inbox, system.executor, self.deliver, self.log, timeline)
+            run(system.engine, (self.inbox, system.executor), self.deliver, self.log, timeline)
         finally:
             self.runner.close()
             self.gate.close()

@@ -32,7 +32,8 @@ from counterpoint.disagg.peer_connection import (
     WithProof,
 )
 from counterpoint.serve.worker.wire import EngineFailure, EngineInfo, Heartbeat, LoadProgress
-from counterpoint.types import OutputDelta, RequestTiming, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import OutputDelta, RequestTiming, Role
 
 MAX_FRAME_BYTES = 64 << 20
 T = TypeVar("T")
