@@ -89,7 +89,7 @@ class Pool:
         config: Config,
         source: ModelSource,
         on_record: Callable[[RequestTiming], None] | None = None,
-        system: str = "counterpoint.build:system",
+        system: str = "counterpoint.build:build_system",
         listener: OutputListener | None = None,
     ) -> None:
         cluster = config.cluster

@@ -106,7 +106,7 @@ def join(config: Config, front: str, role: Role, name: str | None) -> int:
     return run_worker(
         StartWorker(
             config=config.replace(cluster_token=None),
-            system="counterpoint.build:system",
+            system="counterpoint.build:build_system",
             name=name or f"{role.value}-{socket.gethostname()}",
             role=role,
             frontend=Address(host, port),

@@ -1,8 +1,8 @@
-"""schemathesis over the server's own OpenAPI document: what it makes of the schemas, right and wrong, boundary by boundary.
+"""schemathesis over the server's own OpenAPI document: valid and invalid requests for each schema.
 
-Every check is on but one: that whatever fits the schema is accepted. A schema can't say what depends on the model (that a token is
-in the vocabulary, that prompt and answer fit the context, that the template takes such a conversation) or how fields depend on
-each other; such requests are answered 400, and the message names the field. The same for longer:
+One check is off: that every request of the schema is accepted. The schema can't say what depends
+on the model (vocabulary, context, chat template) or on other fields; such requests get a 400 that
+names the field. For longer runs:
 `schemathesis run URL/openapi.json --exclude-checks positive_data_acceptance --max-examples 500`.
 """
 

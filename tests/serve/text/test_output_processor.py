@@ -1,4 +1,4 @@
-"""Text across tokens, and stop strings that never leak."""
+"""Detokenising across tokens, stop strings and log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def play(
     finish: FinishReason = FinishReason.LENGTH,
     stopped_by: int | None = None,
 ) -> tuple[str, list[OutputPiece]]:
-    """The text and the pieces of `tokens`, `cuts` of them in a Delta."""
+    """The text and the pieces of `tokens`, `cuts` of them per delta."""
     answer = OutputProcessor(TEXT, options)
     pieces = []
     parts = [tokens[i : i + cuts] for i in range(0, len(tokens), cuts)]
@@ -48,7 +48,8 @@ def play(
 
 
 def first_end(text: str, stops: list[str]) -> str:
-    """What is before the stop string that is complete first (the longest of those): written without looking at Stops."""
+    """The text before the stop string that ends first (the longest of those), found without
+    StopStrings."""
     for end in range(len(text) + 1):
         for start in range(end):
             if text[start:end] in stops:
@@ -79,7 +80,7 @@ def test_stop_strings_cut_the_same_however_text_arrives(text: str, stops: list[s
 
 
 def test_a_stop_inside_a_word_and_across_tokens():
-    options = OutputOptions(stops=("th",))
+    options = OutputOptions(stop_strings=("th",))
     text, pieces = play(list(b"with a moth"), options)
     assert text == "wi"
     assert [p.finish_reason for p in pieces if p.finish_reason] == ["stop"]
@@ -90,8 +91,8 @@ def test_a_stop_inside_a_word_and_across_tokens():
     )
 
 
-def test_a_held_suffix_comes_out_at_the_end():
-    text, pieces = play(list(b"alpha beta"), OutputOptions(stops=("beta gamma",)))
+def test_a_held_suffix_is_released_at_the_end():
+    text, pieces = play(list(b"alpha beta"), OutputOptions(stop_strings=("beta gamma",)))
     assert text == "alpha beta"
     assert (
         pieces[-1].text == "beta"
@@ -101,12 +102,14 @@ def test_a_held_suffix_comes_out_at_the_end():
 
 
 def test_the_stop_string_may_be_included():
-    text, _ = play(list(b"one END two"), OutputOptions(stops=("END",), include_stop=True))
+    text, _ = play(
+        list(b"one END two"), OutputOptions(stop_strings=("END",), include_stop_string=True)
+    )
     assert text == "one END"
 
 
 def test_stops_count_only_after_min_tokens():
-    text, _ = play(list(b"aXbXc"), OutputOptions(stops=("X",), min_tokens=3))
+    text, _ = play(list(b"aXbXc"), OutputOptions(stop_strings=("X",), min_tokens=3))
     assert text == "aXb"
 
 
@@ -140,7 +143,7 @@ def test_a_character_that_the_prompt_began_is_finished():
 
 def test_special_tokens_are_not_shown_unless_wanted():
     assert play([104, END, 105])[0] == "hi"
-    assert play([104, END, 105], OutputOptions(skip_special=False))[0] == "h<|im_end|>i"
+    assert play([104, END, 105], OutputOptions(skip_special_tokens=False))[0] == "h<|im_end|>i"
 
 
 def test_the_token_that_ends_an_answer_is_not_part_of_it():
@@ -148,7 +151,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it():
     assert (
         play(
             [104, 105, 33],
-            OutputOptions(include_stop=True),
+            OutputOptions(include_stop_string=True),
             finish=FinishReason.STOP,
             stopped_by=33,
         )[0]
@@ -158,7 +161,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it():
 
 def test_logprob_entries_go_with_their_text():
     said = "né 漢 END rest"
-    options = OutputOptions(stops=("END",), logprobs=True)
+    options = OutputOptions(stop_strings=("END",), logprobs=True)
     text, pieces = play(list(said.encode()), options)
     assert text == "né 漢 "
     shown = ""

@@ -1,4 +1,4 @@
-"""Beside chat and completions: /tokenize, /detokenize, and the targets that a request may bring."""
+"""/tokenize, /detokenize, and latency targets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_tokens_of_a_conversation_are_those_of_its_chat(server: Running):
 
 
 @pytest.mark.parametrize("said", ["héllo 漢字 😀", "", "<|im_start|>", "\x00 \ufffd"])
-def test_there_and_back(server: Running, said: str):
+def test_tokenize_and_detokenize_invert_each_other(server: Running, said: str):
     tokens = server.post("/tokenize", {"prompt": said}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": said}
 
@@ -67,7 +67,7 @@ def test_there_and_back(server: Running, said: str):
     "body",
     [{}, {"prompt": "hi", "messages": HELLO}, {"prompt": 5}, {"messages": []}, {"prompt": ["hi"]}],
 )
-def test_wrong_questions_for_tokens(server: Running, body: dict[str, Any]):
+def test_wrong_tokenize_requests_are_named(server: Running, body: dict[str, Any]):
     refused(server, "/tokenize", body)
 
 
@@ -84,7 +84,7 @@ def test_tokens_of_another_model_and_of_too_much(server: Running):
     assert str(2**22) in refused(server, "/tokenize", {"messages": many})
 
 
-def test_a_long_text_holds_nobody_up(server: Running):
+def test_a_long_text_does_not_delay_other_requests(server: Running):
     answers: list[int] = []
     body = {"prompt": "several words of it " * 200_000}
     thread = threading.Thread(

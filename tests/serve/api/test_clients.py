@@ -1,7 +1,4 @@
-"""Clients that people use, unchanged: each speaks to a real server over a socket, with nothing of ours in its process.
-
-The packages are of the extra `dev`; a test whose package is missing skips, saying so.
-"""
+"""Client libraries, unmodified, against a real server over a socket."""
 
 from __future__ import annotations
 
@@ -158,7 +155,7 @@ def test_langchain_options(langchain: Any):
 
 
 def test_langchain_tools(langchain: Any):
-    """Bound, called, and their results sent back."""
+    """Tools are bound, called, and their results sent back."""
     messages = pytest.importorskip("langchain_core.messages")
     model = langchain.bind_tools([WEATHER])
     answer = model.invoke(CALL)
@@ -189,7 +186,7 @@ def litellm(server: Running) -> Any:
 
 
 def asked(server: Running, **options: Any) -> dict[str, Any]:
-    """What each of its calls needs; the provider "hosted_vllm" is its name for servers like this one."""
+    """The arguments of each call; "hosted_vllm" is the provider's name for servers like this."""
     return {
         "api_base": f"{server.url}/v1",
         "api_key": "none",

@@ -1,4 +1,4 @@
-"""The OpenAI API as a client meets it: the openai package and raw requests, over a socket, against a real server process."""
+"""Chat and completions through the openai package and raw requests, against a server process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from api_calls import CHAT, COMPLETIONS, HELLO, openai_error
 from serve_process import Running, poll
 
-HELLO = [{"role": "user", "content": "hello there"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "echo"
 
 
@@ -28,15 +27,6 @@ def complete(server: Running, prompt: Any = "hello", **options: Any):
 def streamed(server: Running, said: str, **options: Any) -> tuple[str, list[Any]]:
     chunks = list(chat(server, said, stream=True, **options))
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
-
-
-def refused(response, status: int = 400) -> dict[str, Any]:
-    """The error of a refused request, which has OpenAI's envelope and says something."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    assert len(response.content) < 3000
-    return error
 
 
 # ---------------------------------------------------------------- answers
@@ -137,7 +127,7 @@ def test_every_shape_of_prompt(server: Running):
 
 
 def test_no_character_of_an_answer_ends_a_line_of_a_stream(server: Running):
-    """Some clients split where Unicode ends lines, not only at the line feeds of server-sent events."""
+    """Some clients split at every line end of Unicode, not only at line feeds."""
     prompt = "one\u2028two\u2029three\x85four\x0bfive"
     events = server.events({"prompt": prompt, "echo": True, "max_tokens": 1})[:-1]
     assert "".join(event["choices"][0]["text"] for event in events).startswith(prompt)
@@ -174,7 +164,7 @@ def test_stop_strings(server: Running, stop, left: str, by: str):
     assert whole.choices[0].model_extra["stop_reason"] == by
 
 
-def test_a_stop_that_never_comes_is_let_out(server: Running):
+def test_an_incomplete_stop_string_is_released(server: Running):
     text, _ = streamed(server, "alpha beta", stop=["beta gamma"])
     assert text == "alpha beta"
 
@@ -256,7 +246,7 @@ def test_logit_bias(server: Running):
     assert complete(server, "aaa", max_tokens=2, logit_bias={}).choices[0].text == "aa"
 
 
-def test_the_prefix_cache_is_told(server: Running):
+def test_cached_tokens_are_reported(server: Running):
     said = "a prefix that is longer than one page of the cache " * 3
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens == 0
     assert chat(server, said).usage.prompt_tokens_details.cached_tokens > 100
@@ -314,7 +304,7 @@ def test_completion_logprobs(server: Running):
     assert all(len(top) == 5 for top in logprobs.top_logprobs)
 
 
-def test_alternatives_that_read_alike_are_all_told(server: Running):
+def test_alternatives_with_the_same_text_are_all_listed(server: Running):
     (top,) = complete(server, "ALIKE", max_tokens=1, logprobs=4).choices[0].logprobs.top_logprobs
     assert list(top) == ["A", "", "token_id:259", "B"], (
         "a second one of the same spelling goes by its id"
@@ -322,7 +312,7 @@ def test_alternatives_that_read_alike_are_all_told(server: Running):
 
 
 def test_echoed_logprobs(server: Running):
-    """What lm-eval asks for: the log-probabilities of a prompt of token ids, and no tokens."""
+    """What lm-eval sends: a prompt of token ids, its log-probabilities, and no generated tokens."""
     answer = complete(server, list(b"hello"), max_tokens=0, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert "".join(logprobs.tokens) == answer.choices[0].text == "hello"
@@ -406,13 +396,13 @@ def test_echoed_logprobs_are_all_there_for_long_and_known_prompts(server: Runnin
 )
 def test_wrong_fields_are_named(server: Running, field: str, value: Any):
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hi"})):
-        error = refused(server.post(path, {"model": MODEL, **body, field: value}))
+        error = openai_error(server.post(path, {"model": MODEL, **body, field: value}))
         assert field in error["message"] and error["param"] == field
 
 
 def test_what_is_wrong_between_fields_names_one(server: Running):
     for field, body in (("max_tokens", {"max_tokens": 0}), ("top_logprobs", {"top_logprobs": 2})):
-        assert refused(server.post(CHAT, {"messages": HELLO, **body}))["param"] == field
+        assert openai_error(server.post(CHAT, {"messages": HELLO, **body}))["param"] == field
 
 
 @pytest.mark.parametrize(
@@ -421,7 +411,7 @@ def test_what_is_wrong_between_fields_names_one(server: Running):
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_are_finite(server: Running, field: str, number: str):
     assert (
-        refused(server.post(COMPLETIONS, f'{{"prompt": "hi", "{field}": {number}}}'.encode()))[
+        openai_error(server.post(COMPLETIONS, f'{{"prompt": "hi", "{field}": {number}}}'.encode()))[
             "param"
         ]
         == field
@@ -448,7 +438,7 @@ def test_numbers_are_finite(server: Running, field: str, number: str):
     ],
 )
 def test_wrong_prompts(server: Running, prompt: Any):
-    refused(server.post(COMPLETIONS, {"prompt": prompt}))
+    openai_error(server.post(COMPLETIONS, {"prompt": prompt}))
     assert server.get("/health").status_code == 200
 
 
@@ -466,7 +456,7 @@ def test_wrong_prompts(server: Running, prompt: Any):
     ],
 )
 def test_wrong_messages(server: Running, messages: Any):
-    assert refused(server.post(CHAT, {"messages": messages}))["param"] == "messages"
+    assert openai_error(server.post(CHAT, {"messages": messages}))["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -485,10 +475,10 @@ def test_wrong_messages(server: Running, messages: Any):
     ],
 )
 def test_bodies_that_are_not_json(server: Running, body: bytes):
-    refused(server.post(COMPLETIONS, body))
+    openai_error(server.post(COMPLETIONS, body))
 
 
-def test_what_is_known_of_a_prompt(server: Running):
+def test_prompt_logprobs(server: Running):
     for path, body in ((COMPLETIONS, {"prompt": "hé", "n": 2}), (CHAT, {"messages": HELLO})):
         answer = server.post(path, body | {"prompt_logprobs": 2}).json()
         for choice in answer["choices"]:
@@ -503,7 +493,7 @@ def test_what_is_known_of_a_prompt(server: Running):
         "choices"
     ][0]["prompt_logprobs"][1] == {"105": {"logprob": -0.25, "rank": None, "decoded_token": "i"}}
     for much in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
-        error = refused(
+        error = openai_error(
             server.post(COMPLETIONS, {"prompt": [65] * 4000, "n": 20, "max_tokens": 1} | much)
         )
         assert "1048576" in error["message"] and error["param"] in much
@@ -514,20 +504,20 @@ def test_what_is_known_of_a_prompt(server: Running):
     ):
         assert (
             "prompt_logprobs"
-            in refused(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
+            in openai_error(server.post(COMPLETIONS, {"prompt": "hi"} | wrong))["message"]
         )
     both = {"prompt": "hi", "echo": True, "logprobs": 1, "prompt_logprobs": 1}
-    assert "leave it out" in refused(server.post(COMPLETIONS, both))["message"]
+    assert "leave it out" in openai_error(server.post(COMPLETIONS, both))["message"]
 
 
 @pytest.mark.parametrize("name", ["messages", "self", "tools", "chat_template", "conversations"])
-def test_a_template_is_not_given_what_is_ours(server: Running, name: str):
+def test_reserved_template_options_are_refused(server: Running, name: str):
     for path, body in (
         (CHAT, {"messages": HELLO}),
         ("/v1/responses", {"input": "hi"}),
         ("/tokenize", {"messages": HELLO}),
     ):
-        error = refused(server.post(path, body | {"chat_template_kwargs": {name: []}}))
+        error = openai_error(server.post(path, body | {"chat_template_kwargs": {name: []}}))
         assert error["param"] == "chat_template_kwargs" and name in error["message"]
 
 
@@ -535,18 +525,18 @@ def test_a_body_is_not_sent_back(server: Running):
     response = server.post(
         CHAT, {"messages": [{"role": "user", "content": i} for i in range(1000)]}
     )
-    assert "messages[0].content" in refused(response)["message"]
+    assert "messages[0].content" in openai_error(response)["message"]
     secret = "swordfish" * 10
     assert "swordfish" not in server.post(COMPLETIONS, {"prompt": "hi", "temperature": secret}).text
 
 
-def test_fields_that_are_not_there_yet(server: Running):
+def test_unsupported_fields_are_refused(server: Running):
     for field, value in (
         ("functions", [{"name": "f"}]),
         ("chat_template", "{{ 1 }}"),
         ("return_token_ids", True),
     ):
-        assert refused(server.post(CHAT, {"messages": HELLO, field: value}))["param"] == field
+        assert openai_error(server.post(CHAT, {"messages": HELLO, field: value}))["param"] == field
     harmless = {
         "tools": [],
         "tool_choice": "none",
@@ -564,28 +554,30 @@ def test_fields_that_are_not_there_yet(server: Running):
 
 def test_another_model(server: Running):
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hi"})):
-        error = refused(server.post(path, {"model": "gpt-9", **body}), 404)
+        error = openai_error(server.post(path, {"model": "gpt-9", **body}), 404)
         assert error["code"] == "model_not_found" and "gpt-9" in error["message"]
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("gpt-9")
 
 
-def test_the_context_is_told_with_both_numbers(server: Running):
-    error = refused(server.post(COMPLETIONS, {"prompt": [65] * 5000}))
+def test_a_context_error_names_both_sizes(server: Running):
+    error = openai_error(server.post(COMPLETIONS, {"prompt": [65] * 5000}))
     assert (
         "4096" in error["message"]
         and "5000" in error["message"]
         and error["code"] == "context_length_exceeded"
     )
-    error = refused(server.post(COMPLETIONS, {"prompt": [65] * 4000, "max_tokens": 500}))
+    error = openai_error(server.post(COMPLETIONS, {"prompt": [65] * 4000, "max_tokens": 500}))
     assert all(number in error["message"] for number in ("4096", "4500", "4000", "500"))
-    error = refused(server.post(CHAT, {"messages": [{"role": "user", "content": "x" * 2_000_000}]}))
+    error = openai_error(
+        server.post(CHAT, {"messages": [{"role": "user", "content": "x" * 2_000_000}]})
+    )
     assert "4096" in error["message"] and error["code"] == "context_length_exceeded"
     assert complete(server, [65] * 4095).choices[0].text == "A", "the last token that fits is there"
 
 
-def test_the_body_must_be_json_by_its_own_word(server: Running):
-    refused(
+def test_the_content_type_must_be_json(server: Running):
+    openai_error(
         server.post(
             COMPLETIONS, b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"}
         ),
@@ -597,8 +589,8 @@ def test_the_body_must_be_json_by_its_own_word(server: Running):
 
 
 def test_paths_and_methods(server: Running):
-    refused(server.get("/v1/nothing"), 404)
-    refused(server.get(CHAT), 405)
+    openai_error(server.get("/v1/nothing"), 404)
+    openai_error(server.get(CHAT), 405)
     assert server.get("/version").json().keys() == {"version"}
     models = server.client.models.list()
     assert [m.id for m in models] == [MODEL] and models.data[0].model_extra["max_model_len"] == 4096
@@ -646,7 +638,8 @@ def test_the_openapi_document_says_what_bodies_are(server: Running):
 
 def test_a_failed_step_fails_its_request_alone(server: Running):
     assert (
-        "as asked" in refused(server.post(COMPLETIONS, {"prompt": "FAIL THE STEP"}), 500)["message"]
+        "as asked"
+        in openai_error(server.post(COMPLETIONS, {"prompt": "FAIL THE STEP"}), 500)["message"]
     )
     events = server.events({"prompt": "GIVE NAN"})
     assert "error" in events[-1] and "[DONE]" not in events

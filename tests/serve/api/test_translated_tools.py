@@ -1,4 +1,4 @@
-"""Reasoning, tools and forms in /v1/responses and /v1/messages, through the openai and anthropic packages."""
+"""Reasoning, tools and structures in /v1/responses and /v1/messages, through their own packages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from api_calls import (
+    anthropic_client,
+    message_error,
+    message_events,
+    response_error,
+    response_events,
+)
 from serve_process import Running
-from test_messages import client_of
-from test_messages import raw_events as message_events
-from test_messages import refused as refused_message
-from test_responses import raw_events as response_events
-from test_responses import refused as refused_response
-from test_tools import CALLS, ONE, PARAMETERS, TWO, thinker  # noqa: F401 (a fixture)
+from tool_cases import CALLS, ONE, PARAMETERS, TWO
 
-from counterpoint.serve.api.messages_format import object_of
+from counterpoint.serve.api.messages_format import parse_arguments
 from counterpoint.serve.api.response_format import encode
 
 SAID = f"<think>\nI look.\n</think>\n\nLet me see.\n{TWO}"
@@ -50,7 +52,7 @@ def said(text: str) -> list[Any]:
 # ---------------------------------------------------------------- /v1/responses
 
 
-def test_a_response_with_reasoning_and_calls(thinker: Running):  # noqa: F811
+def test_a_response_with_reasoning_and_calls(thinker: Running):
     answer = thinker.client.responses.create(model="echo", input=SAID, tools=FUNCTIONS)
     reasoning, message, *calls = answer.output
     assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == [
@@ -70,7 +72,7 @@ def test_a_response_with_reasoning_and_calls(thinker: Running):  # noqa: F811
     ] and answer.tool_choice == "auto"
 
 
-def test_a_streamed_response_with_reasoning_and_calls(thinker: Running):  # noqa: F811
+def test_a_streamed_response_with_reasoning_and_calls(thinker: Running):
     with thinker.client.responses.stream(model="echo", input=SAID, tools=FUNCTIONS) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -112,7 +114,7 @@ def test_a_streamed_response_with_reasoning_and_calls(thinker: Running):  # noqa
     ]
 
 
-def test_a_response_goes_back_in_with_the_results(thinker: Running):  # noqa: F811
+def test_a_response_goes_back_in_with_the_results(thinker: Running):
     first = thinker.client.responses.create(model="echo", input=SAID, tools=FUNCTIONS)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "21"}
@@ -150,7 +152,7 @@ def test_a_response_goes_back_in_with_the_results(thinker: Running):  # noqa: F8
     )
 
 
-def test_which_functions_may_be_called(thinker: Running):  # noqa: F811
+def test_which_functions_may_be_called(thinker: Running):
     def kinds(**options: Any) -> list[str]:
         return [
             item.type
@@ -189,11 +191,11 @@ def test_which_functions_may_be_called(thinker: Running):  # noqa: F811
         ({"tools": FUNCTIONS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
     ],
 )
-def test_wrong_functions_are_named(thinker: Running, body: dict[str, Any], param: str):  # noqa: F811
-    assert refused_response(thinker, body)["param"] == param
+def test_wrong_functions_are_named(thinker: Running, body: dict[str, Any], param: str):
+    assert response_error(thinker, body)["param"] == param
 
 
-def test_how_much_a_model_shall_think(thinker: Running):  # noqa: F811
+def test_reasoning_effort(thinker: Running):
     thinking = thinker.client.responses.create(
         model="echo", input="hm</think>yes", reasoning={"effort": "low"}
     )
@@ -214,8 +216,8 @@ class Place(pydantic.BaseModel):
     city: str
 
 
-def test_parse(thinker: Running):  # noqa: F811
-    """The echoing engine says what it was told: the package makes the object of it."""
+def test_parse(thinker: Running):
+    """The engine echoes JSON, which the package parses into an object."""
     found = thinker.client.responses.parse(
         model="echo", input='{"city": "Paris"}', text_format=Place
     )
@@ -238,8 +240,8 @@ def test_parse(thinker: Running):  # noqa: F811
 # ---------------------------------------------------------------- /v1/messages
 
 
-def test_a_message_with_thinking_and_calls(thinker: Running):  # noqa: F811
-    message = client_of(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
+def test_a_message_with_thinking_and_calls(thinker: Running):
+    message = anthropic_client(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
     thinking, text, *calls = message.content
     assert (thinking.type, thinking.thinking, text.text) == ("thinking", "I look.", "Let me see.")
     assert [(call.type, call.name, call.input) for call in calls] == [
@@ -251,10 +253,12 @@ def test_a_message_with_thinking_and_calls(thinker: Running):  # noqa: F811
     )
 
 
-def test_a_streamed_message_with_thinking_and_calls(thinker: Running):  # noqa: F811
-    with client_of(thinker).messages.stream(**ASKED, messages=said(SAID), tools=CUSTOM) as stream:
+def test_a_streamed_message_with_thinking_and_calls(thinker: Running):
+    with anthropic_client(thinker).messages.stream(
+        **ASKED, messages=said(SAID), tools=CUSTOM
+    ) as stream:
         final = stream.get_final_message()
-    whole = client_of(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
+    whole = anthropic_client(thinker).messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
     assert [b.model_dump(exclude={"id"}) for b in final.content] == [
         b.model_dump(exclude={"id"}) for b in whole.content
     ]
@@ -272,8 +276,8 @@ def test_a_streamed_message_with_thinking_and_calls(thinker: Running):  # noqa: 
     assert blocks == ["content_block_start", "content_block_stop"] * 4
 
 
-def test_a_message_goes_back_in_with_the_results(thinker: Running):  # noqa: F811
-    client = client_of(thinker)
+def test_a_message_goes_back_in_with_the_results(thinker: Running):
+    client = anthropic_client(thinker)
     first = client.messages.create(**ASKED, messages=said(SAID), tools=CUSTOM)
     results = [
         {"type": "tool_result", "tool_use_id": b.id, "content": "21"}
@@ -294,9 +298,9 @@ def test_a_message_goes_back_in_with_the_results(thinker: Running):  # noqa: F81
     )
 
 
-def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
+def test_which_tools_may_be_used(thinker: Running):
     def kinds(**options: Any) -> list[str]:
-        message = client_of(thinker).messages.create(**ASKED, messages=said(TWO), **options)
+        message = anthropic_client(thinker).messages.create(**ASKED, messages=said(TWO), **options)
         return [block.type for block in message.content]
 
     assert (
@@ -308,7 +312,7 @@ def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
     assert kinds(tools=CUSTOM, tool_choice={"type": "none"}) == kinds() == ["text"]
     assert kinds(tools=CUSTOM, tool_choice={"type": "any"})[0] == "tool_use"
     assert kinds(tools=CUSTOM, tool_choice={"type": "tool", "name": "weather"})[0] == "tool_use"
-    cut = client_of(thinker).messages.create(
+    cut = anthropic_client(thinker).messages.create(
         model="echo", max_tokens=len(ONE) - 17, messages=said(ONE), tools=CUSTOM
     )
     assert cut.stop_reason == "max_tokens" and cut.content[0].input.keys() <= {"city"}
@@ -329,14 +333,17 @@ def test_which_tools_may_be_used(thinker: Running):  # noqa: F811
         ('{"a":' * 100_000, "{}"),
     ],
 )
-def test_arguments_are_told_as_they_were_written_or_as_far_as_they_go(arguments: str, told: str):
-    assert encode(object_of(arguments)).decode() == told
+def test_arguments_are_returned_as_written_or_as_far_as_they_parse(arguments: str, told: str):
+    assert encode(parse_arguments(arguments)).decode() == told
 
 
-def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Running):  # noqa: F811
-    call = '<tool_call>\n{"name": "time", "arguments": {"n": 123456789012345678901234567890}}\n</tool_call>'
+def test_a_very_large_number_in_arguments_is_kept(thinker: Running):
+    arguments = '{"n": 123456789012345678901234567890}'
+    call = f'<tool_call>\n{{"name": "time", "arguments": {arguments}}}\n</tool_call>'
     (block,) = (
-        client_of(thinker).messages.create(**ASKED, messages=said(call), tools=CUSTOM).content
+        anthropic_client(thinker)
+        .messages.create(**ASKED, messages=said(call), tools=CUSTOM)
+        .content
     )
     assert block.input == {"n": 123456789012345678901234567890}
 
@@ -354,13 +361,13 @@ def test_a_number_that_is_too_large_for_most_is_told_all_the_same(thinker: Runni
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ],
 )
-def test_wrong_tools_of_a_message_are_named(thinker: Running, body: dict[str, Any], named: str):  # noqa: F811
-    assert named in refused_message(thinker, ASKED | {"messages": said("hi")} | body)["message"]
+def test_wrong_tools_of_a_message_are_named(thinker: Running, body: dict[str, Any], named: str):
+    assert named in message_error(thinker, ASKED | {"messages": said("hi")} | body)["message"]
 
 
-def test_thinking_may_be_told(thinker: Running):  # noqa: F811
+def test_the_thinking_option(thinker: Running):
     def kinds(text: str, thinking: Any) -> list[str]:
-        message = client_of(thinker).messages.create(
+        message = anthropic_client(thinker).messages.create(
             **ASKED, messages=said(text), thinking=thinking
         )
         return [block.type for block in message.content]

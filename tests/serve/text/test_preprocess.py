@@ -1,4 +1,4 @@
-"""What a request costs the event loop before the engine is asked."""
+"""What a request costs the event loop before the engine gets it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.serve.api.openai import ChatRequest, parse_request
+from counterpoint.serve.api.openai import ChatRequest
+from counterpoint.serve.api.request_parsing import parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
-from counterpoint.serve.text.preprocess import QUICK_CHARACTERS, Preprocessor
+from counterpoint.serve.text.preprocess import INLINE_CHARACTERS, Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import CHATML, make_byte_tokenizer
 from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import Role
 
-LONG = "x" * (QUICK_CHARACTERS + 1)
+LONG = "x" * (INLINE_CHARACTERS + 1)
 TEMPLATE = (
     CHATML.replace(
         "{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{{ m.name }}"
@@ -27,8 +28,8 @@ TEMPLATE = (
     + "{{ today }}"
 )
 HELLO = EngineInfo(
-    pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192, page_tokens=4, kv_tokens=8192,
-    eos_token_ids=(257,),
+    pid=1, policy="", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=8192,
+    page_tokens=4, kv_tokens=8192, eos_token_ids=(257,),
 )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ class Seen(ModelTokenizer):
 
 
 def asked(body: dict[str, Any]) -> tuple[int, int]:
-    """(tokens of the prompt, the thread that made them)."""
+    """(prompt tokens, thread that tokenised)."""
 
     async def work() -> tuple[int, int]:
         source, text = ModelSource("spec", "", "m"), Seen()
@@ -76,10 +77,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LO
     ],
     ids=["content", "name", "reasoning_content", "reasoning", "calls", "template"],
 )
-def test_what_is_long_is_tokenised_beside_the_event_loop_wherever_it_stands(body):
+def test_long_requests_are_tokenised_off_the_event_loop(body):
     tokens, thread = asked(body)
-    assert tokens > QUICK_CHARACTERS and thread != threading.get_ident()
+    assert tokens > INLINE_CHARACTERS and thread != threading.get_ident()
 
 
-def test_what_is_short_is_tokenised_where_it_is():
+def test_short_requests_are_tokenised_inline():
     assert asked({"messages": [{"role": "user", "content": "a"}]})[1] == threading.get_ident()

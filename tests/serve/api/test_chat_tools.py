@@ -1,6 +1,7 @@
-"""Tools and reasoning as a client meets them: over a socket, through the openai package.
+"""Tools and reasoning in chats, through the openai package and a socket.
 
-The echoing engine says what it is told to, so that answers can be anything; SmolLM2 is made to call by a grammar.
+The echoing engine repeats what it is sent, so an answer can be anything. A grammar makes SmolLM2
+call.
 """
 
 from __future__ import annotations
@@ -12,71 +13,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from api_calls import CHAT, openai_error
 from rich.console import Console
 from serve_process import Running, poll
-from test_api import CHAT, refused
+from tool_cases import CALLS, ONE, TOOLS, TWO
 
 from counterpoint.build import cache_folder
 from counterpoint.serve.offline.chat import show
 from counterpoint.serve.output_parsing.output_parser import ContentDelta, ReasoningDelta
-from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.spec.source import find_pulled
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Tells the weather.",
-            "parameters": PARAMETERS,
-        },
-    },
-    {"type": "function", "function": {"name": "time"}},
-]
 WRONG_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
-CALLS = [("weather", '{"city": "Paris"}'), ("time", "{}")]
-# A template as models of the Hermes and Qwen kind have it, that shows a call's arguments as they came to it.
-TEMPLATE = """{% if tools %}<|im_start|>system
-{{ tools | tojson }} as <tool_call> JSON</tool_call><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
-{{- m.content }}{% for call in m.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined %}<think>
-{% if not enable_thinking %}
-</think>
-
-{% endif %}{% endif %}{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The echoing engine, with a tokeniser whose chat template knows tools and reasoning."""
-    folder = tmp_path_factory.mktemp("thinker")
-    make_byte_tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    running = Running(folder / "log", folder=str(folder))
-    try:
-        yield running.wait_ready()
-        poll(lambda: running.metric("counterpoint_requests_running") == 0)
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.process.kill()
 
 
 def ask(server: Running, said: str, **options: Any) -> Any:
@@ -96,7 +44,7 @@ def chunks_of(server: Running, said: str, **options: Any) -> list[Any]:
 
 
 def put_together(chunks: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
-    """Content and reasoning, calls, and the finish reason, as a client would join them: calls by their index."""
+    """(text by field, calls, finish reason), joined from chunks as a client would."""
     text: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": ""}
     calls: list[dict[str, Any]] = []
     finish = None
@@ -179,7 +127,7 @@ def test_a_call_that_max_tokens_cuts(thinker: Running, tokens: int):
         assert name == full_name and full_arguments.startswith(arguments)
 
 
-def test_one_call_at_most_where_the_client_says_so(thinker: Running):
+def test_parallel_tool_calls_false_allows_one_call(thinker: Running):
     before = thinker.metric("counterpoint_requests_finished_total", finished_reason="stop")
     text, calls, finish = put_together(
         chunks_of(thinker, TWO + " and more", tools=TOOLS, parallel_tool_calls=False)
@@ -194,7 +142,7 @@ def test_one_call_at_most_where_the_client_says_so(thinker: Running):
     )
 
 
-def test_no_call_where_none_is_wanted(thinker: Running):
+def test_tool_choice_none_gives_no_call(thinker: Running):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {}):
         choice = ask(thinker, TWO, **options)["choices"][0]
         assert (
@@ -204,7 +152,7 @@ def test_no_call_where_none_is_wanted(thinker: Running):
         )
 
 
-def test_a_tool_that_was_not_offered_is_no_call(thinker: Running):
+def test_a_call_of_an_unknown_tool_is_content(thinker: Running):
     choice = ask(thinker, TWO, tools=TOOLS[:1])["choices"][0]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
     assert choice["message"]["content"] == TWO.removeprefix(ONE + "\n")
@@ -224,7 +172,7 @@ def test_stop_strings_count_in_content_alone(thinker: Running):
     )
 
 
-def test_log_probabilities_are_of_all_tokens(thinker: Running):
+def test_logprobs_cover_all_tokens(thinker: Running):
     said = f"<think>a</think>b{ONE}"
     whole = ask(thinker, said, tools=TOOLS, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == said
@@ -235,8 +183,8 @@ def test_log_probabilities_are_of_all_tokens(thinker: Running):
     assert [entry.bytes for entry in entries] == [entry["bytes"] for entry in whole]
 
 
-def test_a_server_whose_template_knows_no_tools(server: Running):
-    """The tools are told in the system's turn, and calls and results are text; what is said is heard all the same."""
+def test_a_template_without_tools_gets_them_as_text(server: Running):
+    """The system turn lists the tools, calls and results are text; calls are parsed as ever."""
     answer = ask(server, TWO, tools=TOOLS)
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     prompt = prompt_of(server, HISTORY, tools=TOOLS)
@@ -287,8 +235,8 @@ def test_templates_get_tools_calls_and_results(thinker: Running):
     shown = json.loads(prompt.partition("system\n")[2].partition(" as <tool_call>")[0])
     assert shown == TOOLS
     assert (
-        '<think>I look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-        in prompt
+        "<think>I look.</think><tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
     )
     assert "<|im_start|>tool\n21<|im_end|>" in prompt and "<|im_start|>tool\n22<|im_end|>" in prompt
 
@@ -331,14 +279,15 @@ def test_tools_that_must_not_be_called_are_not_shown(thinker: Running):
     ],
 )
 def test_wrong_tools_are_named(thinker: Running, options: dict[str, Any], param: str):
-    error = refused(thinker.post(CHAT, {"messages": HISTORY[:2], **options}))
+    error = openai_error(thinker.post(CHAT, {"messages": HISTORY[:2], **options}))
     assert error["param"] == param and param in error["message"]
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000])
 def test_numbers_in_tools_are_finite(thinker: Running, number: str):
-    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
-    refused(
+    function = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
+    tool = f'{{"type": "function", "function": {function}}}'
+    openai_error(
         thinker.post(
             CHAT,
             f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{tool}]}}'.encode(),
@@ -357,7 +306,7 @@ def test_numbers_in_tools_are_finite(thinker: Running, number: str):
     ],
 )
 def test_wrong_calls_in_messages_are_named(thinker: Running, calls: Any):
-    error = refused(
+    error = openai_error(
         thinker.post(CHAT, {"messages": [*HISTORY[:2], {"role": "assistant", "tool_calls": calls}]})
     )
     assert error["param"] == "messages" and "tool_calls" in error["message"]
@@ -368,7 +317,7 @@ def test_wrong_calls_in_messages_are_named(thinker: Running, calls: Any):
 THOUGHT = "<think>\nIs 9.8 more?\n</think>\n\nIt is 9.8."
 
 
-def test_reasoning_is_told_apart(thinker: Running):
+def test_reasoning_is_separated(thinker: Running):
     answer = ask(thinker, THOUGHT)
     message = answer["choices"][0]["message"]
     assert (
@@ -417,7 +366,7 @@ def test_reasoning_that_the_prompt_began(thinker: Running):
     )
 
 
-def test_reasoning_goes_on_with_the_final_message(thinker: Running):
+def test_reasoning_continues_the_final_message(thinker: Running):
     messages = [
         {"role": "user", "content": "a</think>b"},
         {"role": "assistant", "content": "<think>so far"},
@@ -439,7 +388,7 @@ def test_reasoning_may_be_left_out(thinker: Running):
     assert text == {"content": "It is 9.8.", "reasoning": "", "reasoning_content": ""}
 
 
-def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
+def test_markers_in_user_messages_open_nothing(thinker: Running):
     message = ask(thinker, "<think>", chat_template_kwargs={"enable_thinking": False})["choices"][
         0
     ]["message"]
@@ -450,7 +399,7 @@ def test_marks_that_a_user_writes_begin_nothing(thinker: Running):
     assert message["content"] == "plain"
 
 
-def test_thoughts_are_shown_in_the_terminal_and_not_sent_back(thinker: Running):
+def test_reasoning_is_shown_in_the_terminal_and_not_sent_back(thinker: Running):
     said = "<think>hm, hm</think>one"
     done = subprocess.run(
         [sys.executable, "-m", "counterpoint", "chat", "--url", thinker.url],
@@ -555,7 +504,7 @@ def test_a_forced_call_that_max_tokens_cuts(smollm2: Running):
         assert finish == "length"
 
 
-def test_a_model_may_call_or_answer_in_a_form(smollm2: Running):
+def test_a_model_may_call_or_answer_by_a_schema(smollm2: Running):
     schema = {
         "name": "answer",
         "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},

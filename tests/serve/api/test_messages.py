@@ -1,4 +1,4 @@
-"""/v1/messages as the anthropic package meets it, and raw requests."""
+"""/v1/messages through the anthropic package and raw requests."""
 
 from __future__ import annotations
 
@@ -9,38 +9,20 @@ from typing import Any
 
 import anthropic
 import pytest
+from api_calls import (
+    HELLO,
+    MESSAGES,
+    MESSAGES_BODY,
+    HeldRequest,
+    anthropic_client,
+    message_error,
+    message_events,
+)
 from serve_process import Running, poll
-from test_guard import Held
-
-MESSAGES = "/v1/messages"
-HELLO = [{"role": "user", "content": "hello there"}]
-BODY: dict[str, Any] = {"model": "echo", "max_tokens": 100, "messages": HELLO}
-
-
-def client_of(server: Running, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(
-        base_url=server.url, api_key=key, auth_token=None, max_retries=0, timeout=30
-    )
 
 
 def create(server: Running, **options: Any):
-    return client_of(server).messages.create(**BODY | options)
-
-
-def refused(
-    server: Running, body: dict[str, Any], status: int = 400, path: str = MESSAGES
-) -> dict[str, Any]:
-    """The error of a refused request, in Anthropic's envelope."""
-    response = server.post(path, body)
-    assert response.status_code == status, response.text
-    answer = response.json()
-    assert answer.keys() == {"type", "error"} and answer["type"] == "error"
-    assert answer["error"].keys() == {"type", "message"} and answer["error"]["message"]
-    return answer["error"]
-
-
-def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
-    return server.named_events(MESSAGES, BODY | body)
+    return anthropic_client(server).messages.create(**MESSAGES_BODY | options)
 
 
 # ---------------------------------------------------------------- answers
@@ -64,7 +46,7 @@ def test_a_whole_message(server: Running):
 
 
 def test_a_streamed_message_is_the_whole_one(server: Running):
-    with client_of(server).messages.stream(**BODY) as stream:
+    with anthropic_client(server).messages.stream(**MESSAGES_BODY) as stream:
         events = list(stream)
         final = stream.get_final_message()
     kinds = [event.type for event in events if event.type not in ("text", "ping")]
@@ -84,7 +66,7 @@ def test_a_streamed_message_is_the_whole_one(server: Running):
         and final.stop_reason == whole.stop_reason == "end_turn"
     )
     assert final.usage.output_tokens == whole.usage.output_tokens
-    start = raw_events(server, {})[0]["message"]
+    start = message_events(server, {})[0]["message"]
     assert (
         start["content"] == []
         and start["stop_reason"] is None
@@ -97,8 +79,8 @@ def test_async_messages(server: Running):
         async with anthropic.AsyncAnthropic(
             base_url=server.url, api_key="none", max_retries=0
         ) as client:
-            whole = await client.messages.create(**BODY)
-            async with client.messages.stream(**BODY) as stream:
+            whole = await client.messages.create(**MESSAGES_BODY)
+            async with client.messages.stream(**MESSAGES_BODY) as stream:
                 return whole.content[0].text, "".join([text async for text in stream.text_stream])
 
     assert asyncio.run(both()) == ("hello there", "hello there")
@@ -113,7 +95,7 @@ def test_why_a_message_ends(server: Running):
         "stop_sequence",
         " th",
     )
-    *_, delta, stop = raw_events(server, {"stop_sequences": [" th"]})
+    *_, delta, stop = message_events(server, {"stop_sequences": [" th"]})
     assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " th"} and stop == {
         "type": "message_stop"
     }
@@ -121,7 +103,7 @@ def test_why_a_message_ends(server: Running):
 
 
 def test_more_tokens_than_the_context_has_left(server: Running):
-    """max_tokens must be given, so that clients give much: it is no error, and what ends the answer is told."""
+    """max_tokens is required, so clients set it high: no error, but a stop reason of its own."""
     said = [{"role": "user", "content": "on and on " * 400}]
     answer = create(server, max_tokens=100_000, messages=said, extra_body={"ignore_eos": True})
     assert answer.stop_reason == "model_context_window_exceeded"
@@ -178,7 +160,7 @@ TURNS = [
 ]
 
 
-def test_blocks_are_the_chat_that_they_are(server: Running):
+def test_blocks_translate_into_the_same_chat(server: Running):
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief\nand kind"},
@@ -192,15 +174,19 @@ def test_blocks_are_the_chat_that_they_are(server: Running):
     assert answer.content[0].text == "last"
     asked = server.client.chat.completions.create(model="echo", messages=chat).usage.prompt_tokens
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == asked
-    counted = client_of(server).messages.count_tokens(model="echo", messages=TURNS, system=system)
+    counted = anthropic_client(server).messages.count_tokens(
+        model="echo", messages=TURNS, system=system
+    )
     assert counted.input_tokens == asked
 
 
-def test_a_begun_answer_is_gone_on_with(server: Running):
+def test_a_last_assistant_turn_is_continued(server: Running):
     begun = [*HELLO, {"role": "assistant", "content": "he"}]
-    plain = client_of(server).messages.count_tokens(model="echo", messages=HELLO).input_tokens
+    plain = (
+        anthropic_client(server).messages.count_tokens(model="echo", messages=HELLO).input_tokens
+    )
     assert (
-        client_of(server).messages.count_tokens(model="echo", messages=begun).input_tokens
+        anthropic_client(server).messages.count_tokens(model="echo", messages=begun).input_tokens
         == plain + 2
     )
     assert create(server, messages=begun).content[0].text
@@ -277,15 +263,20 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_wrong_fields_of_a_message_are_named(server: Running, body: dict[str, Any], named: str):
-    error = refused(server, BODY | body)
+    error = message_error(server, MESSAGES_BODY | body)
     assert named in error["message"] and error["type"] == "invalid_request_error", error
     assert "role_of" not in error["message"]
 
 
 def test_errors_have_the_envelope_of_their_path(server: Running):
-    assert refused(server, BODY | {"model": "gpt-9"}, 404)["type"] == "not_found_error"
-    assert refused(server, {}, 400, f"{MESSAGES}/count_tokens")["type"] == "invalid_request_error"
-    assert refused(server, {}, 404, f"{MESSAGES}/batches")["type"] == "not_found_error"
+    assert (
+        message_error(server, MESSAGES_BODY | {"model": "gpt-9"}, 404)["type"] == "not_found_error"
+    )
+    assert (
+        message_error(server, {}, 400, f"{MESSAGES}/count_tokens")["type"]
+        == "invalid_request_error"
+    )
+    assert message_error(server, {}, 404, f"{MESSAGES}/batches")["type"] == "not_found_error"
     assert server.post("/v1/messages-of-mine", {}).json().keys() == {"error"}
     assert (
         server.get(MESSAGES).status_code == 405 and server.get(MESSAGES).json()["type"] == "error"
@@ -298,51 +289,60 @@ def test_errors_have_the_envelope_of_their_path(server: Running):
 
 def test_a_failed_step_fails_the_message(server: Running):
     said = [{"role": "user", "content": "FAIL THE STEP"}]
-    assert refused(server, BODY | {"messages": said}, 500)["type"] == "api_error"
-    (only,) = raw_events(server, {"messages": said})
+    assert message_error(server, MESSAGES_BODY | {"messages": said}, 500)["type"] == "api_error"
+    (only,) = message_events(server, {"messages": said})
     assert only["type"] == "error" and "a failed step" in only["error"]["message"]
     with pytest.raises(anthropic.APIStatusError, match="a failed step"):
-        list(client_of(server).messages.create(**BODY | {"messages": said}, stream=True))
+        list(
+            anthropic_client(server).messages.create(
+                **MESSAGES_BODY | {"messages": said}, stream=True
+            )
+        )
 
 
 def test_leaving_a_message_ends_it(server: Running):
-    with client_of(server).messages.stream(
-        **BODY | {"max_tokens": 4000}, extra_body={"ignore_eos": True}
+    with anthropic_client(server).messages.stream(
+        **MESSAGES_BODY | {"max_tokens": 4000}, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream.text_stream))
     poll(lambda: server.metric("counterpoint_requests_running") == 0)
 
 
-def test_a_full_queue_is_told_in_the_envelope(own_server: Callable[..., Running], tmp_path: Path):
+def test_a_full_queue_has_the_anthropic_envelope(
+    own_server: Callable[..., Running], tmp_path: Path
+):
     server = own_server(max_queued_requests=1).wait_ready()
-    held = Held(server, tmp_path / "go")
-    response = server.post(MESSAGES, BODY | {"stream": True})
+    held = HeldRequest(server, tmp_path / "go")
+    response = server.post(MESSAGES, MESSAGES_BODY | {"stream": True})
     assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert response.json()["error"]["type"] == "overloaded_error" and response.headers["request-id"]
-    assert held.let_go()
-    assert client_of(server).messages.create(**BODY)._request_id
+    assert held.release()
+    assert anthropic_client(server).messages.create(**MESSAGES_BODY)._request_id
 
 
 def test_the_key_may_be_an_x_api_key(own_server: Callable[..., Running]):
     server = own_server(api_key="swordfish-7").wait_ready()
-    assert client_of(server, "swordfish-7").messages.create(**BODY).content[0].text == "hello there"
+    assert (
+        anthropic_client(server, "swordfish-7").messages.create(**MESSAGES_BODY).content[0].text
+        == "hello there"
+    )
     bearer = anthropic.Anthropic(
         base_url=server.url, api_key=None, auth_token="swordfish-7", max_retries=0
     )
     assert bearer.messages.count_tokens(model="echo", messages=HELLO).input_tokens
     for key in ("swordfish", "", "swordfish-77"):
-        response = server.post(MESSAGES, BODY, headers={"x-api-key": key})
+        response = server.post(MESSAGES, MESSAGES_BODY, headers={"x-api-key": key})
         assert (
             response.status_code == 401
             and response.json()["error"]["type"] == "authentication_error"
         )
     with pytest.raises(anthropic.AuthenticationError):
-        client_of(server).messages.create(**BODY)
+        anthropic_client(server).messages.create(**MESSAGES_BODY)
     assert (
         server.post("/v1/completions", {"prompt": "hi"}).json()["error"]["code"]
         == "invalid_api_key"
     )
     wrong = {"authorization": "Bearer wrong", "x-api-key": "swordfish-7"}
-    assert server.post(MESSAGES, BODY, headers=wrong).status_code == 401, (
+    assert server.post(MESSAGES, MESSAGES_BODY, headers=wrong).status_code == 401, (
         "one that is given wrongly is not made up for"
     )

@@ -1,4 +1,4 @@
-"""Reasoning and calls told from content: whatever a model writes, however its text is cut."""
+"""Reasoning and calls are separated from content, whatever a model writes and however it is cut."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser_cases import ALLOWED_TOOLS, SHOWS_ALL, TOOLS, parse_parts, parse_text, template_with
 from transformers.utils.chat_parsing import parse_response
 
 from counterpoint.serve.output_parsing import chat_formats
 from counterpoint.serve.output_parsing.chat_formats import (
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_SEP,
+    HERMES,
+    THINK,
     ChatFormat,
     find_chat_format,
-    load,
-    spec_of,
+    load_template,
+    make_spec,
 )
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
     ContentDelta,
-    OutputPart,
     join_parts,
     merge_parts,
 )
@@ -28,128 +35,106 @@ from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-}
-TOOLS = tuple(
-    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
-    for name in ("weather", "time")
-)
-OFFER = AllowedTools(TOOLS)
 WEATHER = ("weather", '{"city": "Paris"}')
 TIME = ("time", "{}")
 
 
-def dialect(calls: dict | None, thoughts: dict | None = chat_formats.THINK) -> ChatFormat:
-    spec = spec_of(thoughts, calls)
-    return ChatFormat(spec, load(spec))
+def make_chat_format(calls: dict | None, reasoning: dict | None = THINK) -> ChatFormat:
+    spec = make_spec(reasoning, calls)
+    return ChatFormat(spec, load_template(spec))
 
 
-DIALECTS = {
-    name: dialect(getattr(chat_formats, name))
+CHAT_FORMATS = {
+    name: make_chat_format(getattr(chat_formats, name))
     for name in ("HERMES", "QWEN_XML", "LLAMA", "MISTRAL", "MISTRAL_NAMED", "DEEPSEEK")
 }
-D = chat_formats
-SHOWS = "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"  # all there is
 
 
-def shown_with(marks: str) -> str:
-    """A chat template that knows tools and writes these marks."""
-    return f"{SHOWS}{{# {marks} #}}"
-
-
-SPELLED = {  # two calls, as each dialect writes them
+CALL_TEXTS = {  # two calls, as each format writes them
     "HERMES": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
-    "QWEN_XML": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+    "QWEN_XML": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "</function>\n</tool_call>\n"
     "<tool_call>\n<function=time>\n</function>\n</tool_call>",
-    "LLAMA": '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "parameters": {}}',
-    "MISTRAL": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+    "LLAMA": '{"name": "weather", "parameters": {"city": "Paris"}}; '
+    '{"name": "time", "parameters": {}}',
+    "MISTRAL": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, '
+    '{"name": "time", "arguments": {}}]',
     "MISTRAL_NAMED": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
-    "DEEPSEEK": f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n'
-    f"{D.DEEPSEEK_CALL}time{D.DEEPSEEK_SEP}{{}}{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+    "DEEPSEEK": f"{DEEPSEEK_BEGIN}{DEEPSEEK_CALL}function{DEEPSEEK_SEP}weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{DEEPSEEK_CALL_END}\n'
+    f"{DEEPSEEK_CALL}time{DEEPSEEK_SEP}{{}}{DEEPSEEK_CALL_END}{DEEPSEEK_END}",
 }
-
-
-def parts(
-    spoken: ChatFormat,
-    text: str,
-    cuts: list[int] | None = None,
-    *,
-    offer: AllowedTools | None = OFFER,
-    begun: str = "",
-    whole: bool = True,
-    reasoning: bool = True,
-) -> list[OutputPart]:
-    hearing = make_parser_config(spoken, offer, reasoning, begun)
-    assert hearing is not None
-    voice, said = hearing(), []
-    ends = [*(cuts or ()), len(text)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        said += voice.feed(text[start:end])
-    return said + voice.end(whole)
-
-
-def heard(
-    spoken: ChatFormat, text: str, cuts: list[int] | None = None, **options
-) -> tuple[str, str, list[tuple[str, str]]]:
-    speech = merge_parts(parts(spoken, text, cuts, **options))
-    return speech.reasoning, speech.content, [(call.name, call.arguments) for call in speech.calls]
 
 
 # ---------------------------------------------------------------- every family
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", CHAT_FORMATS)
 def test_reasoning_and_calls_of_each_family(name: str):
-    reasoning, content, calls = heard(DIALECTS[name], SPELLED[name])
+    reasoning, content, calls = parse_text(CHAT_FORMATS[name], CALL_TEXTS[name])
     assert (reasoning, content) == ("", "")
     assert [name for name, _ in calls] == ["weather", "time"]
     assert [msgspec.json.decode(arguments) for _, arguments in calls] == [{"city": "Paris"}, {}]
     if name != "LLAMA":  # its calls have no mark: they are all of the answer, or none
-        text = f"<think>\nhm, Paris\n</think>\n\nLet me look.\n\n{SPELLED[name]}"
-        assert heard(DIALECTS[name], text) == ("hm, Paris", "Let me look.", calls)
+        text = f"<think>\nhm, Paris\n</think>\n\nLet me look.\n\n{CALL_TEXTS[name]}"
+        assert parse_text(CHAT_FORMATS[name], text) == ("hm, Paris", "Let me look.", calls)
 
 
 PIECES = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>", "</parameter>",
-    "[TOOL_CALLS]", "[ARGS]", "weather", "<|python_tag|>", D.DEEPSEEK_BEGIN, D.DEEPSEEK_CALL, "function", D.DEEPSEEK_SEP,
-    "\n```json\n", "\n```", D.DEEPSEEK_CALL_END, D.DEEPSEEK_END, '{"name": "weather", "arguments": ', '{"city": "Pa\\"r}is"}', "}",
-    '{"name": "weather"}', '{"arguments": {}, "name": "time"}', '{"name": "unknown", "arguments": {}}', "{", '"', "\\", "[", "]",
-    ",", ";", " ", "\n", "\n\n", "7", "null", "a", "<", "<tool", "</", "é漢😀", *SPELLED.values(),
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>",
+    "<parameter=days>", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "weather", "<|python_tag|>",
+    DEEPSEEK_BEGIN, DEEPSEEK_CALL, "function", DEEPSEEK_SEP, "\n```json\n", "\n```",
+    DEEPSEEK_CALL_END, DEEPSEEK_END, '{"name": "weather", "arguments": ', '{"city": "Pa\\"r}is"}',
+    "}", '{"name": "weather"}', '{"arguments": {}, "name": "time"}',
+    '{"name": "unknown", "arguments": {}}', "{", '"', "\\", "[", "]", ",", ";", " ", "\n", "\n\n",
+    "7", "null", "a", "<", "<tool", "</", "é漢😀", *CALL_TEXTS.values(),
 ]  # fmt: skip
 
 
 @given(
-    st.sampled_from(sorted(DIALECTS)),
+    st.sampled_from(sorted(CHAT_FORMATS)),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.lists(st.integers(0, 400), max_size=12),
     st.booleans(),
     st.sampled_from(["", "<think>"]),
 )
 @settings(max_examples=500, deadline=None)
-def test_any_cutting_gives_the_same(name: str, text: str, cuts: list[int], whole: bool, begun: str):
-    spoken = DIALECTS[name]
-    at_once = heard(spoken, text, whole=whole, begun=begun)
+def test_parts_do_not_depend_on_how_text_is_cut(
+    name: str, text: str, cuts: list[int], complete: bool, answer_prefix: str
+):
+    chat_format = CHAT_FORMATS[name]
+    at_once = parse_text(chat_format, text, complete=complete, answer_prefix=answer_prefix)
     assert (
-        heard(
-            spoken, text, sorted(cut for cut in cuts if cut <= len(text)), whole=whole, begun=begun
+        parse_text(
+            chat_format,
+            text,
+            sorted(cut for cut in cuts if cut <= len(text)),
+            complete=complete,
+            answer_prefix=answer_prefix,
         )
         == at_once
     )
-    assert heard(spoken, text, list(range(len(text))), whole=whole, begun=begun) == at_once
+    assert (
+        parse_text(
+            chat_format,
+            text,
+            list(range(len(text))),
+            complete=complete,
+            answer_prefix=answer_prefix,
+        )
+        == at_once
+    )
 
 
 @given(
-    st.sampled_from(sorted(DIALECTS)),
+    st.sampled_from(sorted(CHAT_FORMATS)),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool):
-    said = parts(DIALECTS[name], text, list(range(len(text))), whole=whole)
+def test_parts_come_in_order_and_none_is_empty(name: str, text: str, complete: bool):
+    said = parse_parts(CHAT_FORMATS[name], text, list(range(len(text))), complete=complete)
     started = [part.index for part in said if isinstance(part, CallStart)]
     assert started == list(range(len(started)))
     current = -1
@@ -163,18 +148,16 @@ def test_parts_come_in_order_and_none_is_empty(name: str, text: str, whole: bool
 
 
 @given(
-    st.sampled_from(sorted(DIALECTS)),
+    st.sampled_from(sorted(CHAT_FORMATS)),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_what_has_no_call_and_no_reasoning_is_content_to_the_letter(
-    name: str, text: str, whole: bool
-):
-    speech = merge_parts(parts(DIALECTS[name], text, whole=whole))
-    if not speech.calls and "<think>" not in text:
-        assert speech.content == text
-    assert heard(dialect(None), text, offer=None, whole=whole)[2] == []
+def test_text_without_regions_is_unchanged_content(name: str, text: str, complete: bool):
+    output = merge_parts(parse_parts(CHAT_FORMATS[name], text, complete=complete))
+    if not output.calls and "<think>" not in text:
+        assert output.content == text
+    assert parse_text(make_chat_format(None), text, allowed_tools=None, complete=complete)[2] == []
 
 
 # ---------------------------------------------------------------- the library as the oracle
@@ -192,7 +175,7 @@ WORDS = st.text(
 
 @given(WORDS, WORDS, CALLS, st.lists(st.integers(0, 300), max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_a_good_answer_is_what_transformers_makes_of_it(
+def test_a_well_formed_answer_parses_as_in_transformers(
     thought: str, content: str, calls: list, cuts: list[int]
 ):
     bodies = [
@@ -201,10 +184,10 @@ def test_a_good_answer_is_what_transformers_makes_of_it(
     ]
     body = "".join(f"<tool_call>{call}</tool_call>" for call in bodies)
     text = f"<think>{thought}</think>{content}{body}"
-    spec = DIALECTS["HERMES"].spec
+    spec = CHAT_FORMATS["HERMES"].spec
     whole = parse_response(text, spec, prefix="")
-    reasoning, said, called = heard(
-        DIALECTS["HERMES"], text, sorted(cut for cut in cuts if cut <= len(text))
+    reasoning, said, called = parse_text(
+        CHAT_FORMATS["HERMES"], text, sorted(cut for cut in cuts if cut <= len(text))
     )
     assert reasoning == whole.get("reasoning_content", "") and said.strip() == whole.get(
         "content", ""
@@ -217,7 +200,7 @@ def test_a_good_answer_is_what_transformers_makes_of_it(
 
 
 def test_a_template_that_comes_with_the_tokeniser():
-    """In the manner of models that have special names for everything, no JSON proper, and channels."""
+    """A template with its own field names, unquoted JSON keys, and channels."""
     spec = {
         "start_anchor": "<|turn>model\n",
         "fields": {
@@ -237,44 +220,57 @@ def test_a_template_that_comes_with_the_tokeniser():
         },
     }
     byte = make_byte_tokenizer()
-    spoken = find_chat_format(ModelTokenizer(byte.tokenizer, SHOWS, {}, spec))
-    assert spoken.own and spoken.manners.native
+    chat_format = find_chat_format(ModelTokenizer(byte.tokenizer, SHOWS_ALL, {}, spec))
+    assert chat_format.from_tokenizer and chat_format.capabilities.supports_tools
     text = 'hm<channel|>Well.<|tool_call>call:weather{city: "Paris", days: 7}<tool_call|>'
-    begun = chat_formats.begun_by(
-        spoken, "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n", None
+    answer_prefix = chat_formats.find_answer_prefix(
+        chat_format,
+        "<|turn>user\n<|channel>thought\n<turn|><|turn>model\n<|channel>thought\n",
+        None,
     )
     expected = ("hm", "Well.", [("weather", '{"city":"Paris","days":7}')])
     assert (
-        heard(spoken, text, begun=begun)
+        parse_text(chat_format, text, answer_prefix=answer_prefix)
         == expected
-        == heard(spoken, text, list(range(len(text))), begun=begun)
+        == parse_text(chat_format, text, list(range(len(text))), answer_prefix=answer_prefix)
     )
-    assert heard(spoken.writable(), f"hm<channel|>{SPELLED['HERMES']}", begun=begun) == (
+    assert parse_text(
+        chat_format.with_known_call_format(),
+        f"hm<channel|>{CALL_TEXTS['HERMES']}",
+        answer_prefix=answer_prefix,
+    ) == (
         "hm",
         "",
         [WEATHER, TIME],
     )
     broken = "<|tool_call>call:weather{city: <tool_call|>"
-    assert heard(spoken, broken) == ("", broken, [])
+    assert parse_text(chat_format, broken) == ("", broken, [])
 
 
-def test_the_mark_that_begins_first_counts_even_if_another_is_whole_before():
+def test_the_marker_that_begins_first_wins():
     fields = {
         "reasoning_content": {"open": "b", "close": "."},
         "tool_calls": {"open_pattern": "a.{0,5}c", "content": "json"},
     }
     spec = {"start_anchor": "x", "fields": fields | {"content": {}}}
-    spoken = ChatFormat(spec, load(spec))
+    chat_format = ChatFormat(spec, load_template(spec))
     for text, expected in (("abxc{}", ("", "abxc{}", [])), ("abx, d.e", ("x, d", "ae", []))):
-        assert heard(spoken, text) == expected == heard(spoken, text, list(range(len(text))))
+        assert (
+            parse_text(chat_format, text)
+            == expected
+            == parse_text(chat_format, text, list(range(len(text))))
+        )
 
 
-def test_a_template_that_is_wrong_is_passed_over():
+def test_an_invalid_response_template_is_ignored():
     byte = make_byte_tokenizer()
-    spoken = find_chat_format(
-        ModelTokenizer(byte.tokenizer, shown_with("<tool_call>"), {}, {"fields": {}})
+    chat_format = find_chat_format(
+        ModelTokenizer(byte.tokenizer, template_with("<tool_call>"), {}, {"fields": {}})
     )
-    assert not spoken.own and heard(spoken, SPELLED["HERMES"])[2] == [WEATHER, TIME]
+    assert not chat_format.from_tokenizer and parse_text(chat_format, CALL_TEXTS["HERMES"])[2] == [
+        WEATHER,
+        TIME,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -285,13 +281,13 @@ def test_a_template_that_is_wrong_is_passed_over():
         ("[TOOL_CALLS]", "MISTRAL", None),
         ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "MISTRAL_NAMED", "THINK_BRACKETS"),
         ("<|python_tag|>", "LLAMA", None),
-        (f"{D.DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
+        (f"{DEEPSEEK_CALL} </think>", "DEEPSEEK", "THINK"),
         ("nothing", "HERMES", None),
     ],
 )
-def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: str | None):
-    found = find_chat_format(ModelTokenizer(make_byte_tokenizer().tokenizer, shown_with(marks)))
-    assert found.manners.native and found.spec["fields"]["tool_calls"] is getattr(
+def test_the_chat_template_selects_the_format(marks: str, calls: str, thoughts: str | None):
+    found = find_chat_format(ModelTokenizer(make_byte_tokenizer().tokenizer, template_with(marks)))
+    assert found.capabilities.supports_tools and found.spec["fields"]["tool_calls"] is getattr(
         chat_formats, calls
     )
     assert found.spec["fields"].get("reasoning_content") is (
@@ -303,7 +299,7 @@ def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: 
         )
     )
     assert (
-        not unknown.manners.native and unknown.spec["fields"]["tool_calls"] is chat_formats.HERMES
+        not unknown.capabilities.supports_tools and unknown.spec["fields"]["tool_calls"] is HERMES
     ), "it is told how to call"
     assert unknown.spec["fields"].get("reasoning_content") is found.spec["fields"].get(
         "reasoning_content"
@@ -313,15 +309,18 @@ def test_the_chat_template_says_which_dialect(marks: str, calls: str, thoughts: 
 def test_special_tokens_of_marks_are_seen():
     text = make_byte_tokenizer()
     text.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[INST]"])
-    special = ModelTokenizer(text.tokenizer, shown_with("[TOOL_CALLS] [ARGS] [/THINK]"))
-    spoken = find_chat_format(special)
-    fields = spoken.template.fields
-    named = {special.token_string(token) for token in spoken.marks([fields["tool_calls"]])}
+    special = ModelTokenizer(text.tokenizer, template_with("[TOOL_CALLS] [ARGS] [/THINK]"))
+    chat_format = find_chat_format(special)
+    fields = chat_format.template.fields
+    named = {
+        special.token_string(token)
+        for token in chat_format.marker_token_ids([fields["tool_calls"]])
+    }
     assert named == {"[TOOL_CALLS]", "[ARGS]"}
-    assert not spoken.marks([fields["reasoning_content"]])
+    assert not chat_format.marker_token_ids([fields["reasoning_content"]])
 
 
-# ---------------------------------------------------------------- what is no call, and what is nearly one
+# ---------------------------------------------------------------- text that is no call
 
 
 @pytest.mark.parametrize(
@@ -341,8 +340,8 @@ def test_special_tokens_of_marks_are_seen():
         '<tool_call>{"name": "' + "weather" * 300 + '", "arguments": {}}</tool_call>',
     ],
 )
-def test_what_only_looks_like_a_call_is_content(text: str):
-    assert heard(DIALECTS["HERMES"], text, whole=False) == ("", text, [])
+def test_text_that_only_looks_like_a_call_is_content(text: str):
+    assert parse_text(CHAT_FORMATS["HERMES"], text, complete=False) == ("", text, [])
 
 
 @pytest.mark.parametrize(
@@ -369,16 +368,16 @@ def test_what_only_looks_like_a_call_is_content(text: str):
 def test_calls_as_models_write_them(said: str, calls: list):
     text = f"<tool_call>{said}</tool_call>"
     assert (
-        heard(DIALECTS["HERMES"], text)
+        parse_text(CHAT_FORMATS["HERMES"], text)
         == ("", "", calls)
-        == heard(DIALECTS["HERMES"], text, list(range(len(text))))
+        == parse_text(CHAT_FORMATS["HERMES"], text, list(range(len(text))))
     )
 
 
-def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
-    text = SPELLED["HERMES"]
+def test_a_call_that_is_cut_short_is_returned_as_far_as_it_goes():
+    text = CALL_TEXTS["HERMES"]
     for end in range(len(text)):
-        reasoning, content, calls = heard(DIALECTS["HERMES"], text[:end], whole=False)
+        reasoning, content, calls = parse_text(CHAT_FORMATS["HERMES"], text[:end], complete=False)
         assert not reasoning
         for (name, arguments), (full_name, full_arguments) in zip(
             calls, [WEATHER, TIME], strict=False
@@ -388,41 +387,47 @@ def test_a_call_that_is_cut_short_is_given_as_far_as_it_goes():
 
 
 def test_a_good_call_before_a_bad_one():
-    text = SPELLED["HERMES"].replace('"time"', '"nothing"')
-    _, content, calls = heard(DIALECTS["HERMES"], text)
+    text = CALL_TEXTS["HERMES"].replace('"time"', '"nothing"')
+    _, content, calls = parse_text(CHAT_FORMATS["HERMES"], text)
     assert (
         calls == [WEATHER]
         and content == '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
     )
 
 
-def test_arguments_go_out_as_they_come():
+def test_arguments_stream_as_they_come():
     said = '<tool_call>{"name": "weather", "arguments": {"city": "'
-    hearing = make_parser_config(DIALECTS["HERMES"], OFFER, True, "")
+    hearing = make_parser_config(CHAT_FORMATS["HERMES"], ALLOWED_TOOLS, True, "")
     assert hearing is not None
     voice = hearing()
-    (start, begun) = join_parts(voice.feed(said))
+    (start, answer_prefix) = join_parts(voice.feed(said))
     assert (
         isinstance(start, CallStart)
         and start.name == "weather"
-        and begun == CallArguments(0, '{"city": "')
+        and answer_prefix == CallArguments(0, '{"city": "')
     )
     assert voice.feed("Par") == [CallArguments(0, "Par")]
 
 
-def test_one_call_where_no_more_are_wanted():
-    for name, spoken in DIALECTS.items():
+def test_without_parallel_there_is_one_call():
+    for name, chat_format in CHAT_FORMATS.items():
         single = AllowedTools(TOOLS, parallel=False)
-        for cuts in ([], list(range(len(SPELLED[name])))):
-            said = parts(spoken, SPELLED[name] + " and more", cuts, offer=single)
+        for cuts in ([], list(range(len(CALL_TEXTS[name])))):
+            said = parse_parts(
+                chat_format, CALL_TEXTS[name] + " and more", cuts, allowed_tools=single
+            )
             assert [part.name for part in said if isinstance(part, CallStart)] == ["weather"], name
             assert not any(isinstance(part, ContentDelta) for part in said)
 
 
-def test_nothing_is_called_where_nothing_is_offered():
-    text = f"<think>a</think>{SPELLED['HERMES']}"
-    assert heard(DIALECTS["HERMES"], text, offer=None) == ("a", SPELLED["HERMES"], [])
-    assert make_parser_config(dialect(chat_formats.HERMES, None), None, True, "") is None, (
+def test_without_tools_there_are_no_calls():
+    text = f"<think>a</think>{CALL_TEXTS['HERMES']}"
+    assert parse_text(CHAT_FORMATS["HERMES"], text, allowed_tools=None) == (
+        "a",
+        CALL_TEXTS["HERMES"],
+        [],
+    )
+    assert make_parser_config(make_chat_format(HERMES, None), None, True, "") is None, (
         "there is nothing to listen for"
     )
 
@@ -431,7 +436,7 @@ def test_nothing_is_called_where_nothing_is_offered():
 
 
 @pytest.mark.parametrize(
-    ("begun", "text", "reasoning", "content"),
+    ("answer_prefix", "text", "reasoning", "content"),
     [
         ("", "<think>\na\n</think>\n\nb\n", "a", "b\n"),
         ("<think>", "\na\n</think>\n\nb", "a", "b"),
@@ -442,21 +447,23 @@ def test_nothing_is_called_where_nothing_is_offered():
         ("half an answer", " and the rest ", "", " and the rest "),
     ],
 )
-def test_reasoning(begun: str, text: str, reasoning: str, content: str):
-    said = heard(DIALECTS["HERMES"], text, begun=begun)
+def test_reasoning(answer_prefix: str, text: str, reasoning: str, content: str):
+    said = parse_text(CHAT_FORMATS["HERMES"], text, answer_prefix=answer_prefix)
     assert (
         said
         == (reasoning, content, [])
-        == heard(DIALECTS["HERMES"], text, list(range(len(text))), begun=begun)
+        == parse_text(
+            CHAT_FORMATS["HERMES"], text, list(range(len(text))), answer_prefix=answer_prefix
+        )
     )
 
 
 def test_reasoning_may_stay_in_the_content():
     text = "<think>a</think>b"
-    assert heard(DIALECTS["HERMES"], text, reasoning=False) == ("", text, [])
+    assert parse_text(CHAT_FORMATS["HERMES"], text, reasoning=False) == ("", text, [])
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", CHAT_FORMATS)
 @pytest.mark.parametrize(
     "nasty",
     [
@@ -472,5 +479,5 @@ def test_reasoning_may_stay_in_the_content():
 def test_the_work_for_a_character_is_bounded(name: str, nasty: str):
     """Patterns that look again at all that was held would take minutes for this."""
     text = nasty * (40_000 // len(nasty))
-    said = parts(DIALECTS[name], text, list(range(0, len(text), 4)))
+    said = parse_parts(CHAT_FORMATS[name], text, list(range(0, len(text), 4)))
     assert said is not None

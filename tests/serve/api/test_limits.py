@@ -1,9 +1,8 @@
-"""Protection: the API key, how much may wait, and how long an answer may take."""
+"""The API key, admission limits, and the time limit of a response."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from api_calls import CHAT, COMPLETIONS, HeldRequest
 from serve_process import Running, poll
 
 from counterpoint.bench.client import HttpTarget
@@ -18,7 +18,6 @@ from counterpoint.bench.command import fetch_first_model
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.offline.chat import remote_speaker
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Start = Callable[..., Running]
 
 
@@ -86,28 +85,9 @@ def overloaded(server: Running, body: dict[str, Any], path: str = COMPLETIONS) -
     return error["message"]
 
 
-class Held:
-    """A request whose first token comes when it is let go."""
-
-    def __init__(self, server: Running, file: Path) -> None:
-        self.file = file
-        self.body: dict[str, Any] = {"prompt": f"HOLD UNTIL {file} ", "max_tokens": 1}
-        self._answers: list[httpx.Response] = []
-        self._thread = threading.Thread(
-            target=lambda: self._answers.append(server.post(COMPLETIONS, self.body))
-        )
-        self._thread.start()
-        poll(lambda: server.metric("counterpoint_queued_requests") == 1)
-
-    def let_go(self) -> bool:
-        self.file.touch()
-        self._thread.join(20)
-        return self._answers[0].is_success
-
-
-def test_requests_that_may_wait(own_server: Start, tmp_path: Path):
+def test_max_queued_requests(own_server: Start, tmp_path: Path):
     server = own_server(max_queued_requests=2).wait_ready()
-    held = Held(server, tmp_path / "go")
+    held = HeldRequest(server, tmp_path / "go")
     messages = [{"role": "user", "content": "hi"}]
     for stream in (False, True):
         assert "at most 2" in overloaded(server, {"prompt": "hi", "stream": stream, "n": 2})
@@ -125,27 +105,27 @@ def test_requests_that_may_wait(own_server: Start, tmp_path: Path):
             )
         )
     assert [answer.json()["error"]["code"] for answer in answers] == ["server_overloaded"] * 8
-    assert held.let_go()
+    assert held.release()
     assert server.post(COMPLETIONS, {"prompt": "hi", "n": 9, "max_tokens": 1}).is_success, (
         "nothing waits: all of it may"
     )
 
 
-def test_tokens_that_may_wait(own_server: Start, tmp_path: Path):
+def test_max_queued_tokens(own_server: Start, tmp_path: Path):
     server = own_server(max_queued_tokens=300).wait_ready()
-    held = Held(server, tmp_path / "go")
+    held = HeldRequest(server, tmp_path / "go")
     assert server.metric("counterpoint_queued_tokens") == len(held.body["prompt"])
     assert "at most 300" in overloaded(server, {"prompt": "x" * 290})
     assert server.metric("counterpoint_requests_refused_total", reason="queued_tokens") == 1
-    assert held.let_go()
+    assert held.release()
     assert server.post(COMPLETIONS, {"prompt": "x" * 290, "max_tokens": 1}).is_success
     assert server.post(COMPLETIONS, {"prompt": "x" * 400, "max_tokens": 1}).is_success, (
         "nothing else waits"
     )
 
 
-def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tmp_path: Path):
-    """Streams that run, fail, or are left at once, streamed and whole: none keeps its place."""
+def test_a_request_leaves_the_queue_at_its_first_token_or_end(own_server: Start, tmp_path: Path):
+    """Requests that run, fail or are left at once, streamed or not, leave the queue."""
     server = own_server(max_queued_requests=1).wait_ready()
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", f"{server.url}{COMPLETIONS}", json=endless) as running:
@@ -157,9 +137,9 @@ def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tm
         ):
             for _ in range(3):
                 assert server.post(COMPLETIONS, body).status_code in (200, 500)
-    held = Held(server, tmp_path / "go")
+    held = HeldRequest(server, tmp_path / "go")
     overloaded(server, {"prompt": "hi"})
-    assert held.let_go()
+    assert held.release()
     for stream in (True, False):
         leaving = httpx.Timeout(5, read=0.2)
         go = tmp_path / f"go{stream}"
@@ -180,7 +160,7 @@ def test_what_has_its_first_token_or_its_end_does_not_wait(own_server: Start, tm
 # ---------------------------------------------------------------- how long it may take
 
 
-def test_an_answer_that_takes_too_long(own_server: Start, tmp_path: Path):
+def test_a_response_that_takes_too_long_fails(own_server: Start, tmp_path: Path):
     server = own_server(request_timeout_s=0.3).wait_ready()
     endless = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True}
     error = envelope(server.post(COMPLETIONS, endless), 504)

@@ -1,4 +1,4 @@
-"""What /live tells, and what it costs."""
+"""The frames of /live, and what they cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serve_process import Running, data_of, poll
+from live_frames import first, watching
+from serve_process import Running, poll
 
 from counterpoint.serve.observability import lane_feed, rolling_stats
 from counterpoint.serve.worker.wire import EngineOutputs
@@ -21,26 +22,12 @@ from counterpoint.stats import LaneStep, PolicyReport, Stats
 from counterpoint.types import AddRequest, FinishReason, OutputDelta, Sampling
 
 Start = Callable[..., Running]
-Frame = dict[str, Any]
-
-
-@contextlib.contextmanager
-def watching(server: Running) -> Iterator[Iterator[Frame]]:
-    with server.http.stream("GET", f"{server.url}/live") as response:
-        assert response.status_code == 200 and response.headers["content-type"].startswith(
-            "text/event-stream"
-        )
-        yield (dict(data_of(line)) for line in response.iter_lines() if line)
-
-
-def first(frames: Iterator[Frame], fits: Callable[[Frame], Any]) -> Frame:
-    return next(frame for frame in frames if fits(frame))
 
 
 # ---------------------------------------------------------------- over a real socket
 
 
-def test_frames_tell_what_runs(own_server: Start, tmp_path: Path):
+def test_frames_show_what_runs(own_server: Start, tmp_path: Path):
     server = own_server().wait_ready()
     with watching(server) as frames:
         idle = first(frames, lambda f: f["about"]["units"])
@@ -120,17 +107,17 @@ class Sent:
 
 
 class Engine:
-    stats, hello, state, error = Stats(), None, "ready", ""
+    stats, engine_info, state, error = Stats(), None, "ready", ""
 
 
-def test_who_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_a_client_that_does_not_read_is_closed_and_slows_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane_feed, "STALL_S", 0.3)
     monkeypatch.setattr(lane_feed, "FRAME_S", 0.01)
     monkeypatch.setattr(lane_feed, "QUIET_S", 0.01)
 
     async def scene() -> None:
         shown = lane_feed.LaneFeed(
-            Engine(), rolling_stats.RollingStats(), lane_feed.Queue(), "echo"
+            Engine(), rolling_stats.RollingStats(), lane_feed.AdmissionQueue(), "echo"
         )  # type: ignore[arg-type]
         reader, sleeper = Sent(True), Sent(False)
         tasks = [
@@ -185,7 +172,7 @@ def test_percentiles_are_right_and_forget():
     assert window.percentiles(301) is not None
 
 
-def test_a_pulse_counts_tokens_as_they_come():
+def test_rolling_stats_count_tokens_as_they_come():
     beat = rolling_stats.RollingStats()
     beat.on_requests([AddRequest(id="a", prompt=(1,), sampling=Sampling(max_tokens=3))])
     begun_s = beat._last_s["a"][0]

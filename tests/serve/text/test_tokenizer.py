@@ -1,4 +1,4 @@
-"""Tokenisers and templates: from a folder, from a GGUF, from nothing; held against transformers."""
+"""Tokenizers and templates from a folder, a GGUF and raw bytes, compared with transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from counterpoint.build import cache_folder
 from counterpoint.config import ConfigError
@@ -45,7 +45,7 @@ def random_text(chance: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[ModelTokenizer, object]:
-    """Our Text, and transformers' tokeniser, of one file."""
+    """Our tokenizer and that of transformers, from one file."""
     path = find_pulled("smollm2", cache_folder())
     if path is None:
         pytest.skip("smollm2 is not here: counterpoint pull smollm2")
@@ -79,7 +79,7 @@ def test_smollm2_chat_template(smollm2):
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "漢"},
     ]
-    assert ours.render(chat) == theirs.apply_chat_template(
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True
     )
 
@@ -135,7 +135,8 @@ def test_a_byte_level_gguf_is_tokenised_as_transformers_does(pre: str, tmp_path:
 
 
 def sentencepiece_folder(folder: Path) -> Path:
-    """A tokenizer.json of the Llama 2 kind: spaces as ▁, byte fallback, a decoder that is not byte-level."""
+    """A tokenizer.json as Llama 2 has it: spaces as ▁, byte fallback, a decoder that is not
+    byte-level."""
     pieces = [
         "<unk>",
         "<s>",
@@ -213,5 +214,5 @@ def test_a_template_cannot_reach_python():
 def test_least_tokens_is_a_lower_bound():
     text = make_byte_tokenizer()
     for sample in [*SAMPLES, "x" * 10_000]:
-        assert text.least_tokens(sample) <= len(text.encode([sample])[0])
-    assert text.least_tokens("x" * 10_000_000) > 4096
+        assert text.min_num_tokens(sample) <= len(text.encode([sample])[0])
+    assert text.min_num_tokens("x" * 10_000_000) > 4096

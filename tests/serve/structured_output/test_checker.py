@@ -1,6 +1,7 @@
-"""Answers that must look like something: JSON, a pattern, a list, a grammar; and what clients may do to those who check that.
+"""Structured output: JSON schemas, patterns, choices and grammars, and attacks on the checker.
 
-A model of random weights over bytes is the hardest to hold to anything: it has no wish to comply."""
+The model has random weights over bytes, so only the grammar makes its answers fit.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from serve_process import Running, poll
 
 from counterpoint import LLM, SamplingParams
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.api.errors import ApiError
 from counterpoint.serve.output_parsing.chat_formats import find_chat_format
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
-from counterpoint.serve.output_parsing.tools import thinking_first
+from counterpoint.serve.output_parsing.tools import with_reasoning_rules
 from counterpoint.serve.structured_output.grammar import (
-    ANSWER,
-    following,
+    ANSWER_RULE,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_regex,
@@ -53,7 +54,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def bound(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server on random weights, with its real engine."""
+    """A server with its real engine on random weights."""
     command = [
         sys.executable,
         "-m",
@@ -156,7 +157,7 @@ def test_json_mode_begins_an_object(bound: Running, body: dict[str, Any]):
         assert isinstance(json.loads(choice["text"]), dict)
 
 
-def test_text_is_free(bound: Running):
+def test_an_empty_structure_changes_nothing(bound: Running):
     free = answer(bound, temperature=0, max_tokens=20)["choices"][0]["text"]
     for body in (
         {"response_format": {"type": "text"}},
@@ -282,7 +283,7 @@ def test_any_schema_is_satisfied(
 
 
 def chain(length: int) -> dict[str, Any]:
-    """A schema that fells a process which follows it."""
+    """A schema whose nesting crashes a process that compiles it."""
     links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
     return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}}
 
@@ -345,7 +346,7 @@ def test_a_wrong_schema_of_a_tool_is_named_and_no_grammar_of_ours_shown(
     ) == (word == "oneOf")
 
 
-def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
+def test_without_strict_unenforceable_keywords_are_ignored(bound: Running):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     assert "uniqueItems" in refused(bound, response_format=schema_format(schema))["message"]
     assert set(json.loads(text(bound, response_format=schema_format(schema, strict=False)))) <= {
@@ -385,7 +386,7 @@ def test_what_cannot_be_held_to_is_passed_over_if_it_may_be(bound: Running):
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ],
 )
-def test_what_nobody_can_be_held_to_is_named(bound: Running, body: dict[str, Any], param: str):
+def test_unenforceable_structures_are_named(bound: Running, body: dict[str, Any], param: str):
     error = refused(bound, **body)
     assert error["param"] == param and len(error["message"]) > len(param) + 5, error
 
@@ -400,7 +401,7 @@ def test_an_empty_schema_is_an_object(bound: Running):
         assert choice["text"].lstrip().startswith("{"), "not a number that never ends"
 
 
-def test_blanks_do_not_go_on_for_ever(bound: Running):
+def test_whitespace_in_json_is_bounded(bound: Running):
     blanks = {str(byte): 100 for byte in b" \n\t"}
     (choice,) = answer(bound, guided_json=PERSON, logit_bias=blanks)["choices"]
     assert max(map(len, re.findall(r"[ \n\t]+", choice["text"]))) == 32
@@ -409,7 +410,7 @@ def test_blanks_do_not_go_on_for_ever(bound: Running):
 # ---------------------------------------------------------------- company
 
 
-def test_json_mode_spoils_nothing(bound: Running):
+def test_structured_requests_leave_free_ones_unchanged(bound: Running):
     def plain(server: Running = bound) -> str:
         return answer(server, temperature=0, max_tokens=12)["choices"][0]["text"]
 
@@ -441,7 +442,7 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_who_fells_the_checker_harms_nobody(bound: Running):
+def test_a_crash_of_the_checker_affects_no_other_request(bound: Running):
     engine, done = bound.engine.pid, []
     text(bound, choice=["a"])
     with ThreadPoolExecutor(2) as pool:
@@ -460,7 +461,7 @@ def test_who_fells_the_checker_harms_nobody(bound: Running):
     assert text(bound, choice=["b"]) == "b", "one that died by itself is replaced"
 
 
-def test_what_proves_too_costly_on_the_way_fails_alone(bound: Running):
+def test_a_grammar_too_costly_while_decoding_fails_alone(bound: Running):
     many = {
         "type": "object",
         "properties": {f"p{i}": {"type": "null"} for i in range(800)},
@@ -505,7 +506,10 @@ def test_a_server_without_structures_has_no_checker(own_server: Callable[..., Ru
 # ---------------------------------------------------------------- models that think
 
 
-THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think></think>{{ m.content }}{% endfor %}{{ tools }}"
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think></think>{{ m.content }}"
+    "{% endfor %}{{ tools }}"
+)
 
 
 @pytest.mark.parametrize(
@@ -523,7 +527,7 @@ THINKS = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}<think><
 )
 def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: bool):
     plain = make_byte_tokenizer()
-    text = ModelTokenizer(plain.tokenizer, THINKS, plain.special)
+    text = ModelTokenizer(plain.tokenizer, THINKS, plain.special_tokens)
     schema = {
         "type": "object",
         "properties": {"a": {"const": 1}},
@@ -532,16 +536,16 @@ def test_a_model_may_think_first(prompt: str, inside: bool, said: str, fits: boo
     }
     hearing = make_parser_config(find_chat_format(text), None, True, "<think>" if inside else "")
     assert hearing is not None
-    before = thinking_first(ANSWER, hearing, text, prompt)
+    before = with_reasoning_rules(ANSWER_RULE, hearing, text, prompt)
     tokenizer = make_tokenizer(make_vocabulary(text), 258, (257,))
     for grammar in (from_json_schema(schema), from_choice(['{"a":1}']), from_regex(r'\{"a":1\}')):
-        matcher = compile_grammar(following(before, grammar), tokenizer)
+        matcher = compile_grammar(embed_answer(before, grammar), tokenizer)
         read = matcher.try_consume_tokens(list(said.encode()))
         assert not matcher.is_error(), matcher.get_error()
         assert (read == len(said.encode()) and matcher.is_accepting()) == fits
 
 
-def test_what_forces_a_call_is_tried_too(bound: Running):
+def test_the_grammar_of_a_forced_call_is_checked_too(bound: Running):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}
     body = {"messages": SAID, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
     response = bound.post(CHAT, body)
@@ -555,7 +559,7 @@ def test_what_forces_a_call_is_tried_too(bound: Running):
 # ---------------------------------------------------------------- in a program
 
 
-def test_in_a_program(tiny: str):
+def test_structured_output_through_llm(tiny: str):
     with LLM(tiny, load_format="dummy", policy="chunked", cores=1) as llm:
         (one,) = llm.generate(
             "hello", SamplingParams(max_tokens=400, structured_outputs={"json": PERSON})

@@ -1,4 +1,4 @@
-"""/v1/responses as the openai package meets it, and raw requests."""
+"""/v1/responses through the openai package and raw requests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ from typing import Any
 
 import openai
 import pytest
+from api_calls import RESPONSES, response_error, response_events
 from serve_process import Running, poll
 
-RESPONSES = "/v1/responses"
 MODEL = "echo"
 
 
 def respond(server: Running, said: Any = "hello there", **options: Any):
     return server.client.responses.create(model=MODEL, input=said, **options)
-
-
-def refused(server: Running, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
-    response = server.post(RESPONSES, {"input": "hi"} | body)
-    assert response.status_code == status, response.text
-    return response.json()["error"]
-
-
-def raw_events(server: Running, body: dict[str, Any]) -> list[dict[str, Any]]:
-    return server.named_events(RESPONSES, body)
 
 
 # ---------------------------------------------------------------- answers
@@ -118,7 +108,7 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running):
         answer.incomplete_details.reason == "max_output_tokens"
         and answer.output[0].status == "incomplete"
     )
-    last = raw_events(server, {"input": "hello there", "max_output_tokens": 4})[-1]
+    last = response_events(server, {"input": "hello there", "max_output_tokens": 4})[-1]
     assert last["type"] == "response.incomplete" and last["response"]["incomplete_details"] == {
         "reason": "max_output_tokens"
     }
@@ -131,7 +121,7 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running):
 def test_an_answer_of_no_text_has_one_empty_message(server: Running):
     body = {"input": "hello there", "logit_bias": {"257": 100}}
     whole = server.post(RESPONSES, body).json()
-    last = raw_events(server, body)[-1]["response"]
+    last = response_events(server, body)[-1]["response"]
     for answer in (whole, last):
         assert [part["text"] for item in answer["output"] for part in item["content"]] == [""]
 
@@ -141,7 +131,7 @@ def test_logprobs(server: Running):
     logprobs = answer.output[0].content[0].logprobs
     assert bytes(b for entry in logprobs[:3] for b in entry.bytes).decode() == "hé"
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
-    events = raw_events(server, {"input": "hé", "top_logprobs": 2})
+    events = response_events(server, {"input": "hé", "top_logprobs": 2})
     streamed = [
         entry
         for event in events
@@ -165,7 +155,7 @@ def test_stops_and_seeds(server: Running):
     assert seeded[0] == seeded[1] and unseeded[0] != unseeded[1]
 
 
-def test_what_was_asked_for_is_told(server: Running):
+def test_a_response_echoes_its_parameters(server: Running):
     sampling = {"temperature": 0.5, "top_p": 0.25}
     answer = respond(
         server,
@@ -219,8 +209,8 @@ ITEMS = [
 ]
 
 
-def test_items_are_the_chat_that_they_are(server: Running):
-    """Counted by the prompt's tokens: the same turns, asked as a chat."""
+def test_items_translate_into_the_same_chat(server: Running):
+    """The prompt has as many tokens as that of the same turns as a chat."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     chat = [
         {"role": "system", "content": "be brief"},
@@ -294,29 +284,29 @@ def test_an_answer_goes_back_in(server: Running):
     ],
 )
 def test_wrong_fields_of_a_response_are_named(server: Running, body: dict[str, Any], param: str):
-    error = refused(server, body)
+    error = response_error(server, body)
     assert error["param"] == param and error["type"] == "invalid_request_error", error
     assert "kind_of" not in error["message"]
 
 
-def test_what_needs_a_store_says_what_to_do(server: Running):
+def test_fields_that_need_storage_say_what_to_do(server: Running):
     assert (
         "send the earlier turns in input"
-        in refused(server, {"previous_response_id": "resp_1"})["message"]
+        in response_error(server, {"previous_response_id": "resp_1"})["message"]
     )
     with pytest.raises(openai.BadRequestError, match="earlier turns"):
         respond(server, previous_response_id="resp_1")
     for way in ("get", "delete"):
         assert server.http.request(way, f"{server.url}{RESPONSES}/resp_1").status_code in (404, 405)
-    assert refused(server, {"model": "gpt-9"}, 404)["code"] == "model_not_found"
+    assert response_error(server, {"model": "gpt-9"}, 404)["code"] == "model_not_found"
 
 
 # ---------------------------------------------------------------- ends
 
 
 def test_a_failed_step_fails_the_response(server: Running):
-    assert "a failed step" in refused(server, {"input": "FAIL THE STEP"}, 500)["message"]
-    *before, last = raw_events(server, {"input": "FAIL THE STEP"})
+    assert "a failed step" in response_error(server, {"input": "FAIL THE STEP"}, 500)["message"]
+    *before, last = response_events(server, {"input": "FAIL THE STEP"})
     assert [event["type"] for event in before] == ["response.created", "response.in_progress"]
     assert (
         last["type"] == "response.failed"

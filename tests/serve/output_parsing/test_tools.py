@@ -1,18 +1,26 @@
-"""What an answer that must call is held to, by texts that the grammar takes or refuses; what it takes is heard as calls."""
+"""Grammars of answers that must or may call: which texts they accept, and that these parse as
+calls."""
 
 from __future__ import annotations
 
 import pytest
-from test_listener import D, heard, shown_with
+from parser_cases import parse_text, template_with
 
 from counterpoint.device.grammar import compile_grammar, make_tokenizer
-from counterpoint.serve.output_parsing.chat_formats import find_chat_format
+from counterpoint.serve.output_parsing.chat_formats import (
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_SEP,
+    find_chat_format,
+)
 from counterpoint.serve.output_parsing.streaming_parser import make_parser_config
 from counterpoint.serve.output_parsing.tool_call_parser import AllowedTools
-from counterpoint.serve.output_parsing.tools import lark_of
+from counterpoint.serve.output_parsing.tools import make_answer_grammar
 from counterpoint.serve.structured_output.grammar import (
-    ANSWER,
-    following,
+    ANSWER_RULE,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_lark,
@@ -38,20 +46,24 @@ TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 ANSWERS = {  # two calls in each form; by the marks in a chat template
     HERMES: TWO,
     "<tool_call> <function=": TWO,
-    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
-    "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}',
-    D.DEEPSEEK_CALL: f"{D.DEEPSEEK_BEGIN}{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}weather\n```json\n"
-    f'{{"city": "Paris"}}\n```{D.DEEPSEEK_CALL_END}\n{D.DEEPSEEK_CALL}function{D.DEEPSEEK_SEP}time\n```json\n'
-    f"{{}}\n```{D.DEEPSEEK_CALL_END}{D.DEEPSEEK_END}",
+    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, '
+    '{"name": "time", "arguments": {}}]',
+    "[TOOL_CALLS] [ARGS] [/THINK]": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
+    "[TOOL_CALLS]time[ARGS]{}",
+    DEEPSEEK_CALL: f"{DEEPSEEK_BEGIN}{DEEPSEEK_CALL}function{DEEPSEEK_SEP}"
+    "weather\n```json\n"
+    f'{{"city": "Paris"}}\n```{DEEPSEEK_CALL_END}\n'
+    f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}time\n```json\n"
+    f"{{}}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_END}",
     "no marks": TWO,
 }
 
 
 def text_of(template: str) -> ModelTokenizer:
-    """With a chat template that writes these marks."""
+    """A tokenizer whose chat template has these markers."""
     tokenizer = make_byte_tokenizer().tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
-    return ModelTokenizer(tokenizer, shown_with(template))
+    return ModelTokenizer(tokenizer, template_with(template))
 
 
 def takes(
@@ -59,25 +71,27 @@ def takes(
     answer: str,
     *,
     prompt: str = "",
-    begun: str = "",
-    offer: AllowedTools | None = AllowedTools(TOOLS),
+    answer_prefix: str = "",
+    allowed_tools: AllowedTools | None = AllowedTools(TOOLS),
     wanted: str = "",
 ) -> bool:
-    """Whether `answer` is a whole one."""
+    """Whether the grammar accepts `answer` as complete."""
     text = text_of(template)
     vocabulary = make_vocabulary(text)
-    hearing = make_parser_config(find_chat_format(text).writable(), offer, True, begun)
-    assert hearing is not None
+    config = make_parser_config(
+        find_chat_format(text).with_known_call_format(), allowed_tools, True, answer_prefix
+    )
+    assert config is not None
     tokenizer = make_tokenizer(vocabulary, len(vocabulary.tokens), (257,))
-    lark = lark_of(hearing, text, prompt, ANSWER if wanted else "")
-    matcher = compile_grammar(following(lark, wanted) if wanted else from_lark(lark), tokenizer)
+    lark = make_answer_grammar(config, text, prompt, ANSWER_RULE if wanted else "")
+    matcher = compile_grammar(embed_answer(lark, wanted) if wanted else from_lark(lark), tokenizer)
     assert not matcher.get_error(), matcher.get_error()
-    tokens = text.encode([answer], special=False)[0]
+    tokens = text.encode([answer], add_special_tokens=False)[0]
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("template", ANSWERS)
-def test_calls_in_the_form_that_the_model_knows(template: str):
+def test_grammars_accept_calls_in_the_models_format(template: str):
     answer = ANSWERS[template]
     assert takes(template, answer)
     assert (
@@ -91,8 +105,10 @@ def test_calls_in_the_form_that_the_model_knows(template: str):
         answer.replace("city", "town"),
     ):
         assert not takes(template, wrong)
-    dialect = find_chat_format(text_of(template)).writable()
-    assert [name for name, _ in heard(dialect, answer, offer=AllowedTools(TOOLS))[2]] == [
+    chat_format = find_chat_format(text_of(template)).with_known_call_format()
+    assert [
+        name for name, _ in parse_text(chat_format, answer, allowed_tools=AllowedTools(TOOLS))[2]
+    ] == [
         "weather",
         "time",
     ]
@@ -104,11 +120,11 @@ def test_llama_calls_once():
 
 
 def test_one_tool_and_one_call():
-    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS, parallel=False)) and takes(
-        HERMES, ONE, offer=AllowedTools(TOOLS, parallel=False)
+    assert not takes(HERMES, TWO, allowed_tools=AllowedTools(TOOLS, parallel=False)) and takes(
+        HERMES, ONE, allowed_tools=AllowedTools(TOOLS, parallel=False)
     )
-    assert not takes(HERMES, TWO, offer=AllowedTools(TOOLS[:1])) and takes(
-        HERMES, f"{ONE}\n{ONE}", offer=AllowedTools(TOOLS[:1])
+    assert not takes(HERMES, TWO, allowed_tools=AllowedTools(TOOLS[:1])) and takes(
+        HERMES, f"{ONE}\n{ONE}", allowed_tools=AllowedTools(TOOLS[:1])
     )
 
 
@@ -119,8 +135,8 @@ def test_blanks_in_arguments_are_bounded():
 
 def test_a_model_may_think_before_it_calls():
     assert takes(HERMES, f"<think>\nhm, </thin\n</think>\n\n{ONE}")
-    assert takes(HERMES, f"hm</think>{ONE}", begun="<think>") and not takes(
-        HERMES, ONE, begun="<think>"
+    assert takes(HERMES, f"hm</think>{ONE}", answer_prefix="<think>") and not takes(
+        HERMES, ONE, answer_prefix="<think>"
     )
     assert not takes(HERMES, f"<think>hm</think>{ONE}", prompt="<think>\n\n</think>\n\n"), (
         "the prompt has put an end to it"
@@ -148,13 +164,15 @@ SCHEMA = {
         (from_lark('start: "a" b\nb: "b"*'), "abb"),
     ],
 )
-def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str):
-    assert takes(HERMES, answer, offer=None, wanted=wanted) and not takes(
-        HERMES, ONE, offer=None, wanted=wanted
+def test_a_structure_follows_the_reasoning(wanted: str, answer: str):
+    assert takes(HERMES, answer, allowed_tools=None, wanted=wanted) and not takes(
+        HERMES, ONE, allowed_tools=None, wanted=wanted
     )
-    assert takes(HERMES, f"<think>hm</think>\n{answer}", offer=None, wanted=wanted)
-    assert takes(HERMES, f"hm</think>{answer}", begun="<think>", offer=None, wanted=wanted)
-    assert not takes(HERMES, answer, begun="<think>", offer=None, wanted=wanted), (
+    assert takes(HERMES, f"<think>hm</think>\n{answer}", allowed_tools=None, wanted=wanted)
+    assert takes(
+        HERMES, f"hm</think>{answer}", answer_prefix="<think>", allowed_tools=None, wanted=wanted
+    )
+    assert not takes(HERMES, answer, answer_prefix="<think>", allowed_tools=None, wanted=wanted), (
         "it would be taken for a thought"
     )
     assert takes(HERMES, answer, wanted=wanted) and takes(
@@ -163,8 +181,10 @@ def test_another_form_has_its_place_behind_the_thinking(wanted: str, answer: str
     assert not takes(HERMES, "else", wanted=wanted)
 
 
-def test_a_form_is_left_as_it_is_where_there_is_nothing_before_it():
+def test_without_reasoning_the_grammar_is_the_structure_alone():
     text = text_of("<tool_call> </think>")
-    hearing = make_parser_config(find_chat_format(text), None, True, "")
-    assert hearing is not None
-    assert lark_of(hearing, text, "<think></think>", ANSWER) == f"start: {ANSWER}"
+    config = make_parser_config(find_chat_format(text), None, True, "")
+    assert config is not None
+    assert (
+        make_answer_grammar(config, text, "<think></think>", ANSWER_RULE) == f"start: {ANSWER_RULE}"
+    )

@@ -1,4 +1,4 @@
-"""The page at /, in a real browser."""
+"""The dashboard in a real browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY = "document.getElementById('state').dataset.state === 'ready'"
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs; at the end none may have had a problem, or asked another server for anything."""
+    """Opens tabs. At the end, none may have requested anything from another server."""
     tabs: list[tuple[Tab, Running]] = []
 
     def go(server: Running, **screen: object) -> Tab:
@@ -31,11 +31,13 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Tab]]:
     yield go
     for tab, server in tabs:
         tab.wait(0)
-        assert all(url.startswith((server.url, "data:")) for url in tab.asked), tab.asked
+        assert all(url.startswith((server.url, "data:")) for url in tab.requested_urls), (
+            tab.requested_urls
+        )
         tab.close()
 
 
-def told(tab: Tab) -> str:
+def status_line(tab: Tab) -> str:
     return tab.run("[...document.querySelectorAll('#talk .told')].at(-1)?.textContent ?? ''")
 
 
@@ -52,18 +54,20 @@ def ask(tab: Tab, text: str) -> None:
 def test_a_chat(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
-    said = "Grüße, <b>bold</b> <img src=x onerror=alert(1)> & 🎼"
-    ask(tab, said)
+    text = "Grüße, <b>bold</b> <img src=x onerror=alert(1)> & 🎼"
+    ask(tab, text)
     tab.until("document.querySelector('#talk .told')?.textContent.includes('tokens/s')")
     tab.until("!chat.running")
-    assert answer(tab) == said, "what a model says is text, never markup"
-    assert "first token" in told(tab) and f"{len(said.encode()) + 1} tokens" in told(tab)
+    assert answer(tab) == text, "what a model says is text, never markup"
+    assert "first token" in status_line(tab) and f"{len(text.encode()) + 1} tokens" in status_line(
+        tab
+    )
     assert tab.run("document.querySelectorAll('#talk img, #talk b').length") == 0
     ask(tab, "and again")
     tab.until("document.querySelectorAll('#talk .model').length === 2 && !chat.running")
     assert answer(tab) == "and again" and tab.run("chat.messages.length") == 4
     tab.until("document.getElementById('ttft-p50').textContent !== '–'")
-    tab.until("document.getElementById('now-prefill').textContent === 'rests'")
+    tab.until("document.getElementById('now-prefill').textContent === 'idle'")
     assert tab.run("view.steps.some(s => s[5]) && view.steps.some(s => s[6])")
     assert not tab.problems
 
@@ -78,7 +82,7 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     assert tab.text("send") == "Stop"
     tab.click("send") if way == "button" else tab.press("Escape")
     tab.until("!chat.running")
-    assert "stopped" in told(tab) and tab.text("send") == "Send"
+    assert "stopped" in status_line(tab) and tab.text("send") == "Send"
     poll(
         lambda: server.metric("counterpoint_requests_running") == 0,
         what="the stopped answer goes on",
@@ -86,8 +90,8 @@ def test_stopping_an_answer(server: Running, open_page: Callable[..., Tab], way:
     assert not tab.problems
 
 
-def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: Callable[..., Tab]):
-    """What a model with reasoning streams, as any server of this API does."""
+def test_reasoning_is_shown_apart_and_not_sent_back(server: Running, open_page: Callable[..., Tab]):
+    """The stream that a reasoning model produces on any server of this API."""
     tab = open_page(server)
     tab.until(READY)
     deltas = [
@@ -110,12 +114,12 @@ def test_thoughts_stand_apart_and_are_not_sent_back(server: Running, open_page: 
     assert tab.run("chat.messages.at(-1).content") == "done"
 
 
-def test_an_error_is_told(server: Running, open_page: Callable[..., Tab]):
+def test_an_error_is_shown(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
     ask(tab, "FAIL THE STEP")
     tab.until("document.querySelector('#talk .told.error')")
-    assert "as asked" in told(tab)
+    assert "as asked" in status_line(tab)
 
 
 def test_a_key_is_asked_for(own_server: Start, open_page: Callable[..., Tab]):
@@ -136,7 +140,7 @@ def test_a_key_is_asked_for(own_server: Start, open_page: Callable[..., Tab]):
     assert answer(tab) == "let me in"
 
 
-def test_a_server_that_goes_is_told(own_server: Start, open_page: Callable[..., Tab]):
+def test_a_lost_server_is_shown(own_server: Start, open_page: Callable[..., Tab]):
     server = own_server().wait_ready()
     tab = open_page(server)
     tab.until(READY)
@@ -197,7 +201,7 @@ def test_with_the_keyboard_alone_and_for_screen_readers(
     assert not tab.problems
 
 
-def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[..., Tab]):
+def test_policy_figures_are_shown(server: Running, open_page: Callable[..., Tab]):
     tab = open_page(server)
     tab.until(READY)
     tab.until("view.frame")
@@ -210,13 +214,15 @@ def test_what_the_policy_knows_is_told(server: Running, open_page: Callable[...,
         "prediction_errors": {"decode": [0.03, 0.07]},
         "guards": [["decode on 32", 1.2], ["prefill on 132", 1.0]],
     }
-    told_of = ["splits", "resplits", "fallbacks", "errors", "guards"]
+    ids = ["splits", "resplits", "fallbacks", "errors", "guards"]
     seen = tab.run(  # at once: the next frame is on its way
         f"""(() => {{ show({{...view.frame, ...{json.dumps(knows)}}}, 1, 2);
-        return {told_of}.map((id) => document.getElementById(id).textContent.replaceAll("\\u00a0", " ")) }})()"""
+        return {ids}.map((id) => document.getElementById(id).textContent
+            .replaceAll("\\u00a0", " ")) }})()"""
     )
-    assert dict(zip(told_of, seen, strict=True)) == {
-        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; 84 + 48 20 %",
+    assert dict(zip(ids, seen, strict=True)) == {
+        "splits": "cores at work 62 %; prefill + decode cores 100 + 32 50 %; all for both 30 %; "
+        "84 + 48 20 %",
         "resplits": "1.5",
         "fallbacks": "not split: fused gains more 12; no split meets tpot 3",
         "errors": "predictions off by (p50, p95) decode 3.0 %, 7.0 %",
@@ -243,8 +249,8 @@ def test_pausing_the_picture(server: Running, open_page: Callable[..., Tab]):
     assert tab.run("document.getElementById('strip').toDataURL()") != picture
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two voices need two cores")
-def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two lanes need two cores")
+def test_both_lanes_are_drawn(tiny: str, tmp_path: Path, open_page: Callable[..., Tab]):
     """Multiplex on two cores: prefill above and decode below, at the same time."""
     flags = [
         "--port",
@@ -266,7 +272,10 @@ def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[...
         tab.until(READY)
         tab.run("document.getElementById('span').value = '60'")
         tab.click("play")
-        both = "view.steps.some(p => p[5] && p[4] === 1 && view.steps.some(d => d[6] && d[4] === 1 && d[2] < p[3] && p[2] < d[3]))"
+        both = (
+            "view.steps.some(p => p[5] && p[4] === 1 && "
+            "view.steps.some(d => d[6] && d[4] === 1 && d[2] < p[3] && p[2] < d[3]))"
+        )
         tab.until(both, 60)
         tab.until("!playing", 60)
         assert (
@@ -274,7 +283,8 @@ def test_both_voices_are_seen(tiny: str, tmp_path: Path, open_page: Callable[...
             and tab.run("view.frame.about.units") == 2
         )
         seen = tab.run(
-            """(() => { draw(); const {left, right, staff} = layout(), ratio = devicePixelRatio; const found = new Set();
+            """(() => { draw(); const {left, right, staff} = layout(), ratio = devicePixelRatio;
+            const found = new Set();
             for (const [name, share] of [["above", 0.25], ["below", 0.75]]) {
               const y = Math.round((staff.y + share * staff.h) * ratio);
               const {data} = pen.getImageData(left * ratio, y, (right - left) * ratio, 1);
@@ -309,7 +319,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_words_can_be_read_on_their_ground():
+def test_text_contrast():
     """WCAG 2.2, criterion 1.4.3: a contrast of 4.5, in the light and in the dark."""
     style = (ROOT / "counterpoint/serve/dashboard/page.css").read_text()
     themes = [

@@ -1,4 +1,4 @@
-"""What is found out about chat templates that treat calls in their own ways, as those of known models do."""
+"""Capabilities found in chat templates that treat calls as those of known models do."""
 
 from __future__ import annotations
 
@@ -10,29 +10,41 @@ from counterpoint.serve.output_parsing.template_capabilities import (
     TemplateCapabilities,
     detect_capabilities,
 )
-from counterpoint.serve.output_parsing.tools import conversation, find_allowed_tools
+from counterpoint.serve.output_parsing.tools import find_allowed_tools, make_template_messages
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 TURN = "{% for m in messages %}{{ m.role }}:"
-AS_JSON = "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
-ADDED = "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %};{% endfor %}"
+AS_JSON = (
+    "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "{% endfor %};{% endfor %}"
+)
+ADDED = (
+    "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}"
+    "{% endfor %};{% endfor %}"
+)
 NEEDS_CONTENT = "{% if '</think>' in m.content %}{% endif %}{{ ' ' + m.content }}"
 NEEDS_NULL = (
     "{% if m.role != 'assistant' or m.content is not none %}{{ ' ' + m.content }}{% endif %}"
 )
-ONE_CALL = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{{ m.content }}"
-NINE = (
-    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}{{ c.id }}{% endfor %}"
+ONE_CALL = (
+    "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}"
     "{{ m.content }}"
 )
-NINE_TOO = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+NINE = (
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine!') }}"
+    "{% endif %}{{ c.id }}{% endfor %}{{ m.content }}"
+)
+NINE_TOO = (
+    "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}"
+    "{% endif %}"
+)
 FAMILIES = {
     "{{ m.content }}" + AS_JSON: TemplateCapabilities(True),
-    NEEDS_CONTENT + AS_JSON: TemplateCapabilities(True, no_content="empty"),
-    NEEDS_NULL + ADDED: TemplateCapabilities(True, text_arguments=True, no_content="null"),
-    ONE_CALL + AS_JSON: TemplateCapabilities(True, single=True),
+    NEEDS_CONTENT + AS_JSON: TemplateCapabilities(True, empty_content="empty"),
+    NEEDS_NULL + ADDED: TemplateCapabilities(True, string_arguments=True, empty_content="null"),
+    ONE_CALL + AS_JSON: TemplateCapabilities(True, single_call=True),
     NINE + NINE_TOO + AS_JSON: TemplateCapabilities(True, short_ids=True),
     "{{ m.content }};{% endfor %}": TemplateCapabilities(),
     "{{ m.no.such.thing }}{% endfor %}": TemplateCapabilities(),
@@ -51,18 +63,18 @@ HISTORY = [
 
 
 @pytest.mark.parametrize("body", FAMILIES)
-def test_what_a_template_wants(body: str):
+def test_capabilities_of_each_family(body: str):
     text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
     assert detect_capabilities(text) == FAMILIES[body]
 
 
 @pytest.mark.parametrize("body", [body for body in FAMILIES if "no.such" not in body])
-def test_what_it_wants_is_what_it_gets(body: str):
+def test_templates_get_calls_as_they_want_them(body: str):
     text = ModelTokenizer(make_byte_tokenizer().tokenizer, TOOLS + TURN + body)
     tools = [
         {"type": "function", "function": {"name": "weather", "description": "Tells the weather."}}
     ]
-    turns, options = conversation(HISTORY, tools, find_chat_format(text))
+    turns, options = make_template_messages(HISTORY, tools, find_chat_format(text))
     prompt = text.apply_chat_template(turns, **options)
     told = ("Tells the weather.", "How warm?", '"city"', "Paris", "21 degrees", "It is 21.")
     places = [prompt.index(word) for word in told]
