@@ -28,8 +28,11 @@ from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.preprocess import Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
-from counterpoint.serve.worker.engine_client import EngineClient, EngineFailed
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.engine_runner import BUILDER
 from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.single_engine import SingleEngine
+from counterpoint.serve.worker.supervisor import EngineFailed
 from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import RequestTiming
@@ -40,7 +43,7 @@ BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
 
-def run(config: Config, source: ModelSource, system: str = "counterpoint.build:system") -> int:
+def run(config: Config, source: ModelSource, system: str = BUILDER) -> int:
     """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
     Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
@@ -107,17 +110,12 @@ class Server:
         self.checker: GrammarChecker | None = None
         self.signals = 0
 
-    def make_engine(self, system: str) -> EngineClient | Pool:
-        if self.config.cluster.has_pool:
-            pool = Pool(self.config, self.source, self.on_timing, system, self.rolling_stats)
-            self.metrics.pool = pool.metrics
-            return pool
-        return EngineClient(
-            self.config.replace(api_key=None, cluster_token=None),
-            self.on_timing,
-            system,
-            self.rolling_stats,
-        )
+    def make_engine(self, system: str) -> EngineClient:
+        if not self.config.cluster.has_pool:
+            return SingleEngine(self.config, self.on_timing, system, self.rolling_stats)
+        pool = Pool(self.config, self.source, self.on_timing, system, self.rolling_stats)
+        self.metrics.pool = pool.metrics
+        return pool
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

@@ -13,9 +13,14 @@ from counterpoint.build import claim_gpu, link_bytes_per_s, make_transports, wor
 from counterpoint.config import Config, ConfigError
 from counterpoint.disagg.peer_connection import Address
 from counterpoint.serve.observability.merge_stats import merge, without_gauges
-from counterpoint.serve.worker.pool import make_rebalancer
-from counterpoint.serve.worker.registry import shared_token
-from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divide_cores
+from counterpoint.serve.worker.pool_setup import make_rebalancer, shared_token
+from counterpoint.serve.worker.supervisor import (
+    ProcessLauncher,
+    Supervisor,
+    WorkerPlan,
+    divide_cores,
+    pool_slots,
+)
 from counterpoint.types import Stats
 
 
@@ -81,19 +86,16 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
 
     async def work() -> list[str]:
         ended: asyncio.Queue[str] = asyncio.Queue()
-        crew = Supervisor(
-            Config().replace(replicas=1),
-            "",
-            ProcessLauncher(1),
-            lambda name, how: ended.put_nowait(how),
-        )
+        config = Config().replace(replicas=1)
+        plan = WorkerPlan(config, "", pool_slots(config.cluster), ProcessLauncher((0,)))
+        crew = Supervisor(plan, lambda name, how: ended.put_nowait(how))
         await crew.open()
         crew.start(Address("127.0.0.1", 1), "token")
         hows = [await asyncio.wait_for(ended.get(), 10) for _ in range(2)]
         await crew.close()
         return hows
 
-    monkeypatch.setattr("counterpoint.serve.worker.supervisor.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("counterpoint.serve.worker.supervisor.RESTART_PAUSE_S", (0.01, 0.01))
     monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
     assert all("Resource temporarily unavailable" in how for how in asyncio.run(work()))
 

@@ -20,7 +20,7 @@ import pytest
 from serve_process import Running, data_of, poll
 
 from counterpoint.core.loop import read_log
-from counterpoint.serve.worker.engine_client import FROZEN_S, MAX_TURN_S
+from counterpoint.serve.worker.single_engine import FROZEN_S, MAX_TURN_S
 from counterpoint.types import AddRequest
 
 ENDLESS = {"prompt": "on and on ", "max_tokens": 4000, "ignore_eos": True, "stream": True}

@@ -31,7 +31,7 @@ class HeldEngine(Engine):
     """`reserving`: before an answer's pages are reserved; `prefilling`: when some of a prompt has been computed and not all;
     `decoding`: when an adopted answer has come further."""
 
-    def handle(self, now: float, event: Event) -> None:
+    def on_event(self, now: float, event: Event) -> None:
         point = self.point(event)
         if point:
             with (Path(os.environ[FOLDER]) / point).open() as file:

@@ -129,7 +129,7 @@ class Running:
         return next(
             child
             for child in children
-            if "counterpoint.serve.worker.engine_process" in child.cmdline()
+            if "counterpoint.serve.worker.worker_process" in child.cmdline()
         )
 
     def stop(self) -> int:

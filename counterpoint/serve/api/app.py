@@ -61,8 +61,8 @@ from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor, run_in_thread_if_large
-from counterpoint.serve.worker.engine_client import EngineClient, EngineLost
-from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.streams import EngineLost
 
 LOADING_RETRY_S = 5
 UNLOGGED = frozenset(("/health", "/metrics"))
@@ -86,7 +86,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineClient | Pool,
+        engine: EngineClient,
         metrics: Metrics,
         pulse: RollingStats,
         name: str,

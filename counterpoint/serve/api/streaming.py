@@ -23,8 +23,8 @@ from counterpoint.serve.observability.otel import TracedRequest, Tracing
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.worker.engine_client import EngineClient, EngineLost, OutputStream, TimedOut
-from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.streams import EngineLost, OutputStream, TimedOut
 from counterpoint.types import NO_GRAMMAR, UNSAMPLED_REASONS, OutputDelta
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient | Pool,
+        engine: EngineClient,
         ask: PreparedRequest,
         text: ModelTokenizer,
         place: QueueTicket,

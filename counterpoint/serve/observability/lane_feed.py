@@ -99,7 +99,7 @@ class LaneFeed:
                 "roles": hello.roles if hello else (),
                 "units": stats.units_total,
                 "bands": (),
-                **(describe_workers(pool.worker_lanes()) if pool is not None else {}),
+                **(describe_workers(pool.lanes.workers()) if pool is not None else {}),
                 "context_tokens": hello.max_context_tokens if hello else 0,
             },
             "state": self.engine.state,
@@ -136,7 +136,9 @@ class LaneFeed:
             "steps": [step_row(step) for step in steps[len(steps) - fresh :]],
             "playing": [
                 step_row(step)
-                for step in (pool.running_steps(now_s) if pool is not None else stats.running_steps)
+                for step in (
+                    pool.lanes.running_steps(now_s) if pool is not None else stats.running_steps
+                )
             ],
             "workers": [worker_label(worker) for worker in pool.registry.worker_states()]
             if pool is not None

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from counterpoint.disagg.handoff_events import HandoffEnded, HandoffTimes
 from counterpoint.disagg.load_tracker import LoadTracker
-from counterpoint.serve.worker.worker_protocol import HandoffStats
+from counterpoint.serve.worker.wire import HandoffStats
 from counterpoint.types import Stats
 
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -77,10 +77,12 @@ COUNTERS = (
     WorkerMetricSpec(
         "worker_handoff_strays",
         "Late or unknown messages that it has dropped.",
-        lambda w: w.census.strays,
+        lambda w: w.handoff_stats.unexpected,
     ),
     WorkerMetricSpec(
-        "worker_handoff_sent_bytes", "KV that it has sent to others.", lambda w: w.census.bytes_sent
+        "worker_handoff_sent_bytes",
+        "KV that it has sent to others.",
+        lambda w: w.handoff_stats.bytes_sent,
     ),
 )
 

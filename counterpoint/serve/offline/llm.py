@@ -21,7 +21,7 @@ from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
 from counterpoint.serve.output_parsing.output_parser import Call, merge_parts
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
-from counterpoint.serve.worker.engine_client import EngineLost
+from counterpoint.serve.worker.streams import EngineLost
 from counterpoint.types import TokenLogprobs
 
 Prompt = str | Sequence[int]

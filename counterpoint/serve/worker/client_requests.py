@@ -14,7 +14,7 @@ from counterpoint.core.life import RequestLifetime
 from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished
 from counterpoint.disagg.messages import SampledToken
 from counterpoint.disagg.pool_frontend import ToClient, ToWorker
-from counterpoint.serve.worker.engine_client import OutputQueue
+from counterpoint.serve.worker.streams import OutputQueue
 from counterpoint.types import AddRequest, OutputDelta
 
 

@@ -26,9 +26,9 @@ import msgspec
 from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg.peer_connection import is_local
-from counterpoint.serve.worker.engine_client import EngineFailed, describe_exit
-from counterpoint.serve.worker.supervisor import divide_cores
-from counterpoint.serve.worker.worker_process import StartWorker, run_worker
+from counterpoint.serve.worker.supervisor import EngineFailed, describe_exit, divide_cores
+from counterpoint.serve.worker.wire import StartWorker
+from counterpoint.serve.worker.worker_process import run_worker
 
 CONNECT_S = 60.0
 REACH_S = 5.0
