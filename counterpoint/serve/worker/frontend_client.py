@@ -15,10 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
 from counterpoint.disagg.messages import WireError
 from counterpoint.disagg.peer_connection import ControlError, FramedConnection
+from counterpoint.serve.worker.frame_sender import FrameSender
 from counterpoint.serve.worker.wire import (
     HEARTBEAT_S,
     EngineRequests,
@@ -62,7 +61,8 @@ class FrontendClient:
         self.registration = Register(worker=start.name, role=start.role)
         self.reconnects = start.reconnects
         self.reason = ""
-        self._connection: FramedConnection | None = None
+        self._sender: FrameSender | None = None  # of the present connection
+        self._local_host = ""
         self._ready: WorkerReady | None = None
         self._handler: WorkerHandler | None = None
         self._on_end: Callable[[], None] = lambda: None
@@ -86,20 +86,25 @@ class FrontendClient:
     def serve(self, ready: WorkerReady, handler: WorkerHandler) -> None:
         """Send `ready`, now and to every later server."""
 
+        sent = threading.Event()
+
         def begin() -> None:
             self._ready, self._handler = ready, handler
-            self._write(ready)
+            self.post(ready)
+            sent.set()
 
         self._call_soon(begin)
+        sent.wait(FLUSH_S)  # before any output
 
     def post(self, message: FromWorker) -> None:
-        self._call_soon(lambda: self._write(message))
+        sender = self._sender
+        if sender is not None:
+            sender.send(encode(message))
 
     @property
     def local_host(self) -> str:
         """This machine's address, as the server sees it. Valid once the server has been joined."""
-        assert self._connection is not None
-        return self._connection.writer.get_extra_info("sockname")[0]
+        return self._local_host
 
     def disconnect(self) -> None:
         """Send what was posted, and end; `on_end` follows."""
@@ -134,17 +139,15 @@ class FrontendClient:
         for task in (*tasks, heartbeats):
             task.cancel()
         await asyncio.gather(*tasks, heartbeats, return_exceptions=True)
-        if self._connection is not None:
-            self._connection.close()
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(self._connection.writer.wait_closed(), FLUSH_S)
+        if self._sender is not None:
+            await self._sender.close(FLUSH_S)
 
     async def _stay_connected(self) -> None:
         """One connection after another, until a server says Shutdown."""
         logged = ""
         while True:
             try:
-                self._connection = await register(self.frontend, self.token, self.registration)
+                connection = await register(self.frontend, self.token, self.registration)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                 reason = str(error) or type(error).__name__
                 refused = isinstance(error, ControlError) and self._ready is None
@@ -161,13 +164,19 @@ class FrontendClient:
                 await asyncio.sleep(RECONNECT_S)
                 continue
             logged = ""
+            self._local_host = connection.writer.get_extra_info("sockname")[0]
+            self._sender = FrameSender(connection)
             self._joined.set()
             if self._ready is not None:
-                self._write(self._ready)
-            if await self._listen(self._connection) or not self.reconnects:
-                return
+                self.post(self._ready)
+            try:
+                if await self._listen(connection) or not self.reconnects:
+                    return
+            finally:
+                connection.close()
             log.warning("the front at %s:%d is lost", *self.frontend)
-            self._connection = None
+            await self._sender.close(0)
+            self._sender = None
             if self._handler is not None:
                 self._handler.on_frontend_lost()
 
@@ -190,11 +199,7 @@ class FrontendClient:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            if self._connection is not None:
+            if self._sender is not None:
                 handler = self._handler
-                self._write(handler.on_heartbeat() if handler is not None else Heartbeat())
+                self.post(handler.on_heartbeat() if handler is not None else Heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
-
-    def _write(self, message: msgspec.Struct) -> None:
-        if self._connection is not None:
-            self._connection.write_frame(encode(message))
