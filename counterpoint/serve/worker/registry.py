@@ -42,8 +42,8 @@ log = logging.getLogger("counterpoint")
 @dataclass(frozen=True, slots=True)
 class HeartbeatLimits:
     """Silence, in seconds, after which a worker gets nothing new (`frozen_s`), and is given up
-    (`lost_s`). A worker that is heard is silent too while its engine's loop is stuck: for as long as
-    one turn has taken more than `max_turn_s`."""
+    (`lost_s`). A stuck loop counts as silence too: the time by which its turn exceeds
+    `max_turn_s`."""
 
     frozen_s: float
     lost_s: float

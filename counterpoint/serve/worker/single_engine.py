@@ -1,8 +1,8 @@
-"""SingleEngine: a server of one engine, which is a pool of one worker whose requests go straight in.
+"""SingleEngine: a server of one engine: a pool of one worker, which takes requests without routing.
 
 Owns: that worker and the streams that are open in it. Promises: a dead engine is noticed at once, a
-frozen process within FROZEN_S, a stuck loop in it within FROZEN_S + MAX_TURN_S, and a busy engine is
-none of these. A dead engine stays dead; one that responds again takes requests again.
+frozen process within FROZEN_S, a stuck loop within FROZEN_S + MAX_TURN_S; a busy engine is none of
+these. A dead engine stays dead; one that responds again takes requests again.
 Must not: know HTTP or text.
 """
 
