@@ -15,8 +15,7 @@ import psutil
 import pytest
 from held_engine import FOLDER, POINTS
 from pool_process import FLAGS, Pool, text_of
-from serve_process import HERE, Running, poll
-from test_process_life import Reading
+from serve_process import HERE, Reading, Running, poll
 from tiny_model import TINY
 
 PROMPT = "what is prefilled here is decoded there, and all of it is told to the client " * 3

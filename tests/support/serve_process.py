@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,3 +147,43 @@ class Running:
 def data_of(line: str) -> dict[str, Any] | str:
     assert line.startswith("data: "), line
     return line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+
+
+class Reading:
+    """A stream that is read in a thread, from its first event on; `begun`: that is waited for."""
+
+    def __init__(self, server: Running, body: dict[str, Any], begun: bool = True) -> None:
+        self.events: list[Any] = []
+        self.begun = threading.Event()
+        self._server, self._body = server, body
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        assert not begun or self.begun.wait(20)
+
+    def _read(self) -> None:
+        with httpx.stream(
+            "POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60
+        ) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(data_of(line))
+                    self.begun.set()
+
+    def end(self) -> list[Any]:
+        """All events, once the server has closed the stream."""
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the stream hangs"
+        return self.events
+
+    def fails(self) -> dict[str, Any]:
+        """The error with which it ends: no finish, no [DONE]."""
+        *events, last = self.end()
+        assert "[DONE]" not in events and "error" in last, last
+        assert not any(choice["finish_reason"] for event in events for choice in event["choices"])
+        return last["error"]
+
+
+def alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -10,8 +10,7 @@ import psutil
 import pytest
 from held_pool import ASKED, PROMPT, STATES, HeldPool, asked, ends_whole, held_pool
 from pool_process import text_of
-from serve_process import poll
-from test_process_life import Reading
+from serve_process import Reading, poll
 
 LOST_S = {
     "killed": 4.0,

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from pool_process import Pool
-from serve_process import ROOT, poll
-from test_process_life import Reading
+from serve_process import ROOT, Reading, poll
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.worker.ray_launcher import RayLauncher, bundle
