@@ -118,7 +118,8 @@ def test_stopping_while_loading(own_server: Start, tmp_path: Path):
 
 
 def test_a_signal_drains(own_server: Start, tmp_path: Path):
-    """To the whole group, as a terminal sends it: what runs is finished, nothing new is let in, the event log is whole."""
+    """To the whole group, as a terminal sends it: running requests finish, new ones are refused,
+    and the event log is complete."""
     log = tmp_path / "events"
     timeline = tmp_path / "timeline.json"
     server = own_server(event_log=str(log), timeline=str(timeline)).wait_ready()

@@ -38,7 +38,7 @@ def poll(look: Callable[[], Found], seconds: float = 15, what: str = "") -> Foun
 
 
 class Running:
-    """A server process. `settings` are flat; `command` runs it (default: over the echoing engine)."""
+    """A server process with flat `settings`. `command` starts it (default: the fake engine)."""
 
     def __init__(self, log: Path, command: list[str] | None = None, **settings: Any) -> None:
         self.log = log
@@ -84,7 +84,7 @@ class Running:
         return self.http.post(f"{self.url}{path}", content=data, headers=headers, **options)
 
     def get(self, path: str) -> httpx.Response:
-        """Over a connection of its own: one that was kept may be closed by the server while it is taken up again."""
+        """Over a new connection: the server may close a kept one as it is used again."""
         return httpx.get(f"{self.url}{path}", timeout=10, trust_env=False)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -111,7 +111,7 @@ class Running:
             return [data_of(line) for line in response.iter_lines() if line]
 
     def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The data of each event of a stream whose events have names; the name is the data's type."""
+        """The data of each event of a stream with named events; the name is the data's type."""
         with self.http.stream(
             "POST", f"{self.url}{path}", json=body | {"stream": True}
         ) as response:
@@ -150,7 +150,7 @@ def data_of(line: str) -> dict[str, Any] | str:
 
 
 class Reading:
-    """A stream that is read in a thread, from its first event on; `begun`: that is waited for."""
+    """A stream, read in a thread; `begun`: wait for its first event."""
 
     def __init__(self, server: Running, body: dict[str, Any], begun: bool = True) -> None:
         self.events: list[Any] = []

@@ -162,8 +162,8 @@ class Metrics(Collector):
         lanes = CounterMetricFamily(
             "counterpoint_lane_seconds",
             "What each lane did: busy, launch (a step is in flight, not begun), "
-            "or why it had none: nothing (to do), fused (another lane runs its phase), units (others hold them), "
-            "policy (held back), memory (requests wait for pages).",
+            "or why it had none: nothing (to do), fused (another lane runs its phase), "
+            "units (others hold them), policy (held back), memory (requests wait for pages).",
             labels=["model_name", "lane", "state"],
         )
         for role, what, seconds in self.stats.lane_s:

@@ -124,7 +124,7 @@ class RayLauncher:
             )
 
     def _machines(self) -> list[str]:
-        """The present address of each bundle, "" for none: Ray moves it when its machine is lost."""
+        """The address of each bundle, "" for none: Ray moves it when its machine is lost."""
         nodes = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         addresses = self._addresses()
         return [addresses.get(nodes.get(number, ""), "") for number in range(len(self._numbers))]

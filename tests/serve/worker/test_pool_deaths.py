@@ -1,4 +1,4 @@
-"""What becomes of streams when workers of a pool die, stand still, or are left by their clients. Over HTTP, real processes."""
+"""Streams of a pool whose workers die or freeze, or whose clients leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The front's side of a pool, with a worker that is only a connection: what is counted, and what is left of a request."""
+"""Streams of a pool whose worker is only a connection: what is counted, and that nothing remains of
+a request."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ SPEC, SOURCE, TEXT = (
     make_byte_tokenizer(),
 )
 HELLO = EngineInfo(
-    pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256, page_tokens=4, kv_tokens=4096,
-    eos_token_ids=(257,),
+    pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256,
+    page_tokens=4, kv_tokens=4096, eos_token_ids=(257,),
 )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_a_stuck_loop(own_server: Start, tmp_path: Path):
 
 
 def test_a_long_step_is_not_a_stuck_loop(own_server: Start, tmp_path: Path):
-    """Longer than a loop may be stuck: the step runs, the loop waits for it, and the server says how things stand."""
+    """A step longer than MAX_TURN_S: the loop waits for it, and the server stays healthy."""
     server = own_server().wait_ready()
     go = tmp_path / "go"
     answered: list[httpx.Response] = []
@@ -178,7 +178,8 @@ def test_a_client_that_leaves_while_it_sends(left_behind: Running):
     address = (left_behind.url.split("/")[2].split(":")[0], int(left_behind.url.rsplit(":", 1)[1]))
     with socket.create_connection(address) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 99\r\n\r\n{"
         )
     assert left_behind.get("/health").status_code == 200
 
