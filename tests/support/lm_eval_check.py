@@ -29,13 +29,15 @@ Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Greec
 Poland Warsaw, Hungary Budapest,
 Sweden Stockholm, Norway Oslo, Finland Helsinki, Denmark Copenhagen, Ireland Dublin, Russia Moscow,
 Ukraine Kyiv, Turkey Ankara,
-Egypt Cairo, Kenya Nairobi, Japan Tokyo, China Beijing, Thailand Bangkok, Vietnam Hanoi, Canada Ottawa,
+Egypt Cairo, Kenya Nairobi, Japan Tokyo, China Beijing, Thailand Bangkok, Vietnam Hanoi,
+Canada Ottawa,
 Cuba Havana, Peru Lima,
 Chile Santiago, Brazil Brasília, Australia Canberra, Ghana Accra, Nepal Kathmandu, Iran Tehran
 """
 SEQUENCES = """
 1, 2, 3, 4,;
-2, 4, 6, 8,; 10, 20, 30,; A, B, C, D,; Monday, Tuesday,; January, February,; red, green,; north, south,;
+2, 4, 6, 8,; 10, 20, 30,; A, B, C, D,;
+Monday, Tuesday,; January, February,; red, green,; north, south,;
 5, 4, 3,;
 one, two, three,; spring, summer,; 1, 4, 9,
 """
