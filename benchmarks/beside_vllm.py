@@ -1,12 +1,15 @@
-"""Counterpoint and vLLM on one GPU in one run, taking turns: decode steps and prefill of one shape, random weights and prompts.
+"""Counterpoint and vLLM on one GPU, taking turns: decode steps and prefill of one model shape.
 
-    python docs/results/beside_vllm.py MODEL --vllm-env FILE [--rounds 3] [--json FILE]
+    python benchmarks/beside_vllm.py MODEL --vllm-env FILE [--rounds 3] [--json FILE]
 
-MODEL is a folder with a config.json and a tokenizer.json; weights are random in both. FILE is a shell file after which `python3`
-imports vLLM. Both processes are alive all the while, one of them idle. The same way of measuring for both: all prompts are given at
-once, as token ids and without detokenising; a decode step is what each token beyond the first adds to the whole,
-(t(prompts, many tokens) - t(prompts, 1 token)) / (many - 1); prompts are fresh each time, and prefix caches are off. Both compute
-at most 8192 prompt tokens in a pass, which is what both do by themselves; ours runs the policy serial.
+Takes some minutes on one H200, most of it loading both engines.
+
+MODEL is a folder with a config.json and a tokenizer.json; weights are random in both. FILE is a
+shell file after which `python3` imports vLLM. Both engines stay loaded, one of them idle. Both are
+measured alike: all prompts are submitted at once, as token ids, without detokenising. A decode step
+is what each token after the first adds: (t(prompts, many tokens) - t(prompts, 1 token)) / (many -
+1). Prompts are fresh each time and prefix caches are off. Both compute at most 8192 prompt tokens
+in a pass, their default; ours runs the policy serial.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ CASES = {
 }
 
 
-def prompts(count: int, length: int, chance: random.Random) -> list[list[int]]:
-    return [[chance.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
+def random_prompts(count: int, length: int, rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
 
 
-class Ours:
-    """Engine and loop in this process, without the HTTP side."""
+class CounterpointEngine:
+    """Engine and loop in this process, without HTTP."""
 
     def __init__(self, model: str) -> None:
         from counterpoint import build
@@ -52,8 +55,8 @@ class Ours:
         flags |= {"max_running": 64, "max_context_tokens": 8192, "kv_memory_bytes": 40 << 30}
         self.inbox = WallClockEventQueue()
         self.system = build.build_system(Config().replace(model=model, **flags), self.inbox, print)
-        self.left = 0
-        self.over = threading.Event()
+        self.remaining = 0
+        self.all_finished = threading.Event()
         threading.Thread(target=self._loop, daemon=True).start()
 
     def _loop(self) -> None:
@@ -67,25 +70,25 @@ class Ours:
         for output in outputs:
             if isinstance(output, OutputDelta):
                 assert not output.error, output.error
-                self.left -= output.finish_reason is not None
-        if not self.left:
-            self.over.set()
+                self.remaining -= output.finish_reason is not None
+        if not self.remaining:
+            self.all_finished.set()
 
-    def seconds(self, given: list[list[int]], tokens: int) -> float:
+    def run_s(self, given: list[list[int]], tokens: int) -> float:
         from counterpoint.types import AddRequest, Sampling
 
-        self.left = len(given)
-        self.over.clear()
+        self.remaining = len(given)
+        self.all_finished.clear()
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         began_s = time.perf_counter()
         for n, prompt in enumerate(given):
             self.inbox.put(AddRequest(id=str(n), prompt=tuple(prompt), sampling=sampling))
-        self.over.wait()
+        self.all_finished.wait()
         return time.perf_counter() - began_s
 
 
-class Peer:
-    """vLLM in a process of its own, which is asked line by line."""
+class VllmProcess:
+    """vLLM in its own process, driven by lines on its standard input."""
 
     def __init__(self, model: str, env: str) -> None:
         command = f". {env} && exec python3 {Path(__file__).resolve()} {model} --serve-as-peer"
@@ -95,47 +98,56 @@ class Peer:
             ["bash", "-c", command], env=outside, start_new_session=True, **pipes
         )
 
-    def answer(self) -> str:
+    def read_reply(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("=> "):
                 return line[3:].strip()
         raise RuntimeError("vLLM ended")
 
-    def seconds(self, given: list[list[int]], tokens: int) -> float:
+    def run_s(self, given: list[list[int]], tokens: int) -> float:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([given, tokens]) + "\n")
         self.process.stdin.flush()
-        return float(self.answer())
+        return float(self.read_reply())
 
 
-def serve_as_peer(model: str) -> None:
-    from vllm import LLM, SamplingParams, TokensPrompt, __version__  # pyright: ignore[reportMissingImports]
+def run_vllm(model: str) -> None:
+    import vllm  # pyright: ignore[reportMissingImports]
 
-    llm = LLM(
-        model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192,
-        gpu_memory_utilization=0.42, max_num_seqs=64, enable_prefix_caching=False, disable_log_stats=True,
-    )  # fmt: skip
-    print(f"=> vLLM {__version__}", flush=True)
+    llm = vllm.LLM(
+        model=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=8192,
+        gpu_memory_utilization=0.42,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    print(f"=> vLLM {vllm.__version__}", flush=True)
     for line in sys.stdin:
         given, tokens = json.loads(line)
-        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in given]
+        prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in given]
         began_s = time.perf_counter()
         llm.generate(
-            asked,
-            SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False),
+            prompts,
+            vllm.SamplingParams(
+                max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False
+            ),
             use_tqdm=False,
         )
         print(f"=> {time.perf_counter() - began_s}", flush=True)
 
 
-def measure(engine: Ours | Peer, name: str, chance: random.Random) -> float:
+def measure(engine: CounterpointEngine | VllmProcess, name: str, rng: random.Random) -> float:
     """Milliseconds of a decode step, or prompt tokens per second."""
     count, length, tokens = CASES[name]
-    first_s = engine.seconds(prompts(count, length, chance), 1)
+    first_s = engine.run_s(random_prompts(count, length, rng), 1)
     if tokens == 1:
         return count * length / first_s
-    return (engine.seconds(prompts(count, length, chance), tokens) - first_s) / (tokens - 1) * 1e3
+    return (engine.run_s(random_prompts(count, length, rng), tokens) - first_s) / (tokens - 1) * 1e3
 
 
 def main() -> None:
@@ -149,23 +161,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve_as_peer:
-        serve_as_peer(args.model)
+        run_vllm(args.model)
         return
     began_s = time.perf_counter()
-    peer = Peer(args.model, args.vllm_env)
-    version = peer.answer()
+    vllm_process = VllmProcess(args.model, args.vllm_env)
+    version = vllm_process.read_reply()
     print(f"{version} is ready after {time.perf_counter() - began_s:.0f} s", flush=True)
-    engines: dict[str, Ours | Peer] = {"ours": Ours(args.model), "vLLM": peer}
+    engines: dict[str, CounterpointEngine | VllmProcess] = {
+        "ours": CounterpointEngine(args.model),
+        "vLLM": vllm_process,
+    }
     print(f"both are ready after {time.perf_counter() - began_s:.0f} s", flush=True)
-    chance = random.Random(1)
+    rng = random.Random(1)
     for engine in engines.values():
         for name in CASES:
-            measure(engine, name, chance)  # warm
+            measure(engine, name, rng)  # warm
     got: dict[str, dict[str, list[float]]] = {name: {who: [] for who in engines} for name in CASES}
     for turn in range(args.rounds):
         for name in CASES:
             for who in list(engines) if turn % 2 == 0 else reversed(engines):
-                got[name][who].append(measure(engines[who], name, chance))
+                got[name][who].append(measure(engines[who], name, rng))
     result: dict[str, Any] = {"vLLM": version, "runs": got}
     for name, runs in got.items():
         ours, theirs = (statistics.median(runs[who]) for who in ("ours", "vLLM"))
@@ -175,11 +190,12 @@ def main() -> None:
         result[name] = {"ours": ours, "vLLM": theirs, "unit": unit, "ours faster by": better}
         spread = {who: f"{min(runs[who]):.2f} to {max(runs[who]):.2f}" for who in runs}
         print(
-            f"{name:20s} ours {ours:10.2f} {unit:8s} ({spread['ours']})  vLLM {theirs:10.2f} ({spread['vLLM']})  x {better:.3f}"
+            f"{name:20s} ours {ours:10.2f} {unit:8s} ({spread['ours']})  "
+            f"vLLM {theirs:10.2f} ({spread['vLLM']})  x {better:.3f}"
         )
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
-    os.killpg(peer.process.pid, signal.SIGKILL)  # its engine is a process of its own
+    os.killpg(vllm_process.process.pid, signal.SIGKILL)  # its engine is a process of its own
     os._exit(0)  # the loop's thread is a daemon in the middle of a wait
 
 

@@ -1,32 +1,42 @@
-"""How fast the kernels are in each partition, beside their ceiling and their rivals, in one run.
+"""How fast the kernels are in each SM partition, next to their ceilings and competing kernels.
 
-    python -m benchmarks.cuda_kernels [ceilings] [attention] [gemm] [layer] [--json FILE] [--levels 16 24 32 48 64]
+    python -m benchmarks.cuda_kernels [ceilings] [attention] [gemm] [layer] [--json FILE]
+        [--levels 16 24 32 48 64] [--fp8]
 
-Owns: the measurement.
-Promises: candidates take turns, medians of their times on the device, buffers in all larger than the L2; every output that is timed
-is also compared with a float32 reference. FlashInfer is measured if it can be imported.
+Takes some minutes on one H200; the first run also compiles every weight tile.
+
+Promises: candidates are timed in turns, as medians of device time, with buffers larger than the L2
+cache in all. Attention and bfloat16 products are also compared with a float32 reference. FlashInfer
+is measured if installed.
+Must not: be imported by code that serves.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from counterpoint.device.cuda.gemm_autotune import scaled
+from benchmarks.cuda_attention import (
+    AttentionProblem,
+    bind_output,
+    check_output,
+    flashinfer_decode,
+    make_our_decode,
+    time_attention,
+)
+from benchmarks.cuda_timing import capture_calls, parse_cases, time_interleaved, write_json
+from counterpoint.device.cuda.gemm_autotune import scaled_matmul
 from counterpoint.device.cuda.green_contexts import Partitions, SmPartition
-from counterpoint.device.cuda.kernels.attention import DecodeAttention, Layout
+from counterpoint.device.cuda.kernels.attention import Layout
 from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
-from counterpoint.model.fp8 import quantise_rows, to_fp8
+from counterpoint.device.cuda.kernels.nvcc import architecture, check_launch, load_library
+from counterpoint.model.fp8 import quantise_rows
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16  # Llama-3.1-8B
 GEMMS_NK = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -35,63 +45,13 @@ GEMMS_NK = {
     "lm_head": (128256, 4096),
 }
 LAYERS = 32
-
-Candidates = Mapping[str, Callable[[int], object]]  # name: run it on buffer set i
-
-
-def take_turns(
-    candidates: Candidates, stream: torch.cuda.Stream, rounds: int = 15, warm: int = 3
-) -> dict[str, float]:
-    """Median milliseconds of each candidate on `stream`; one call of each per round."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    with torch.cuda.stream(stream):
-        for i in range(warm):
-            for run in candidates.values():
-                run(i)
-        events = []
-        for i in range(rounds):
-            for name, run in candidates.items():
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                )
-                begin.record(stream)
-                run(i)
-                end.record(stream)
-                events.append((name, begin, end))
-    stream.synchronize()
-    for name, begin, end in events:
-        times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def captured(
-    run: Callable[[int], object], calls: int, stream: torch.cuda.Stream
-) -> Callable[[int], None]:
-    """A graph, captured on `stream`, of `calls` calls over the buffer sets in turn: no launch costs. Keeps `run` alive."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for i in range(calls):
-            run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            run(i)
-
-    def replay(_: int, owner: object = run) -> None:
-        graph.replay()
-
-    return replay
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((out.float() - reference).norm() / reference.norm())
+Run = Callable[[int, torch.Tensor], object]  # on buffer set i, into an output
 
 
 def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, dict[str, float]]:
-    """GB/s that each partition reads from a buffer of 2 GiB: pieces dealt out to the warps in turn, or claimed by them."""
-    launch = load("read", architecture(device)).counterpoint_read
+    """GB/s that each partition reads from a 2 GiB buffer: pieces assigned to warps in advance
+    ("dealt"), or taken by them from a counter ("claimed")."""
+    launch = load_library("read", architecture(device)).counterpoint_read
     launch.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -116,194 +76,35 @@ def read_ceiling(parts: dict[str, SmPartition], device: int = 0) -> dict[str, di
             claimed,
             part.stream.cuda_stream,
         )
-        return lambda _: check(launch(*arguments), "read")
+        return lambda _: check_launch(launch(*arguments), "read")
 
     for name, part in parts.items():
-        times = take_turns(
+        times = time_interleaved(
             {"dealt": reader(part, 0), "claimed": reader(part, 1)}, part.stream, rounds=9
         )
         table[name] = {k: buffer.nbytes / t / 1e6 for k, t in times.items()}
     return table
 
 
-class Problem:
-    """A decode attention problem: `sets` pools of KV for `batch` sequences of `context` tokens in shuffled pages."""
-
-    def __init__(self, batch: int, context: int, sets: int, layout: Layout) -> None:
-        pages = -(-context // PAGE_TOKENS)
-        inner = (KV_HEADS, PAGE_TOKENS) if layout == "HND" else (PAGE_TOKENS, KV_HEADS)
-        self.layout: Layout = layout
-        self.batch, self.context = batch, context
-        self.kv = [
-            torch.randn(batch * pages + 8, 2, *inner, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-            for _ in range(sets)
-        ]
-        self.order = torch.randperm(batch * pages + 8)[: batch * pages].to(torch.int32)
-        self.tables = self.order.view(batch, pages).cuda()
-        self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        self.bytes = batch * context * KV_HEADS * HEAD_DIM * 2 * 2
-
-    def reference(self, i: int, sequences: Sequence[int]) -> torch.Tensor:
-        """Float32 attention of some sequences on pool i: [sequences, heads, head_dim]."""
-        rows = []
-        for s in sequences:
-            kv = self.kv[i][self.tables[s].long()].float()
-            if self.layout == "HND":
-                kv = kv.transpose(2, 3)
-            k, v = (kv[:, j].reshape(-1, KV_HEADS, HEAD_DIM)[: self.context] for j in (0, 1))
-            q = self.q[s].float().view(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-            weights = (torch.einsum("kgd,tkd->kgt", q, k) / HEAD_DIM**0.5).softmax(-1)
-            rows.append(torch.einsum("kgt,tkd->kgd", weights, v).reshape(HEADS, HEAD_DIM))
-        return torch.stack(rows)
-
-
-def flashinfer_decode(problem: Problem) -> Callable[[int, torch.Tensor], Any]:
-    """FlashInfer's tensor-core decode as released, planned once (its plan doesn't know the partition)."""
-    import flashinfer  # pyright: ignore[reportMissingImports]
-
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, problem.layout, use_tensor_cores=True, backend="fa2"
-    )
-    pages = problem.tables.shape[1]
-    indptr = torch.arange(problem.batch + 1, dtype=torch.int32) * pages
-    last = torch.full((problem.batch,), (problem.context - 1) % PAGE_TOKENS + 1, dtype=torch.int32)
-    kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    wrapper.plan(
-        indptr, problem.order.cuda(), last, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS, **kinds
-    )
-    return lambda i, out: wrapper.run(problem.q, problem.kv[i], out=out)
-
-
 def peak_tflops(parts: dict[str, SmPartition]) -> dict[str, dict[str, float]]:
-    """TFLOP/s of a bfloat16 product of 8192 x 4096 x 4096 by cuBLAS in each partition: the ceiling of arithmetic."""
+    """TFLOP/s of a bfloat16 product of 8192 x 4096 x 4096 by cuBLAS in each partition: the compute
+    ceiling."""
     x, w = (torch.randn(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (8192, 4096))
     out = torch.empty(8192, 4096, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     table = {}
     for name, part in parts.items():
-        time = take_turns({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)["mm"]
+        time = time_interleaved({"mm": lambda _: torch.mm(x, w.T, out=out)}, part.stream, rounds=7)[
+            "mm"
+        ]
         table[name] = {"peak TFLOP/s": 2 * 8192 * 4096 * 4096 / time / 1e9}
     return table
 
 
-def attention_speed(
-    parts: dict[str, SmPartition],
-    problems: Sequence[tuple[int, int]],
-    layouts: Sequence[Layout],
-    fp8: bool,
-) -> dict[str, dict[str, float]]:
-    """GB/s of KV cache that decode attention reads in each partition, for (batch, context) problems. `fp8`: of e4m3, ours alone."""
-    table: dict[str, dict[str, float]] = {name: {} for name in parts}
-    for layout in layouts:
-        for batch, context in problems:
-            sets = max(2, min(24, -(-(256 << 20) // (batch * context * KV_HEADS * HEAD_DIM * 4))))
-            problem = Problem(batch, context, sets, layout)
-            for name, row in (
-                attention_fp8(parts, problem) if fp8 else attention_times(parts, problem)
-            ).items():
-                table[name] |= row
-    return table
-
-
-def attention_fp8(parts: dict[str, SmPartition], problem: Problem) -> dict[str, dict[str, float]]:
-    problem.kv = [to_fp8(kv) for kv in problem.kv]
-    problem.bytes //= 2
-    sets, some = len(problem.kv), sorted({0, problem.batch // 2, problem.batch - 1})
-    reference, label = (
-        problem.reference(0, some),
-        f"{problem.layout} {problem.batch} x {problem.context} e4m3",
-    )
-    table = {}
-    for name, part in parts.items():
-        run, out = our_decode(problem, part), torch.full_like(problem.q, float("nan"))
-        torch.cuda.synchronize()
-        time = take_turns(
-            {"ours": captured(bound(run, out, sets), sets, part.stream)}, part.stream
-        )["ours"]
-        table[name] = {
-            f"{label} GB/s": problem.bytes * sets / time / 1e6,
-            f"{label} us": time / sets * 1e3,
-        }
-        with torch.cuda.stream(part.stream):
-            run(0, out.fill_(float("nan")))
-        part.stream.synchronize()
-        told(f"{label} on {name} SMs", out[some], reference, 6e-3)
-    return table
-
-
-def attention_times(parts: dict[str, SmPartition], problem: Problem) -> dict[str, dict[str, float]]:
-    sets = len(problem.kv)
-    some = sorted({0, problem.batch // 2, problem.batch - 1})
-    reference = problem.reference(0, some)
-    try:
-        rival = flashinfer_decode(problem)
-    except ImportError:
-        rival = None
-        print("FlashInfer is not installed: measured without it")
-    table: dict[str, dict[str, float]] = {}
-    for name, part in parts.items():
-        runs = {"ours": our_decode(problem, part)}
-        if rival is not None:
-            runs["FlashInfer"] = rival
-        outs = {who: torch.full_like(problem.q, float("nan")) for who in runs}
-        torch.cuda.synchronize()
-        graphs = {
-            who: captured(bound(run, outs[who], sets), sets, part.stream)
-            for who, run in runs.items()
-        }
-        table[name] = {}
-        for who, time in take_turns(graphs, part.stream).items():
-            label = f"{problem.layout} {problem.batch} x {problem.context} {who}"
-            table[name] |= {
-                f"{label} GB/s": problem.bytes * sets / time / 1e6,
-                f"{label} us": time / sets * 1e3,
-            }
-            with torch.cuda.stream(part.stream):
-                runs[who](0, outs[who].fill_(float("nan")))
-            part.stream.synchronize()
-            told(f"{label} on {name} SMs", outs[who][some], reference, 6e-3)
-    return table
-
-
-def told(what: str, out: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
-    error = relative_error(out, reference)
-    if not error < limit:
-        print(f"WRONG: {what}: relative error {error:.2e}")
-
-
-def bound(
-    run: Callable[[int, torch.Tensor], object], out: torch.Tensor, sets: int
-) -> Callable[[int], object]:
-    return lambda i: run(i % sets, out)
-
-
-def our_decode(
-    problem: Problem, part: SmPartition, chained: bool = False
-) -> Callable[[int, torch.Tensor], object]:
-    kernel = DecodeAttention(
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        sms=part.sms,
-        max_seqs=problem.batch,
-        layout=problem.layout,
-        kv_dtype=problem.kv[0].dtype,
-        chained=chained,
-    )
-
-    def run(i: int, out: torch.Tensor) -> object:
-        kv = problem.kv[i]
-        return kernel(problem.q, kv[:, 0], kv[:, 1], problem.tables, problem.lengths, out)
-
-    return run
-
-
-def gemm_speed(
+def time_gemms(
     parts: dict[str, SmPartition], batches: Sequence[int], shapes: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of each product of a decode step in each partition: cuBLAS through torch and ours."""
+    """Microseconds of each product of a decode step in each partition: cuBLAS and ours."""
     table: dict[str, dict[str, float]] = {name: {} for name in parts}
     for shape in shapes:
         n, k = GEMMS_NK[shape]
@@ -313,7 +114,10 @@ def gemm_speed(
             x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
             reference = x.float() @ weights[0].float().T
             for name, part in parts.items():
-                runs = {"cublas": cublas_product(x, weights), "ours": our_product(x, weights, part)}
+                runs = {
+                    "cublas": make_cublas_matmul(x, weights),
+                    "ours": make_our_matmul(x, weights, part),
+                }
                 outs = {
                     label: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
                     for label in runs
@@ -323,18 +127,20 @@ def gemm_speed(
                     with torch.cuda.stream(part.stream):
                         run(0, outs[label])
                     part.stream.synchronize()
-                    told(f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3)
+                    check_output(
+                        f"{label} {shape} M={m} on {name} SMs", outs[label], reference, 4e-3
+                    )
                 calls = 2 * sets
                 graphs = {
-                    label: captured(bound(run, outs[label], sets), calls, part.stream)
+                    label: capture_calls(bind_output(run, outs[label], sets), calls, part.stream)
                     for label, run in runs.items()
                 }
-                for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
+                for label, t in time_interleaved(graphs, part.stream, rounds=7, warm=1).items():
                     table[name][f"{shape} M={m} {label} us"] = t / calls * 1e3
     return table
 
 
-def gemm_fp8_speed(
+def time_fp8_gemms(
     parts: dict[str, SmPartition], batches: Sequence[int], shapes: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """The same in e4m3: torch's scaled product and ours."""
@@ -354,101 +160,120 @@ def gemm_fp8_speed(
                     torch.empty(m, n, dtype=torch.bfloat16, device="cuda"),
                 )
                 runs: dict[str, Callable[[int], object]] = {
-                    "scaled": lambda i, x=x: scaled(x, weights[i % sets]),
-                    "ours": lambda i, x=x, kernel=kernel, out=out: kernel(
-                        x, weights[i % sets], out
+                    "scaled": lambda i, x=x, w=weights: scaled_matmul(x, w[i % len(w)]),
+                    "ours": lambda i, x=x, w=weights, kernel=kernel, out=out: kernel(
+                        x, w[i % len(w)], out
                     ),
                 }
                 torch.cuda.synchronize()
                 graphs = {
-                    label: captured(run, 2 * sets, part.stream) for label, run in runs.items()
+                    label: capture_calls(run, 2 * sets, part.stream) for label, run in runs.items()
                 }
-                for label, t in take_turns(graphs, part.stream, rounds=7, warm=1).items():
+                for label, t in time_interleaved(graphs, part.stream, rounds=7, warm=1).items():
                     table[name][f"{shape} M={m} {label} us"] = t / (2 * sets) * 1e3
     return table
 
 
-def cublas_product(
-    x: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> Callable[[int, torch.Tensor], object]:
+def make_cublas_matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Run:
     return lambda i, out: torch.mm(x, weights[i].T, out=out)
 
 
-def our_product(
+def make_our_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], part: SmPartition, chained: bool = False
-) -> Callable[[int, torch.Tensor], object]:
+) -> Run:
     kernel = SkinnyGemm(part.sms, chained=chained)
     return lambda i, out: kernel(x, weights[i], out)
 
 
-def layer_speed(
+class LayerProblem:
+    """The products and the attention of `layers` decoder layers, with buffers of their own."""
+
+    def __init__(self, batch: int, context: int, layers: int) -> None:
+        self.attention = AttentionProblem(batch, context, layers, "HND")
+        self.batch, self.layers = batch, layers
+        self.shapes = {name: nk for name, nk in GEMMS_NK.items() if name != "lm_head"}
+        self.weights = {
+            name: [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+            for name, (n, k) in self.shapes.items()
+        }
+        self.x = {
+            name: torch.randn(batch, k, dtype=torch.bfloat16, device="cuda")
+            for name, (_, k) in self.shapes.items()
+        }
+        self.outs = {
+            name: torch.empty(batch, n, dtype=torch.bfloat16, device="cuda")
+            for name, (n, _) in self.shapes.items()
+        }
+        self.attended = torch.empty_like(self.attention.q)
+
+    def bound_s(self, bytes_per_s: float, flops: float) -> float:
+        """Of one layer, the sum of max(bytes / bandwidth, FLOPs / peak)."""
+        return self.attention.bytes / bytes_per_s + sum(
+            max(2 * n * k / bytes_per_s, 2 * self.batch * n * k / flops)
+            for n, k in self.shapes.values()
+        )
+
+    def capture(
+        self, matmuls: dict[str, Run], attend: Run, stream: torch.cuda.Stream
+    ) -> Callable[[int], None]:
+        def run(_: int) -> None:
+            for layer in range(self.layers):
+                matmuls["qkv"](layer, self.outs["qkv"])
+                attend(layer, self.attended)
+                for shape in ("o", "gate_up", "down"):
+                    matmuls[shape](layer, self.outs[shape])
+
+        return capture_calls(run, 1, stream)
+
+    def our_matmuls(self, part: SmPartition, chained: bool) -> dict[str, Run]:
+        return {
+            shape: make_our_matmul(self.x[shape], self.weights[shape], part, chained)
+            for shape in self.shapes
+        }
+
+    def cublas_matmuls(self) -> dict[str, Run]:
+        return {
+            shape: make_cublas_matmul(self.x[shape], self.weights[shape]) for shape in self.shapes
+        }
+
+
+def time_layers(
     parts: dict[str, SmPartition], batch: int, context: int, layers: int = 8
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of the four products and the attention of 32 layers (measured on fewer), without what is between them: ours,
-    ours with chained launches, and cuBLAS with FlashInfer. `bound`: sum of max(bytes / bandwidth, FLOPs / peak) in this run."""
-    problem = Problem(batch, context, layers, "HND")
-    shapes = {name: nk for name, nk in GEMMS_NK.items() if name != "lm_head"}
-    weights = {
-        name: [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
-        for name, (n, k) in shapes.items()
-    }
-    x = {
-        name: torch.randn(batch, k, dtype=torch.bfloat16, device="cuda")
-        for name, (_, k) in shapes.items()
-    }
-    outs = {
-        name: torch.empty(batch, n, dtype=torch.bfloat16, device="cuda")
-        for name, (n, _) in shapes.items()
-    }
-    attended = torch.empty_like(problem.q)
+    """Milliseconds of the four products and the attention of 32 layers, measured on fewer, without
+    the operations between them: ours, ours with chained launches, and cuBLAS with FlashInfer.
+    `bound`: sum of max(bytes / bandwidth, FLOPs / peak), with this run's ceilings."""
+    problem = LayerProblem(batch, context, layers)
     read, peak = read_ceiling(parts), peak_tflops(parts)
     try:
-        flashinfer = flashinfer_decode(problem)
+        flashinfer = flashinfer_decode(problem.attention)
     except ImportError:
         flashinfer = None
     table = {}
     for name, part in parts.items():
         bandwidth, flops = max(read[name].values()) * 1e9, peak[name]["peak TFLOP/s"] * 1e12
-        bound_s = problem.bytes / bandwidth + sum(
-            max(2 * n * k / bandwidth, 2 * batch * n * k / flops) for n, k in shapes.values()
-        )
-
-        def steps(
-            products: dict[str, Callable[[int, torch.Tensor], object]],
-            attend: Callable[[int, torch.Tensor], object],
-        ) -> Any:
-            def run(_: int) -> None:
-                for layer in range(layers):
-                    products["qkv"](layer, outs["qkv"])
-                    attend(layer, attended)
-                    for shape in ("o", "gate_up", "down"):
-                        products[shape](layer, outs[shape])
-
-            return captured(run, 1, part.stream)
-
-        candidates = {}
-        for chained in (False, True):
-            products = {
-                shape: our_product(x[shape], weights[shape], part, chained) for shape in shapes
-            }
-            candidates["ours" + " chained" * chained] = steps(
-                products, our_decode(problem, part, chained)
+        candidates = {
+            "ours" + " chained" * chained: problem.capture(
+                problem.our_matmuls(part, chained),
+                make_our_decode(problem.attention, part, chained),
+                part.stream,
             )
-        if flashinfer is not None:
-            rivals = {shape: cublas_product(x[shape], weights[shape]) for shape in shapes}
-            candidates["cuBLAS + FlashInfer"] = steps(rivals, flashinfer)
-        times = take_turns(candidates, part.stream, rounds=7)
-        table[name] = {f"{who} ms": time / layers * LAYERS for who, time in times.items()} | {
-            "bound ms": bound_s * 1e3 * LAYERS
+            for chained in (False, True)
         }
-        table[name]["bound / ours chained %"] = (
-            100 * table[name]["bound ms"] / table[name]["ours chained ms"]
-        )
+        if flashinfer is not None:
+            cublas = problem.cublas_matmuls()
+            candidates["cuBLAS + FlashInfer"] = problem.capture(cublas, flashinfer, part.stream)
+        times = time_interleaved(candidates, part.stream, rounds=7)
+        bound_ms = problem.bound_s(bandwidth, flops) * 1e3 * LAYERS
+        row = {f"{who} ms": time / layers * LAYERS for who, time in times.items()}
+        row["bound ms"] = bound_ms
+        row["bound / ours chained %"] = 100 * bound_ms / row["ours chained ms"]
+        table[name] = row
     return table
 
 
-def show(title: str, table: dict[str, dict[str, float]]) -> None:
-    """Print a table: partitions across, measurements down."""
+def print_partitions(title: str, table: dict[str, dict[str, float]]) -> None:
+    """Print a table with a column per partition."""
     print(f"\n{title}\n{'SMs':34s}" + "".join(f"{name:>9s}" for name in table))
     for row in next(iter(table.values())):
         cells = (column.get(row, float("nan")) for column in table.values())
@@ -480,37 +305,37 @@ def main() -> None:
     args = parser.parse_args()
     layouts: list[Layout] = args.layouts
     partitions = Partitions(args.levels)
-    realised = partitions.check()
+    measured = partitions.check()
     parts = {str(level): partitions.pair(level).decode for level in args.levels}
     parts[str(partitions.total_sms)] = partitions.full
     print(
-        f"{torch.cuda.get_device_name()}, {partitions.total_sms} SMs, torch {torch.__version__}, isolated {partitions.isolated}"
+        f"{torch.cuda.get_device_name()}, {partitions.total_sms} SMs, "
+        f"torch {torch.__version__}, isolated {partitions.isolated}"
     )
     result: dict[str, Any] = {
-        "realised": {k: {"prefill": v.prefill, "decode": v.decode} for k, v in realised.items()}
+        "realised": {k: {"prefill": v.prefill, "decode": v.decode} for k, v in measured.items()}
     }
-    problems = [
-        (int(batch), int(context)) for batch, context in (text.split("x") for text in args.problems)
-    ]
+    problems = parse_cases(args.problems)
     if "ceilings" in args.what:
         read, peak = read_ceiling(parts), peak_tflops(parts)
         result["ceilings"] = {name: read[name] | peak[name] for name in parts}
-        show("ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"])
+        print_partitions(
+            "ceilings: GB/s read, pieces dealt out or claimed; TFLOP/s", result["ceilings"]
+        )
     if "attention" in args.what:
-        result["attention"] = attention_speed(parts, problems, layouts, args.fp8)
-        show("decode attention: layout, batch x context", result["attention"])
+        result["attention"] = time_attention(parts, problems, layouts, args.fp8)
+        print_partitions("decode attention: layout, batch x context", result["attention"])
     if "gemm" in args.what:
-        result["gemm"] = (gemm_fp8_speed if args.fp8 else gemm_speed)(parts, args.rows, args.shapes)
-        show("products of a decode step", result["gemm"])
+        result["gemm"] = (time_fp8_gemms if args.fp8 else time_gemms)(parts, args.rows, args.shapes)
+        print_partitions("products of a decode step", result["gemm"])
     if "layer" in args.what:
         for batch, context in ((64, 2048), (64, 4096)):
-            result[f"layer {batch} x {context}"] = layer_speed(parts, batch, context)
-            show(
+            result[f"layer {batch} x {context}"] = time_layers(parts, batch, context)
+            print_partitions(
                 f"products and attention of 32 layers, batch {batch}, context {context}",
                 result[f"layer {batch} x {context}"],
             )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""What limits a step: the ceilings of each partition measured in the same run, and what is left when a pass is taken apart.
+"""What bounds a step: the ceilings of each partition, and the time of a pass by operation.
 
-Owns: the floor of a decode step, the parts of a prefill pass. Promises: ceilings, floors and parts are measured or computed on the
-device that ran the step, with its own weights.
-Must not: be imported by what serves.
+Owns: the floor of a decode step, and the operations of a prefill pass (tables of cuda_speed.py).
+Promises: everything is measured or computed on the device that ran the step, with its weights.
+Must not: be imported by code that serves.
 
-*Floor* of a decode step: the sum over its products and attention of max(bytes / bandwidth, FLOPs / peak), with the bandwidth that a
-reader and the peak that a large product reach in the same partition.
+*Floor* of a decode step: the sum over its products and attention of max(bytes / bandwidth, FLOPs /
+peak), with the measured bandwidth and peak of the same partition.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.cuda_kernels import read_ceiling, take_turns
-from benchmarks.cuda_steps import Bench, Meter
-from counterpoint.device.cuda.gemm_autotune import Matrix, scaled
+from benchmarks.cuda_kernels import read_ceiling
+from benchmarks.cuda_steps import StepBench
+from benchmarks.cuda_timing import PowerMeter, time_interleaved, time_repeated
+from counterpoint.device.cuda.gemm_autotune import Matrix, scaled_matmul
 from counterpoint.device.cuda.green_contexts import SmPartition
 from counterpoint.device.cuda.stream_partitions import StreamPartition
 from counterpoint.device.slot_tables import make_pass_rows
@@ -29,48 +29,49 @@ from counterpoint.types import Role, Segment
 
 
 class Ceiling(NamedTuple):
-    """Of a partition: bytes/s that it reads, FLOP/s of a large product in bfloat16 and in e4m3."""
+    """Of a partition: bytes/s read, FLOP/s of a large product in bfloat16 and in e4m3."""
 
     bandwidth: float
     flops: float
     flops_fp8: float
 
 
-def ceilings(bench: Bench, levels: Sequence[int]) -> dict[int, Ceiling]:
+def ceilings(bench: StepBench, levels: Sequence[int]) -> dict[int, Ceiling]:
     partitions = bench.device.partitions
     parts = {str(level): partitions.pair(level).decode for level in levels} | {
         str(bench.device.units): partitions.full
     }
     read = read_ceiling(parts)
     return {
-        int(name): Ceiling(max(read[name].values()) * 1e9, *peaks(part))
+        int(name): Ceiling(max(read[name].values()) * 1e9, *peak_flops(part))
         for name, part in parts.items()
     }
 
 
-def peaks(part: SmPartition, rows: int = 8192, size: int = 4096) -> tuple[float, float]:
+def peak_flops(part: SmPartition, rows: int = 8192, size: int = 4096) -> tuple[float, float]:
     x, w = (torch.randn(n, size, dtype=torch.bfloat16, device="cuda") for n in (rows, size))
     x8, w8 = quantise_rows(x), quantise_rows(w)
     torch.cuda.synchronize()
-    times = take_turns(
-        {"bf16": lambda _: torch.mm(x, w.T), "fp8": lambda _: scaled(x8, w8)}, part.stream, rounds=7
+    times = time_interleaved(
+        {"bf16": lambda _: torch.mm(x, w.T), "fp8": lambda _: scaled_matmul(x8, w8)},
+        part.stream,
+        rounds=7,
     )
     flops = 2 * rows * size * size
     return flops / times["bf16"] * 1e3, flops / times["fp8"] * 1e3
 
 
-def floor_s(bench: Bench, batch: int, context: int, ceiling: Ceiling) -> float:
-    """Of a decode step, in seconds."""
+def decode_floor_s(bench: StepBench, batch: int, context: int, ceiling: Ceiling) -> float:
     spec, weights = bench.device.spec, bench.device.decoder.weights
     layer = weights.layers[0]
     products = [layer.qkv, layer.output, layer.gate_up, layer.down] * spec.layers + [weights.head]
-    total = sum(product_s(packed[0], batch, ceiling) for packed in products)
+    total = sum(matmul_floor_s(packed[0], batch, ceiling) for packed in products)
     cache = batch * context * spec.kv_bytes_per_token(bench.device.decoder.kv_dtype.itemsize)
     scores = 4 * batch * context * spec.heads * spec.head_dim * spec.layers
     return total + max(cache / ceiling.bandwidth, scores / ceiling.flops)
 
 
-def product_s(weight: Matrix, rows: int, ceiling: Ceiling) -> float:
+def matmul_floor_s(weight: Matrix, rows: int, ceiling: Ceiling) -> float:
     outputs, inputs = weight.shape
     flops = ceiling.flops_fp8 if isinstance(weight, ScaledWeight) else ceiling.flops
     return max(
@@ -79,8 +80,8 @@ def product_s(weight: Matrix, rows: int, ceiling: Ceiling) -> float:
     )
 
 
-def decode_bytes(bench: Bench, batch: int, context: int) -> int:
-    """What a decode step must read: weights but input embeddings, and the cache."""
+def decode_read_bytes(bench: StepBench, batch: int, context: int) -> int:
+    """Bytes that a decode step must read: weights without input embeddings, and the KV cache."""
     spec, weights = bench.device.spec, bench.device.decoder.weights
     packed = [
         each
@@ -95,10 +96,11 @@ def decode_bytes(bench: Bench, batch: int, context: int) -> int:
     )
 
 
-def parts_table(bench: Bench, tokens: int = 4096) -> dict[str, dict[str, float]]:
-    """A prefill pass taken apart: each kind of operation of all layers, one kind after the other, on the whole device, over and
-    over for as long as some passes take, so that the card is as warm as in a pass. `MHz`, `W`: clock and power meanwhile."""
-    spec, place = bench.device.spec, bench.device.stream_partitions.of(Role.PREFILL)[0]
+def parts_table(bench: StepBench, tokens: int = 4096) -> dict[str, dict[str, float]]:
+    """A prefill pass by operation: each kind of operation of all layers, one kind at a time, on the
+    whole device. Each repeats for as long as some passes take, so that the GPU is as warm as in a
+    pass. `MHz`, `W`: clock and power meanwhile."""
+    spec, partition = bench.device.spec, bench.device.stream_partitions.for_role(Role.PREFILL)[0]
     flops = {
         "qkv": spec.hidden * spec.qkv_features,
         "output": spec.heads * spec.head_dim * spec.hidden,
@@ -107,10 +109,10 @@ def parts_table(bench: Bench, tokens: int = 4096) -> dict[str, dict[str, float]]
         "attention": (tokens + 1) * spec.heads * spec.head_dim,
     }
     result: dict[str, dict[str, float]] = {}
-    with torch.cuda.stream(place.stream), torch.inference_mode():
-        kinds, over = operations(bench, place, tokens)
+    with torch.cuda.stream(partition.stream), torch.inference_mode():
+        kinds, over = make_operations(bench, partition, tokens)
         for name, run in kinds.items():
-            took_s, seen = repeated(run, place.stream)
+            took_s, seen = time_repeated(run, partition.stream)
             rate = (
                 {"TFLOP/s": 2 * tokens * spec.layers * flops[name] / took_s / 1e12}
                 if name in flops
@@ -119,20 +121,21 @@ def parts_table(bench: Bench, tokens: int = 4096) -> dict[str, dict[str, float]]
             result[name] = {"ms": took_s * 1e3, **rate, **seen}
         over()
     result["sum"] = {"ms": sum(row["ms"] for row in result.values())}
-    with Meter() as meter:
-        took_s = bench.prefill_s(tokens, bench.device.units, times=8)
+    with PowerMeter() as meter:
+        took_s = bench.measure_prefill_s(tokens, bench.device.units, times=8)
     result["a pass"] = {
         "ms": took_s * 1e3,
         "TFLOP/s": bench.prefill_flops(tokens) / took_s / 1e12,
-        **meter.seen,
+        **meter.summary,
     }
     return result
 
 
-def operations(
-    bench: Bench, place: StreamPartition, tokens: int
+def make_operations(
+    bench: StepBench, partition: StreamPartition, tokens: int
 ) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
-    """Each kind of operation of a prefill pass, through all layers; and what to call when it is over."""
+    """Each kind of operation of a prefill pass, through all layers, and a function to call
+    afterwards."""
     device, spec, ops, weights = (
         bench.device,
         bench.device.spec,
@@ -140,10 +143,13 @@ def operations(
         bench.device.decoder.weights,
     )
     segments = (Segment(0, 0, tokens, True, bench.open_prefill(tokens)),)
-    device.tables.send(segments)
-    batch = device.tables.batch(
-        device.tables.inputs(
-            make_pass_rows(segments), place.planner, place.decode, device.piecewise_graphs.size
+    device.tables.upload_pending(segments)
+    batch = device.tables.make_batch(
+        device.tables.make_inputs(
+            make_pass_rows(segments),
+            partition.prefill_planner,
+            partition.decode_kernel,
+            device.piecewise_graphs.pad_rows,
         )
     )
     angles, x = device.decoder.angles(batch), device.decoder.embed(batch)
@@ -182,21 +188,3 @@ def operations(
         "SwiGLU": every(lambda layer, k, v: ops.silu_mul(wide)),
     }
     return kinds, batch.attention.close
-
-
-def repeated(
-    run: Callable[[], object], stream: torch.cuda.Stream, for_s: float = 0.3
-) -> tuple[float, dict[str, float]]:
-    """Median seconds of `run` in the second half of `for_s`, and what the meter saw."""
-    run()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    with Meter() as meter:
-        while sum(times) < for_s:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            run()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times[len(times) // 2 :]), meter.seen

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import EngineLimits
+from counterpoint.core.limits import DeviceShape, EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import make_policy
 from counterpoint.cost_model import calibration_store
@@ -63,12 +63,8 @@ def predict(estimator: Estimator, levels: tuple[int, ...]) -> dict[str, list[flo
         tokens, batch = dice.randint(64, 8192), dice.randint(1, 256)
         level = dice.choice(levels)
         rest = H200.units - level
-        prefill = BatchShape(
-            tokens, tokens * tokens, 0, 1, samples=1, last_layer=8, layers=MODEL.layers
-        )
-        decode = BatchShape(
-            0, 0, 0, 0, batch, batch * dice.randint(100, 8000), batch, 0, MODEL.layers, MODEL.layers
-        )
+        prefill = BatchShape.prefill(tokens, 0, MODEL.layers).over_layers(0, 8)
+        decode = BatchShape.decode(batch, batch * dice.randint(100, 8000), MODEL.layers)
         spent["alone, new"].append(timed(lambda p=prefill, r=rest: estimator.seconds(p, r)))
         spent["beside, new"].append(
             timed(lambda d=decode, p=prefill, u=level, r=rest: estimator.seconds(d, u, (p, r)))
@@ -87,7 +83,7 @@ def decisions(known: Known, decoding: int) -> dict[str, list[float]]:
 def decide(known: Known, decoding: int) -> dict[str, list[float]]:
     scheduler = SchedulerConfig(ttft_s=1.0, tpot_s=0.05)
     policy = make_policy(
-        scheduler, H200.units, MODEL.layers, 2, levels=known.levels, estimator=known.make()
+        scheduler, DeviceShape(H200.units, MODEL.layers, 2, known.levels), known.make()
     )
     spent: dict[str, list[float]] = {}
     for name in DECISIONS:

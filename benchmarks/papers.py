@@ -41,7 +41,7 @@ from counterpoint.simulator.plan import (
 from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import Stats
+from counterpoint.stats import Stats
 
 SHAREGPT = {
     "prompt_tokens": 161,

@@ -1,10 +1,14 @@
-"""One trace against one GPU under several modes: co-located ones, and a prefill and a decode worker with KV over CUDA IPC.
+"""One trace on one GPU in several modes: co-located, and prefill and decode workers over CUDA IPC.
 
-    python docs/results/pools_on_one_gpu.py --trace FILE [--rates 6 12] [--requests 80] [--slo ttft=0.5,tpot=20ms] [--out FOLDER]
+    python benchmarks/pools_on_one_gpu.py --trace FILE [--rates 6 12] [--requests 80]
+        [--slo ttft=0.5,tpot=20ms] [--out FOLDER]
 
-Every server is `counterpoint serve` and every load `counterpoint bench --url`, from this machine. The co-located servers are
-started together and asked one after another; an idle one does not use the GPU. Then the pools are started and asked alike.
-All have the same weights (random), the same memory for KV in each engine, and prefix caches off.
+Takes some minutes on one H200.
+
+Every server is `counterpoint serve`, every load `counterpoint bench --url`, from this machine. The
+co-located servers start together and are measured one after another; an idle one does not use the
+GPU. Then come the pools. All have the same random weights, the same KV memory per engine, and no
+prefix cache.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ POOLS = {
     "1+1, whole prompts": [*PAIR, "--kv-grain", "prompt"],
     "1+1, 4 layers at a time": [*PAIR, "--layer-group", "4", "--kv-grain", "layer"],
 }
-FIGURES = (
+COLUMNS = (
     "p50_ttft_ms",
     "p90_ttft_ms",
     "p50_tpot_ms",
@@ -72,8 +76,8 @@ class Server:
             str(PORT + number),
         ]
         command = [sys.executable, "-m", "counterpoint", "serve", model, *common, *flags]
-        with self.log.open("wb") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        with self.log.open("wb") as log_file:
+            self.process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT)
 
     def wait(self, seconds: float = 150) -> None:
         end = time.monotonic() + seconds
@@ -92,8 +96,8 @@ class Server:
             self.process.kill()
 
 
-def play(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One load; what `bench` found, and what the server says of its handoffs."""
+def run_load(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one load. Returns `bench`'s report and the server's handoff metrics."""
     path = args.out / f"{server.number}_{rate:g}.json"
     command = [
         sys.executable,
@@ -119,12 +123,12 @@ def play(server: Server, rate: float, args: argparse.Namespace) -> dict[str, Any
     subprocess.run(
         command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120
     )
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found["handoffs"] = handoffs(server)
-    return found
+    report = json.loads(path.read_text()) if path.exists() else {}
+    report["handoffs"] = read_handoff_metrics(server)
+    return report
 
 
-def handoffs(server: Server) -> dict[str, float]:
+def read_handoff_metrics(server: Server) -> dict[str, float]:
     from urllib.request import urlopen
 
     text = urlopen(f"{server.url}/metrics", timeout=10).read().decode()
@@ -135,17 +139,17 @@ def handoffs(server: Server) -> dict[str, float]:
     return sums
 
 
-def row(name: str, rate: float, found: dict[str, Any]) -> str:
+def format_row(name: str, rate: float, report: dict[str, Any]) -> str:
     cells = [
-        f"{found.get(figure):.3g}" if isinstance(found.get(figure), int | float) else "-"
-        for figure in FIGURES
+        f"{report.get(figure):.3g}" if isinstance(report.get(figure), int | float) else "-"
+        for figure in COLUMNS
     ]
     done, count = (
-        found.get("completed", "-"),
-        found["handoffs"].get("handoff_visible_seconds_count", 0),
+        report.get("completed", "-"),
+        report["handoffs"].get("handoff_visible_seconds_count", 0),
     )
     visible = (
-        f"{1e3 * found['handoffs']['handoff_visible_seconds_sum'] / count:.2f}" if count else "-"
+        f"{1e3 * report['handoffs']['handoff_visible_seconds_sum'] / count:.2f}" if count else "-"
     )
     return f"| {name} | {rate:g} | {done} | " + " | ".join(cells) + f" | {visible} |"
 
@@ -166,8 +170,8 @@ def main() -> None:
     os.environ.setdefault("NO_COLOR", "1")
     results: dict[str, Any] = {}
     lines = [
-        "| mode | requests/s | answered | " + " | ".join(FIGURES) + " | visible ms |",
-        "|---" * (len(FIGURES) + 4) + "|",
+        "| mode | requests/s | answered | " + " | ".join(COLUMNS) + " | visible ms |",
+        "|---" * (len(COLUMNS) + 4) + "|",
     ]
     print("\n".join(lines), flush=True)
     number = 0
@@ -181,8 +185,8 @@ def main() -> None:
             for server in servers:
                 server.wait()
                 for rate in args.rates:
-                    found = results[f"{server.name} at {rate:g}"] = play(server, rate, args)
-                    print(row(server.name, rate, found), flush=True)
+                    report = results[f"{server.name} at {rate:g}"] = run_load(server, rate, args)
+                    print(format_row(server.name, rate, report), flush=True)
                     (args.out / "pools.json").write_text(json.dumps(results, indent=1))
         finally:
             for server in servers:

@@ -38,24 +38,12 @@ class CheckRow(NamedTuple):
 
 
 def prefill(tokens: int, layers: int, of_layers: int, samples: int = 0) -> BatchShape:
-    return BatchShape(
-        prefill_tokens=tokens,
-        prefill_squares=tokens * tokens,
-        prefill_requests=1,
-        samples=samples,
-        last_layer=layers,
-        layers=of_layers,
-    )
+    shape = BatchShape.prefill(tokens, 0, of_layers, sampled=samples > 0)
+    return shape.over_layers(0, layers)
 
 
 def decode(batch: int, context: int, layers: int, of_layers: int) -> BatchShape:
-    return BatchShape(
-        decode_batch=batch,
-        decode_context=batch * context,
-        samples=batch,
-        last_layer=layers,
-        layers=of_layers,
-    )
+    return BatchShape.decode(batch, batch * context, of_layers).over_layers(0, layers)
 
 
 def h200_alone() -> Iterator[CheckRow]:
@@ -119,7 +107,7 @@ def h200_alone() -> Iterator[CheckRow]:
         10.0,
         0.15,
     )
-    mixed = BatchShape(1024, 1024**2, 1024**2, 1, 64, 64 * 2100, 65, 0, 32, 32)
+    mixed = BatchShape.prefill(1024, 1024, 32) + BatchShape.decode(64, 64 * 2100, 32)
     yield CheckRow(
         "chunk of 1024 with 64 decodes", "ms", 1e3 * llama.seconds(mixed, 132), 30.0, 0.15
     )

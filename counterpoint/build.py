@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import EngineLimits
+from counterpoint.core.limits import DeviceShape, EngineLimits
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.active_units import ActiveUnits
@@ -338,12 +338,9 @@ def cuda_engine(
     levels = cuda.levels if cuda.isolated else ()
     policy = make_policy(
         config.scheduler,
-        units,
-        spec.layers,
-        depth=2,
-        levels=levels,
-        estimator=belief,
-        auto_class=auto,
+        DeviceShape(units, spec.layers, depth=2, levels=levels),
+        belief,
+        auto,
     )
     lanes = ", ".join(
         f"{lane.role.value} on {n} SMs"
@@ -392,12 +389,9 @@ def cpu_policy(
     levels = tuple(range(1, cores))
     return make_policy(
         config.scheduler,
-        cores,
-        spec.layers,
-        levels=levels,
-        estimator=belief.estimator,
-        chunk_tokens=128,
-        auto_class=auto,
+        DeviceShape(cores, spec.layers, levels=levels, chunk_tokens=128),
+        belief.estimator,
+        auto,
     ), notes
 
 

@@ -1,13 +1,13 @@
-"""The nouns every room shares, as frozen structs of plain numbers.
+"""The data every room shares: frozen structs of plain numbers.
 
-Owns: what crosses a seam. Events enter the core, commands leave it, outputs go to the client.
-Promises: no clock, no tensor, no behaviour beyond small derived properties; every struct serialises with msgspec
-(so the wire, the event log and the replay share one format).
-Must not: import anything of this package.
+Events enter the core, commands leave it, outputs go to the client. The wire, the event log and the
+replay share one format: every struct serialises with msgspec. This module knows no clock and no
+tensor, has no behaviour beyond small derived properties, and imports nothing of this package.
 
-Vocabulary. A *unit* is the device's smallest schedulable compute share: an SM on a GPU, a core on a CPU.
-A *slot* is a row of the executor's per-request tables. A *pass* is one forward pass of some segments through all layers;
-a pass may be cut into *steps* of consecutive layers (a layer group each). All intervals are half-open, [a, b).
+A *unit* is the smallest share of compute that a device can schedule: an SM on a GPU, a core on a
+CPU. A *slot* is a row of the executor's per-request tables. A *pass* is one forward pass of some
+segments through all layers. A pass may be cut into *steps* of consecutive layers (a layer group
+each). All intervals are half-open: [a, b).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 
 class Role(enum.StrEnum):
-    """What a lane may run. One lane of role BOTH is chunked serving; PREFILL beside DECODE is multiplexing."""
+    """What a lane may run. BOTH is chunked serving; PREFILL and DECODE lanes are multiplexing."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -26,11 +26,9 @@ class Role(enum.StrEnum):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One voice: an ordered queue of steps on a device.
-
-    `depth` is how many steps may be in flight at once (1: the next step is made when the last has come back; 2: one is
-    queued behind the running one, so that the device never waits for the host).
-    """
+    """An ordered queue of steps on a device. `depth` is how many steps may be in flight at once. At
+    1, the next step is built when the last has come back. At 2, one step is queued behind the
+    running one, so the device never waits for the host."""
 
     id: int
     role: Role
@@ -38,35 +36,34 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Latency targets of one request, in seconds; None is no target. `ttft_s`: arrival to first token. `tpot_s`: mean time
-    per output token after the first. `itl_s`: longest gap between two tokens."""
+    """Latency targets of one request, in seconds; None is no target. `ttft_s`: arrival to first
+    token. `tpot_s`: mean time per output token after the first. `itl_s`: longest gap between two
+    tokens."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     itl_s: float | None = None
 
-    def with_defaults(self, others: Slo) -> Slo:
-        """These targets, and `others` where there is none."""
+    def with_defaults(self, defaults: Slo) -> Slo:
+        """These targets, completed by `defaults` where there is none."""
         return Slo(
-            others.ttft_s if self.ttft_s is None else self.ttft_s,
-            others.tpot_s if self.tpot_s is None else self.tpot_s,
-            others.itl_s if self.itl_s is None else self.itl_s,
+            defaults.ttft_s if self.ttft_s is None else self.ttft_s,
+            defaults.tpot_s if self.tpot_s is None else self.tpot_s,
+            defaults.itl_s if self.itl_s is None else self.itl_s,
         )
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request's tokens are chosen and when it ends. Validated by whoever makes it (`serve`), trusted by the core.
-
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set (unseeded requests get a random
-    one at arrival): the n-th token of a request depends on (seed, n) and the logits alone, never on what shares the batch.
-    `stop_token_ids` end the request beside the model's own end-of-sequence ids (which `ignore_eos` switches off);
-    before `min_tokens` output tokens, neither can be sampled. `logprobs`: how many alternatives to report beside the sampled
-    token's own log-probability (0: only its own), None: none at all. Log-probabilities are those of the raw logits.
-
-    `grammar`, where there is one, is what the answer's text must obey, as text that executors understand (device/grammar.py). It
-    goes before everything else: a token that it forbids is never sampled, and where it allows only the end, the answer ends,
-    `ignore_eos` and `min_tokens` or not.
-    """
+    """How one request's tokens are chosen and when it ends. `serve` validates it; the core trusts
+    it. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set:
+    serve draws one for a request without. The n-th token of a request depends on (seed, n) and the
+    logits alone, never on the rest of the batch. `stop_token_ids` end the request, as do the
+    model's own end-of-sequence ids unless `ignore_eos` is set. Neither can be sampled before
+    `min_tokens` output tokens. `logprobs`: how many alternatives to report with the sampled token's
+    log-probability (0: only its own; None: none at all). Log-probabilities are those of the raw
+    logits. `grammar` constrains the text, in a form that executors understand (device/grammar.py).
+    It goes before everything else: a forbidden token is never sampled. Where the grammar allows
+    only the end, the answer ends, whatever `ignore_eos` and `min_tokens` say."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -87,12 +84,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_synchronous(self) -> bool:
-        """Its next token can't be sampled before the host knows the last one."""
+        """Its next token can only be sampled once the host knows the last one."""
         return bool(self.grammar)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability (natural log) of one token, and the `top` alternatives, best first."""
+    """Log-probability (natural log) of one token, and of the `top` alternatives, best first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -103,8 +100,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DisaggRole(enum.StrEnum):
-    """Which part of a request an engine has. PREFILL: the prompt and the token after it; its pages stay until Release, so that
-    others may read them. DECODE: what follows that token; its pages are set aside for others to write, until Adopt."""
+    """Which part of a request an engine runs in disaggregated serving. PREFILL: the prompt and the
+    token after it. Its pages stay until Release, so that others may read them. DECODE: what follows
+    that token. Its pages are reserved for others to write, until ResumeDecode. WHOLE: the engine
+    runs all of the request."""
 
     WHOLE = "whole"
     PREFILL = "prefill"
@@ -112,9 +111,10 @@ class DisaggRole(enum.StrEnum):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """A request enters. `id` is unique among the living (serve makes it so). `salt` separates prefix caches: pages are shared
-    only between requests of one salt. Higher `priority` goes first. `resumed`: tokens of the answer that the client has from
-    elsewhere; the request goes on behind them."""
+    """A request enters. `serve` makes `id` unique among the requests that have not finished. `salt`
+    separates prefix caches: only requests of one salt share pages. Higher `priority` goes first.
+    `generated_prefix`: tokens of the answer that the client already has; the request continues
+    after them."""
 
     id: str
     prompt: tuple[int, ...]
@@ -127,7 +127,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defau
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client no longer wants request `id` (gone, timed out, or a stop string matched). Unknown ids are ignored."""
+    """The client no longer wants request `id` (disconnect, timeout or stop string). Unknown ids are
+    ignored."""
 
     id: str
 
@@ -140,10 +141,12 @@ UNSAMPLED_REASONS = {
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A step has left the device. `tokens`: one sampled id per segment with `sample`, in segment order, in the step that holds
-    the pass's last layer; else empty. An id below 0 says that the row could not be sampled, and why (types.UNSAMPLED): that
-    request fails, alone. `error` fails every request of the step. Times are the device's own, on the inbox's clock, in seconds.
-    `units` are those the step really ran on; `active_units`: how many of them had work, on average (0: not known)."""
+    """A step has left the device. `tokens`: in the step with the pass's last layer, one sampled id
+    per segment with `sample`, in segment order; else empty. An id below 0 is a key of
+    UNSAMPLED_REASONS: that row could not be sampled, and its request fails alone. `error` fails
+    every request of the step. Times are the device's own, on the event queue's clock, in seconds.
+    `units`: those the step ran on. `active_units`: how many of them had work on average (0: not
+    known)."""
 
     step: int
     lane: int
@@ -158,16 +161,17 @@ class StepDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ResumeDecode(msgspec.Struct, frozen=True, tag=True):
-    """The pages of request `id` (Part.DECODE) now hold the KV of all tokens so far, and `token` follows them: decode from there.
-    From here on it is a request like any other."""
+    """Decode request `id` (DisaggRole.DECODE) from here on, like any other request. Its pages now
+    hold the KV of all tokens so far, and `token` follows them."""
 
     id: str
     token: int
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Nobody outside reads or writes the pages of request `id` (Part.PREFILL, or Part.DECODE before Adopt) any more: forget it,
-    wherever it stands, without a word to the client."""
+    """Nobody outside reads or writes the pages of request `id` any more: forget it. Meant for
+    DisaggRole.PREFILL, or DisaggRole.DECODE before ResumeDecode. Valid in every phase; the client
+    is told nothing."""
 
     id: str
 
@@ -179,13 +183,12 @@ Event = AddRequest | Abort | StepDone | ResumeDecode | Release
 
 
 class BatchShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step costs, as sums over its segments, so that pricing it takes no loop.
-
-    Prefill segments (n new tokens after r reused or already computed ones): `prefill_tokens` = sum n, `prefill_squares` = sum n*n,
-    `prefill_reused` = sum n*r, `prefill_requests`. Decode segments: `decode_batch`, `decode_context` = sum of context lengths
-    (tokens read from the KV cache, the new one included). `samples`: rows that reach the LM head.
-    [first_layer, last_layer) of `layers`.
-    """
+    """Size of a step, as sums over its segments, so that an estimator needs no loop. Of prefill
+    segments with n new tokens after r reused or already computed ones: `prefill_tokens` = sum n,
+    `prefill_squares` = sum n*n, `prefill_reused` = sum n*r, `prefill_requests`. Of decode segments:
+    `decode_batch`, and `decode_context` = sum of context lengths (tokens read from the KV cache,
+    the new one included). `samples`: rows that reach the LM head. The step runs layers
+    [first_layer, last_layer) of `layers`."""
 
     prefill_tokens: int = 0
     prefill_squares: int = 0
@@ -198,6 +201,64 @@ class BatchShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last_layer: int = 0
     layers: int = 0
 
+    @classmethod
+    def prefill(
+        cls,
+        new_tokens: int,
+        context_tokens: int,
+        layers: int,
+        prompts: int = 1,
+        sampled: bool = True,
+    ) -> BatchShape:
+        """`prompts` prompts, each of `new_tokens` after `context_tokens`, in all `layers` layers.
+        `sampled`: each prompt ends here and yields a token."""
+        return cls(
+            prefill_tokens=prompts * new_tokens,
+            prefill_squares=prompts * new_tokens * new_tokens,
+            prefill_reused=prompts * new_tokens * context_tokens,
+            prefill_requests=prompts,
+            samples=prompts if sampled else 0,
+            last_layer=layers,
+            layers=layers,
+        )
+
+    @classmethod
+    def decode(cls, batch: int, context_tokens: int, layers: int) -> BatchShape:
+        """One token of `batch` requests, whose contexts sum to `context_tokens`, in all layers."""
+        return cls(
+            decode_batch=batch,
+            decode_context=context_tokens,
+            samples=batch,
+            last_layer=layers,
+            layers=layers,
+        )
+
+    def __add__(self, other: BatchShape) -> BatchShape:
+        """Both in one step. Raises ValueError if they run different layers and neither is empty."""
+        if not other.prefill_tokens and not other.decode_batch:
+            return self
+        if not self.prefill_tokens and not self.decode_batch:
+            return other
+        layers = (self.first_layer, self.last_layer, self.layers)
+        if layers != (other.first_layer, other.last_layer, other.layers):
+            raise ValueError(f"cannot add shapes over different layers: {self} and {other}")
+        return BatchShape(
+            self.prefill_tokens + other.prefill_tokens,
+            self.prefill_squares + other.prefill_squares,
+            self.prefill_reused + other.prefill_reused,
+            self.prefill_requests + other.prefill_requests,
+            self.decode_batch + other.decode_batch,
+            self.decode_context + other.decode_context,
+            self.samples + other.samples,
+            *layers,
+        )
+
+    def over_layers(self, first_layer: int, last_layer: int) -> BatchShape:
+        """The same batch in layers [first_layer, last_layer)."""
+        if (first_layer, last_layer) == (self.first_layer, self.last_layer):
+            return self
+        return msgspec.structs.replace(self, first_layer=first_layer, last_layer=last_layer)
+
     @property
     def kind(self) -> str:
         """prefill, decode or mixed."""
@@ -207,8 +268,9 @@ class BatchShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions [start, start + tokens) of the request in `slot` are computed. `pages` are appended to the slot's block table
-    before that. `sample`: the logits of the last position are sampled, and the token becomes position start + tokens."""
+    """Compute positions [start, start + tokens) of the request in `slot`. The executor first
+    appends `pages` to the slot's block table. `sample`: it samples the logits of the last position,
+    and the token becomes position start + tokens."""
 
     slot: int
     start: int
@@ -218,8 +280,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class InitSlot(msgspec.Struct, frozen=True, tag=True):
-    """Fill row `slot`: `tokens` (prompt, and after a preemption what was generated), of which the first `prompt_tokens` are the
-    prompt, and `pages` (shared prefix pages) as the start of its block table."""
+    """Fill row `slot`. `tokens`: the prompt (`prompt_tokens` of them), then what was generated
+    already. `pages`: start of the block table (shared prefix pages)."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -229,12 +291,10 @@ class InitSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Run layers [first_layer, last_layer) of pass `batch` on `units` units of lane `lane`.
-
-    The steps of one pass carry the same segments and come in layer order; hidden states wait in the executor under `batch`
-    between them. On the way, PREFILL lanes take their units from the low end of the device and DECODE lanes from the high
-    end, so that splits nest; role BOTH takes the low end.
-    """
+    """Run layers [first_layer, last_layer) of pass `pass_id` on `units` units of lane `lane`. The
+    steps of one pass carry the same segments and come in layer order. Between them, the executor
+    keeps the hidden states under `pass_id`. PREFILL lanes take their units from the low end of the
+    device and DECODE lanes from the high end, so that splits nest. Role BOTH takes the low end."""
 
     id: int
     lane: int
@@ -247,7 +307,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class DiscardPass(msgspec.Struct, frozen=True, tag=True):
-    """Forget the hidden states of pass `batch`: it will not be continued. None of its steps is in flight."""
+    """Forget the hidden states of pass `pass_id`: it will not continue. None of its steps is in
+    flight."""
 
     pass_id: int
 
@@ -272,8 +333,9 @@ class FinishReason(enum.StrEnum):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """New tokens of one request. The last one has `finish`; `error` explains Finish.ERROR. `cached_tokens`: prompt tokens served
-    from the prefix cache, set with the first token. A stop token is the last of `tokens` and `stopped_by` names it."""
+    """New tokens of one request. The last delta has `finish_reason`; `error` explains
+    FinishReason.ERROR. `cached_tokens`: prompt tokens served from the prefix cache, sent with the
+    first token. A stop token is the last of `tokens`, and `stop_reason` is its id."""
 
     id: str
     tokens: tuple[int, ...] = ()
@@ -286,8 +348,9 @@ class OutputDelta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
 
 
 class RequestTiming(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The life of one finished request, on the inbox's clock, in seconds: bench, metrics and simulator all read this.
-    `admitted_s` is None if it never ran. `token_s` has the time of each output token."""
+    """Timestamps of one finished request, on the event queue's clock, in seconds. Bench, metrics
+    and simulator read this. `admitted_s` is None if it never ran. `token_s`: time of each output
+    token."""
 
     id: str
     arrival_s: float
@@ -303,12 +366,12 @@ class RequestTiming(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 Output = OutputDelta | RequestTiming
 
 
-# ---------------------------------------------------------------- progress: what goes to whoever moves KV
+# ---------------------------------------------------------------- progress: for KV transfer
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """Request `id`, of which this engine has a part, holds `pages` for all tokens so far. The first `cached` of them hold their
-    content already and are shared: nobody may write them."""
+    """Request `id`, of which this engine runs a part, holds `pages` for all tokens so far. The
+    first `cached_pages` of them hold their KV already and are shared: nobody may write them."""
 
     id: str
     pages: tuple[int, ...]
@@ -316,8 +379,8 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Of request `id` (Part.PREFILL), the KV of tokens [0, tokens) is in its pages in every layer, and that of [tokens, ahead)
-    in the first `layers` layers."""
+    """KV of request `id` (DisaggRole.PREFILL) that its pages hold. Tokens [0, tokens) in every
+    layer; tokens [tokens, partial_tokens) in the first `partial_layers`."""
 
     id: str
     tokens: int
@@ -326,61 +389,3 @@ class Computed(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 Progress = Admitted | Computed
-
-
-class PolicyReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a policy knows of itself. `errors`: (kind of step, median and 95th percentile of |predicted - actual| / actual over its
-    latest steps, how many those are). `cells`: (name of a cell of corrections, mean ratio of actual to predicted, guard on top).
-    `decisions` and `fallbacks` (reasons why the device was not split while both phases had work) are counts by name."""
-
-    errors: tuple[tuple[str, float, float, int], ...] = ()
-    cells: tuple[tuple[str, float, float], ...] = ()
-    decisions: dict[str, int] = {}
-    fallbacks: dict[str, int] = {}
-
-
-class LaneStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step for whoever watches: on lane `lane` it had `units` in [started_s, ended_s), on the inbox's clock; `ended_s` 0: it
-    still runs. The steps of one forward pass have one `batch`, and each of them says the whole pass's tokens."""
-
-    lane: int
-    pass_id: int
-    started_s: float
-    ended_s: float
-    units: int
-    prefill_tokens: int
-    decode_batch: int
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine's gauges and counters now. Pages: free + cached (unreferenced, evictable) + in use = total.
-    `split_s` is the time each (prefill units, decode units) pair was in force, as [[prefill, decode, seconds], ...];
-    0 units: that side had no step in flight. `lane_s`: what each lane did with its time, as (role, what, seconds): busy, launch
-    (a step is in flight and the device has not begun it) and, with none in flight, why (core/metrics.py: Idle).
-    `step_s`: device time by (prefill, decode or mixed; units asked for; units it ran on). `active_unit_s`: units with work times
-    seconds, as the device or a model of it tells. `overtakes`: prefills put aside between two layer groups for a shorter one.
-    `playing`: the step that each busy lane runs; `recent`: the latest of the `steps` that have come back, oldest first."""
-
-    waiting: int = 0
-    running: int = 0
-    pages_total: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    page_tokens: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished: dict[str, int] = {}
-    steps: int = 0
-    split_s: tuple[tuple[int, int, float], ...] = ()
-    lane_s: tuple[tuple[str, str, float], ...] = ()
-    step_s: tuple[tuple[str, int, int, float], ...] = ()
-    active_unit_s: float = 0.0
-    units_total: int = 0
-    resplits: int = 0
-    overtakes: int = 0
-    policy: PolicyReport = PolicyReport()
-    running_steps: tuple[LaneStep, ...] = ()
-    recent_steps: tuple[LaneStep, ...] = ()

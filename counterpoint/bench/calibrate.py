@@ -35,11 +35,8 @@ from counterpoint.cost_model.calibration import (
     CO_RUNNING_KIND,
     Calibration,
     CalibrationPoint,
-    decode_work,
     file_name,
-    fused_work,
     pad_rows,
-    prefill_work,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
@@ -125,20 +122,19 @@ class CalibrationJob(NamedTuple):
 
     def shapes(self, layers: int) -> tuple[BatchShape | None, BatchShape | None]:
         """Its prefill and its decode; a fused pass is the first."""
-        decode = decode_work(list(self.contexts), layers) if self.contexts else None
+        decode = None
+        if self.contexts:
+            decode = BatchShape.decode(len(self.contexts), sum(self.contexts), layers)
         if not self.prompts:
             return None, decode
-        parts = [prefill_work(tokens, reused, 1, layers) for tokens, reused in self.prompts]
-        prefill = msgspec.structs.replace(
-            parts[0],
-            prefill_tokens=sum(p.prefill_tokens for p in parts),
-            prefill_squares=sum(p.prefill_squares for p in parts),
-            prefill_reused=sum(p.prefill_reused for p in parts),
-            prefill_requests=len(parts),
-            samples=len(parts),
-        )
+        fused = self.fused and decode is not None
+        parts = [
+            BatchShape.prefill(tokens, reused, layers, sampled=not fused)
+            for tokens, reused in self.prompts
+        ]
+        prefill = sum(parts[1:], parts[0])
         if self.fused and decode is not None:
-            return fused_work(prefill, decode, len(self.contexts)), None
+            return prefill + decode, None
         return prefill, decode
 
 
@@ -597,7 +593,7 @@ def max_measurable_tokens(
     fitting = [
         n
         for n in lengths
-        if 8 * calibration.prior.seconds(prefill_work(n, 0, 1, layers), units)
+        if 8 * calibration.prior.seconds(BatchShape.prefill(n, 0, layers), units)
         <= MAX_JOB_SHARE * budget_s
     ]
     return max(fitting, default=lengths[0])

@@ -21,7 +21,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
-from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Stats
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import FinishReason, RequestTiming
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from counterpoint.core.loop import DeliverOutputs
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.interfaces import Executor
-from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Sampling
 
 OnRequest = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter

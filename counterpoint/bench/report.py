@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Slo, Stats
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import FinishReason, RequestTiming, Slo
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_ERROR_KINDS = 10  # the commonest messages are counted

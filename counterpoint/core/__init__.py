@@ -1,1 +1,1 @@
-"""The room that decides. No clock, no tensor, no wait: events in, commands and outputs out."""
+"""The engine: events in, commands and outputs out. No clock, no tensor, no waiting."""

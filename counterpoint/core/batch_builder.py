@@ -1,7 +1,6 @@
-"""From a policy's wish to a pass.
+"""From a policy's plan to a pass: segments, their sums, and which sampled token belongs to which.
 
-Owns: how picked tokens become segments, the sums that they cost, and which segment has which of what is sampled. Promises: a pass
-names only requests that have pages for all its tokens. Must not: choose.
+A pass names only requests that have pages for all its tokens.
 """
 
 from __future__ import annotations
@@ -26,29 +25,32 @@ def make_pass(
     limits: EngineLimits,
     reserve_pages: Callable[[Request, int], bool],
 ) -> Pass | None:
-    """A pass on `lane` of what `fill` picks, as far as pages allow: `cover` makes a request's block table long enough for so
-    many tokens, if it can. None if nothing is left."""
+    """A pass on `lane` of the items of `plan` that get pages; None if none does.
+
+    `reserve_pages(request, tokens)` extends the request's block table to `tokens` tokens, if it
+    can. It may preempt other requests of the plan.
+    """
     requests: list[Request] = []
     segments: list[Segment] = []
     prefill_tokens = squares = reused = prefills = context = samples = 0
     size = limits.page_tokens
     for request, tokens in plan.items:
-        if request.preempt_pending or request.slot < 0:  # preempted to make room for one before it
+        if request.preempt_pending or request.slot < 0:  # preempted for one before it
             continue
         start, pages = request.scheduled_tokens, request.pages
         end = start + tokens
         if end > len(pages) * size and not reserve_pages(request, end):
             continue
-        fresh = ()
+        new_pages = ()
         if request.pages_sent < len(pages):
-            fresh = tuple(pages[request.pages_sent :])
+            new_pages = tuple(pages[request.pages_sent :])
             request.pages_sent = len(pages)
         if request.phase is DECODE:
-            segments.append(Segment(request.slot, start, tokens, True, fresh))
+            segments.append(Segment(request.slot, start, tokens, True, new_pages))
             context += end
         else:
             sample = end >= request.prefill_target
-            segments.append(Segment(request.slot, start, tokens, sample, fresh))
+            segments.append(Segment(request.slot, start, tokens, sample, new_pages))
             prefill_tokens += tokens
             squares += tokens * tokens
             reused += tokens * start
@@ -60,18 +62,17 @@ def make_pass(
         request.lane = lane
     if not segments:
         return None
-    layers, batch = limits.layers, len(requests) - prefills
+    decodes = len(requests) - prefills
     work = BatchShape(
-        prefill_tokens,
-        squares,
-        reused,
-        prefills,
-        batch,
-        context,
-        batch + samples,
-        0,
-        layers,
-        layers,
+        prefill_tokens=prefill_tokens,
+        prefill_squares=squares,
+        prefill_reused=reused,
+        prefill_requests=prefills,
+        decode_batch=decodes,
+        decode_context=context,
+        samples=decodes + samples,
+        last_layer=limits.layers,
+        layers=limits.layers,
     )
     return Pass(new_id(), lane, requests, tuple(segments), work)
 
@@ -79,10 +80,13 @@ def make_pass(
 def align_with_segments(
     sampled: tuple[T, ...], segments: tuple[Segment, ...]
 ) -> Iterable[T | None]:
-    """What each segment has of `sampled`, which holds one for each with `sample`, or none at all."""
+    """The entry of `sampled` that belongs to each segment.
+
+    `sampled` has one entry per segment with `sample`, or none at all.
+    """
     if len(sampled) == len(segments):
         return sampled
     if not sampled:
         return itertools.repeat(None, len(segments))
-    left = iter(sampled)
-    return [next(left) if segment.sample else None for segment in segments]
+    entries = iter(sampled)
+    return [next(entries) if segment.sample else None for segment in segments]

@@ -1,7 +1,7 @@
-"""Requests of which this engine has only a part (types.Part): their pages are *kept*, for others to read or write.
+"""Requests of which this engine runs only a part (types.DisaggRole).
 
-Owns: what outside is told of them, and what Adopt and Release do. Promises: a part becomes a plain request when it is adopted, and
-a finished one when it is released. Must not: free anything (core/engine.py does, when no pass names it).
+Their pages are *pinned*: others read or write them until ResumeDecode or Release. The engine frees
+them, once no pass names the request.
 """
 
 from __future__ import annotations
@@ -13,43 +13,39 @@ from counterpoint.types import Admitted, Computed, DisaggRole, Progress
 
 
 class HandoffState:
-    def __init__(self, state: EngineState, prefixes: PrefixCache) -> None:
-        self._state = state
-        self._prefix_cache = prefixes
-        self._progress: list[Progress] = []
+    """Collects what KV transfer must know of such requests, and resumes them."""
 
-    # ------------------------------------------------------------ to outside
+    def __init__(self, state: EngineState, prefix_cache: PrefixCache) -> None:
+        self._state = state
+        self._prefix_cache = prefix_cache
+        self._progress: list[Progress] = []
 
     def take_progress(self) -> list[Progress]:
         progress, self._progress = self._progress, []
         return progress
 
-    def on_admitted(self, request: Request, cached: int) -> None:
-        """It holds its pages; the first `cached` have their content."""
-        self._progress.append(Admitted(request.id, tuple(request.pages), cached))
+    def on_admitted(self, request: Request, cached_pages: int) -> None:
+        """It holds its pages; the first `cached_pages` have their content."""
+        self._progress.append(Admitted(request.id, tuple(request.pages), cached_pages))
         if request.input.disagg_role is DisaggRole.DECODE:
             self._state.set_phase(request, Phase.HELD)
 
     def on_computed(self, request: Request) -> None:
-        self._progress.append(
-            Computed(request.id, request.computed_tokens, request.computed_tokens)
-        )
+        tokens = request.computed_tokens
+        self._progress.append(Computed(request.id, tokens, tokens))
 
-    def on_layers_computed(self, whole: Pass, layers: int) -> None:
+    def on_layers_computed(self, batch: Pass, layers: int) -> None:
         """A pass has come through its first `layers` layers, which are not all."""
-        for segment, request in zip(whole.segments, whole.requests, strict=True):
+        for segment, request in zip(batch.segments, batch.requests, strict=True):
             if request.pinned and request.phase is Phase.PREFILL:
-                self._progress.append(
-                    Computed(
-                        request.id, request.computed_tokens, segment.start + segment.tokens, layers
-                    )
-                )
-
-    # ------------------------------------------------------------ from outside
+                end = segment.start + segment.tokens
+                self._progress.append(Computed(request.id, request.computed_tokens, end, layers))
 
     def resume_decode(self, request: Request, token: int, now: float) -> bool:
-        """Nobody outside touches the pages of `request` (HELD) any more, and the KV of all its tokens is there: decode. True if
-        the executor does not have its row yet."""
+        """Unpin `request`, which is HELD with the KV of all its tokens, and decode.
+
+        True if the executor does not have its row yet.
+        """
         request.pinned = False
         self._state.set_phase(request, Phase.DECODE)
         if request.input.disagg_role is not DisaggRole.DECODE:

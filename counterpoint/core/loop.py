@@ -1,7 +1,8 @@
-"""The loop that joins an inbox, an engine and an executor, and the event log.
+"""The loop that joins an event queue, an engine and an executor; and the event log.
 
-Owns: the order handle, pump, submit, deliver. Promises: one blocking call, `inbox.get()`; a recorded log replayed into a fresh
-engine gives the same commands. Must not: read a clock.
+Each turn takes events, lets the engine schedule, submits its commands and delivers its outputs, in
+this order. Its one blocking call is `inbox.get()`. A recorded log, replayed into a fresh engine,
+gives the same commands.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ def run(
     deliver: DeliverOutputs,
     log: EventLog | None = None,
 ) -> None:
-    """Until the inbox ends. `deliver` gets the outputs of each turn (maybe none) and must not block. A turn without events does
-    nothing else."""
+    """Run until the inbox ends.
+
+    `deliver` gets the outputs of each turn (maybe none) and must not block. A turn without events
+    does nothing else.
+    """
     while (got := inbox.get()) is not None:
         now, events = got
         if events and log is not None:
@@ -39,7 +43,6 @@ def run(
 def run_turn(
     engine: Engine, now: float, events: Sequence[Event], executor: Executor, deliver: DeliverOutputs
 ) -> None:
-    """One turn of it."""
     for event in events:
         engine.on_event(now, event)
     for command in engine.schedule(now) if events else ():
@@ -48,8 +51,11 @@ def run_turn(
 
 
 class EventLog:
-    """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each. When that fails on the way (a full
-    disk), `lost` is told once and nothing more is written: whoever serves need not stop for it. Without `lost`, it is raised."""
+    """Writes each turn's (now, events) to `path`, as msgpack with a 4-byte length before each.
+
+    When a write fails (a full disk), the log calls `on_error` once and writes nothing more, so that
+    serving goes on. Without `on_error`, it raises the error.
+    """
 
     def __init__(self, path: str | Path, on_error: Callable[[OSError], None] | None = None) -> None:
         self._file: BinaryIO = Path(path).open("wb")
@@ -63,7 +69,7 @@ class EventLog:
         try:
             self._file.write(len(data).to_bytes(4, "little") + data)
         except OSError as error:
-            with contextlib.suppress(OSError):  # of what is still to be written
+            with contextlib.suppress(OSError):  # from flushing what is left
                 self._file.close()
             self._report_error(error)
 
@@ -81,7 +87,7 @@ class EventLog:
 
 
 def read_log(path: str | Path) -> Iterator[tuple[float, list[Event]]]:
-    """The turns of a log, in order. A half-written last turn is left out."""
+    """The turns of a log, in order, without a last turn that is cut off."""
     decode = msgspec.msgpack.Decoder(tuple[float, list[Event]]).decode
     data = Path(path).read_bytes()
     at = 0

@@ -1,17 +1,19 @@
-"""Tally: what the engine counts.
+"""What the engine counts, and the latest steps of its lanes.
 
-Owns: counters; the time each split was in force; what each lane did with its time. Promises: derived from events and the state
-alone, in a few operations an event (units at work: by a model, where the device does not tell). Must not: influence a decision.
+All of it derives from events and the state alone, in a few operations per event. No policy reads
+it, so no decision depends on it.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from counterpoint.core.state import EngineState, LaneState
-from counterpoint.types import BatchShape, FinishReason, PolicyReport, Role, Stats, Step, StepDone
+from counterpoint.stats import LaneStep, PolicyReport, Stats
+from counterpoint.types import BatchShape, FinishReason, Role, Step, StepDone
 
 
 class IdleReason(enum.StrEnum):
@@ -20,18 +22,18 @@ class IdleReason(enum.StrEnum):
     NOTHING = "nothing"  # no request is in its phase
     FUSED = "fused"  # another lane runs its phase in mixed passes
     UNITS = "units"  # there is work, but other lanes hold every unit
-    POLICY = "policy"  # there is work and there are units: the policy waits, for a target or the other lane
+    POLICY = "policy"  # there are work and units, but the policy waits
     MEMORY = "memory"  # requests wait for pages or slots
 
 
 IN_FLIGHT = "in flight"
+RECENT_STEPS = 128
 
-
-ActiveUnitsModel = Callable[[BatchShape, int], float]
+ActiveUnitsModel = Callable[[BatchShape, int], float]  # (step, units) -> units with work
 
 
 class EngineCounters:
-    """`active`: how many of its units a step keeps at work, for devices that do not tell; None: nobody knows."""
+    """`active_units_model`: for devices that do not report active units (None: not counted)."""
 
     def __init__(self, units: int, active_units_model: ActiveUnitsModel | None = None) -> None:
         self.units = units
@@ -53,12 +55,13 @@ class EngineCounters:
         self._idle: dict[int, IdleReason] = {}
         self._roles: dict[int, Role] = {}
         self._last_s: float | None = None
-        self._last_shared_split: tuple[int, int] | None = (
-            None  # the latest split with both phases active
-        )
+        self._last_shared_split: tuple[int, int] | None = None  # latest with both phases active
+        self._recent: deque[LaneStep] = deque(maxlen=RECENT_STEPS)
+        # When a lane's oldest step in flight began: exact only for a step that found it idle.
+        self._started_s: dict[int, float] = {}
 
     def add_elapsed(self, now: float, state: EngineState) -> None:
-        """Book the time since the last event on the split that was in force, and on what each lane did."""
+        """Add the time since the last event to the split in force and to each lane's state."""
         if self._last_s is not None and now > self._last_s:
             took_s = now - self._last_s
             split = self._current_split(state)
@@ -70,7 +73,10 @@ class EngineCounters:
         self._last_s = now
 
     def note_idle_reasons(self, state: EngineState, waiting: bool) -> None:
-        """All lanes have been offered work: note why those without a step have none. `waiting`: requests wait for admission."""
+        """Record why lanes without a step have none, once all have been offered work.
+
+        `waiting`: requests wait for admission.
+        """
         for id, lane in state.lanes.items():
             self._roles[id] = lane.lane.role
             if not lane.in_flight:
@@ -86,7 +92,21 @@ class EngineCounters:
                 decode = max(decode, step.units if step.work.decode_batch else 0)
         return prefill, decode
 
-    def add_step(self, step: Step, done: StepDone) -> None:
+    def on_launch(self, lane: LaneState, state: EngineState, now: float) -> None:
+        """The last of the lane's steps in flight has been launched.
+
+        Counts a re-split: both phases active, on other units than the last time.
+        """
+        split = self._current_split(state)
+        if split[0] and split[1]:
+            self.resplits += self._last_shared_split is not None and (
+                split != self._last_shared_split
+            )
+            self._last_shared_split = split
+        if len(lane.in_flight) == 1:
+            self._started_s[lane.lane.id] = now
+
+    def on_step_done(self, step: Step, done: StepDone, now: float) -> None:
         self.steps += 1
         took_s = done.ended_s - done.started_s
         self._busy_s[step.lane] = self._busy_s.get(step.lane, 0.0) + took_s
@@ -96,15 +116,9 @@ class EngineCounters:
         if not active and self.active_units_model is not None and not done.error:
             active = self.active_units_model(step.work, done.units)
         self._active_unit_s += active * took_s
-
-    def note_split(self, state: EngineState) -> None:
-        """Count a re-split: both phases active, on other units than the last time."""
-        split = self._current_split(state)
-        if split[0] and split[1]:
-            self.resplits += (
-                self._last_shared_split is not None and split != self._last_shared_split
-            )
-            self._last_shared_split = split
+        started_s, ended_s = done.started_s or self._started_s[step.lane], done.ended_s or now
+        self._recent.append(make_lane_step(step, started_s, ended_s, done.units or step.units))
+        self._started_s[step.lane] = now
 
     def add_prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
         self._prefix_queries += queried_tokens
@@ -113,7 +127,7 @@ class EngineCounters:
     def add_finished(self, finish: FinishReason) -> None:
         self._finished[finish.value] = self._finished.get(finish.value, 0) + 1
 
-    def stats(self, policy: PolicyReport, **gauges: Any) -> Stats:
+    def stats(self, policy: PolicyReport, state: EngineState, **gauges: Any) -> Stats:
         return Stats(
             **gauges,
             units_total=self.units,
@@ -131,10 +145,19 @@ class EngineCounters:
             step_s=tuple((*key, s) for key, s in sorted(self._step_s.items())),
             active_unit_s=self._active_unit_s,
             policy=policy,
+            running_steps=self._running_steps(state),
+            recent_steps=tuple(self._recent),
+        )
+
+    def _running_steps(self, state: EngineState) -> tuple[LaneStep, ...]:
+        oldest = ((id, lane.in_flight[0][0]) for id, lane in state.lanes.items() if lane.in_flight)
+        return tuple(
+            make_lane_step(step, self._started_s[id], 0.0, step.units) for id, step in oldest
         )
 
     def _lane_seconds(self) -> tuple[tuple[str, str, float], ...]:
-        """A lane's time with a step in flight is busy as far as its steps ran, and launch otherwise."""
+        """(role, state, seconds). With a step in flight, a lane is busy while the step runs and in
+        launch until then."""
         found: list[tuple[str, str, float]] = []
         for (id, what), seconds in sorted(self._lane_s.items()):
             role = self._roles[id].value
@@ -159,3 +182,10 @@ def idle_reason(lane: LaneState, state: EngineState, waiting: bool) -> IdleReaso
     if prefills or decodes:
         return IdleReason.POLICY if state.free_units(lane.lane) else IdleReason.UNITS
     return IdleReason.MEMORY if waiting and role is not Role.DECODE else IdleReason.NOTHING
+
+
+def make_lane_step(step: Step, started_s: float, ended_s: float, units: int) -> LaneStep:
+    work = step.work
+    return LaneStep(
+        step.lane, step.pass_id, started_s, ended_s, units, work.prefill_tokens, work.decode_batch
+    )

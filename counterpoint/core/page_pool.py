@@ -1,12 +1,16 @@
-"""The KV cache's pages: who owns each, and which hold a known prefix.
+"""The pages of the KV cache: who holds each, and which contain a known prefix.
 
-Owns: the page ledger and the prefix index. Promises: a page is in exactly one of three places, and their sizes always sum to
-`total`: *free*; *held* (one or more requests name it); *cached* (nobody names it, its content is published, it may be evicted).
-Eviction is least recently used, deepest page of a prefix first.
-Must not: know of requests, or publish a page whose content has not been computed.
+A page is in exactly one of three states, and their counts always sum to `total`:
 
-A page's *name* is a chained hash of all tokens up to its end, so equal names mean equal content and equal position: names are
-global, and another process can ask for a page by its name.
+    free    no content
+    held    one or more requests reference it
+    cached  nobody references it, its content is registered, it may be evicted
+
+Eviction takes the least recently used page, and the deepest page of a prefix first. The pool knows
+no requests. Callers register a page only once its content has been computed.
+
+The *hash* of a page covers all tokens up to its end. So equal hashes mean equal content at equal
+position, in every process: another process can ask for a page by its hash.
 """
 
 from __future__ import annotations
@@ -18,18 +22,18 @@ from collections.abc import Iterable, Sequence
 
 
 def root_hash(salt: str) -> bytes:
-    """The name before the first page: requests of different salts share nothing."""
+    """The hash before the first page: requests of different salts share nothing."""
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def page_hashes(tokens: Sequence[int], page_tokens: int, parent: bytes) -> list[bytes]:
-    """Names of the full pages of `tokens`, which follow a page named `before`."""
-    names = []
+    """Hashes of the full pages of `tokens`, which follow a page with hash `parent`."""
+    hashes = []
     content, size = array.array("q", tokens).tobytes(), 8 * page_tokens
     for start in range(0, len(content) - size + 1, size):
         parent = hashlib.blake2b(parent + content[start : start + size], digest_size=16).digest()
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes
 
 
 class PagePool:
@@ -41,9 +45,8 @@ class PagePool:
         self._ref_counts = [0] * total
         self._hashes: list[bytes | None] = [None] * total
         self._index: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # its order is eviction's (a dict's first key is slow to find)
+        # In order of eviction. (The first key of a plain dict is slow to find.)
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
@@ -55,79 +58,83 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give: free ones and evictable ones."""
+        """Pages that `allocate` can give: free and evictable ones."""
         return len(self._free) + len(self._cached)
 
     def contains(self, page_hash: bytes) -> bool:
         return page_hash in self._index
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages that hold the longest known run of `names` from its start. They are not held yet."""
-        found = []
-        for name in hashes:
-            page = self._index.get(name)
+        """Pages that hold the longest registered prefix of `hashes`. Adds no reference."""
+        pages = []
+        for page_hash in hashes:
+            page = self._index.get(page_hash)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody holds: holding them takes so many from `available`."""
+        """How many of `pages` nobody references: `ref` would take so many from `available`."""
         return sum(1 for page in pages if page in self._cached)
 
     def ref(self, pages: Iterable[int]) -> None:
-        """Add a holder to pages that `find` gave."""
+        """Add a reference to pages that `match` gave."""
         for page in pages:
             self._ref_counts[page] += 1
             self._cached.pop(page, None)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one holder and no content, evicting if need be; None (and no change) if there are not so many."""
+        """`count` pages with one reference and no content, evicting if need be.
+
+        None, and no change, if too few are available.
+        """
         if count > self.available:
             return None
-        left = max(0, len(self._free) - count)
-        taken = self._free[left:][::-1]
-        del self._free[left:]
-        taken += [self._evict() for _ in range(count - len(taken))]
-        for page in taken:
+        keep = max(0, len(self._free) - count)
+        pages = self._free[keep:][::-1]
+        del self._free[keep:]
+        pages += [self._evict() for _ in range(count - len(pages))]
+        for page in pages:
             self._ref_counts[page] = 1
-        return taken
+        return pages
 
     def register(self, page: int, page_hash: bytes) -> None:
-        """The held `page` now holds the content called `name`. A second page of the same name stays private."""
+        """The held `page` now has the content of `page_hash`. A second such page stays private."""
         if page_hash not in self._index and self._hashes[page] is None:
             self._index[page_hash] = page
             self._hashes[page] = page_hash
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take one holder from each page of a block table. The last page goes first, so that a prefix is evicted from its end."""
-        holders, names = self._ref_counts, self._hashes
+        """Remove one reference from each page of a block table.
+
+        The last page goes first, so that a prefix is evicted from its end.
+        """
+        ref_counts, hashes = self._ref_counts, self._hashes
         for page in reversed(pages):
-            left = holders[page] = holders[page] - 1
-            if left < 0:
+            count = ref_counts[page] = ref_counts[page] - 1
+            if count < 0:
                 raise AssertionError(f"page {page} released more often than held")
-            if left == 0:
-                if names[page] is None:
+            if count == 0:
+                if hashes[page] is None:
                     self._free.append(page)
                 else:
                     self._cached[page] = None
 
     def check(self, ref_counts: dict[int, int]) -> None:
-        """Raise unless the ledger agrees with `held` (page -> holders, as the block tables have it). For tests."""
+        """Raise unless the pool agrees with `ref_counts`, as block tables have them. For tests."""
         actual = {page: count for page, count in enumerate(self._ref_counts) if count}
-        assert actual == ref_counts, f"holders {actual} but block tables say {ref_counts}"
-        places = [*self._free, *self._cached, *actual]
-        assert sorted(places) == list(range(self.total)), "a page is lost or in two places"
-        for name, page in self._index.items():
-            assert self._hashes[page] == name, f"index and page {page} disagree"
-        assert all(self._hashes[page] is None for page in self._free), (
-            "a free page still has a name"
-        )
+        assert actual == ref_counts, f"references {actual} but block tables say {ref_counts}"
+        pages = [*self._free, *self._cached, *actual]
+        assert sorted(pages) == list(range(self.total)), "a page is lost or in two states"
+        for page_hash, page in self._index.items():
+            assert self._hashes[page] == page_hash, f"index and page {page} disagree"
+        assert all(self._hashes[page] is None for page in self._free), "a free page has a hash"
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        name = self._hashes[page]
-        assert name is not None
-        del self._index[name]
+        page_hash = self._hashes[page]
+        assert page_hash is not None
+        del self._index[page_hash]
         self._hashes[page] = None
         return page

@@ -1,7 +1,7 @@
-"""Request: the one mutable noun of the core.
+"""One request: what its timing record needs, and where it stands in the engine.
 
-Owns: where a request stands. Promises: `computed` <= `scheduled`; what is between them is in flight.
-Must not: be changed by anything but the engine; policies read it.
+Only the engine changes a Request; policies read it. `computed_tokens` <= `scheduled_tokens`; the
+tokens between them are in flight.
 """
 
 from __future__ import annotations
@@ -9,34 +9,66 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from counterpoint.core.life import RequestLifetime
+from counterpoint.types import AddRequest, FinishReason, RequestTiming
 
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # holds nothing
-    PREFILL = "prefill"  # holds a slot and pages; computed < target
+    PREFILL = "prefill"  # holds a slot and pages; computed_tokens < prefill_target
     DECODE = "decode"  # one token at a time
-    HELD = "held"  # holds a slot and pages that others read or write (types.Part)
-    DONE = "done"  # the client has its finish; a slot and pages may wait for steps in flight
+    HELD = "held"  # holds a slot and pages that others read or write (types.DisaggRole)
+    DONE = "done"  # the client has its finish; steps in flight may still name a slot and pages
 
 
-WAITING, PREFILL, DECODE, DONE = (
-    Phase.WAITING,
-    Phase.PREFILL,
-    Phase.DECODE,
-    Phase.DONE,
-)  # for loops: an Enum is slow to look into
+# For loops: looking up a member of an Enum is slow.
+WAITING, PREFILL, DECODE, DONE = Phase.WAITING, Phase.PREFILL, Phase.DECODE, Phase.DONE
+
+
+@dataclass(slots=True, eq=False)
+class RequestLifetime:
+    """What a request's timing record is made of, in an engine as in a pool.
+
+    `token_s`: time of each output token. `cached_tokens`: of the prompt, at first admission.
+    """
+
+    input: AddRequest
+    arrival_s: float
+    admitted_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.input.id
+
+    def to_timing(self, now: float, finish: FinishReason) -> RequestTiming:
+        return RequestTiming(
+            id=self.id,
+            arrival_s=self.arrival_s,
+            admitted_s=self.admitted_s,
+            finished_s=now,
+            prompt_tokens=len(self.input.prompt),
+            cached_tokens=self.cached_tokens,
+            token_s=tuple(self.token_s),
+            finish_reason=finish,
+            preemptions=self.preemptions,
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Request(RequestLifetime):
-    """Token positions are half-open: [0, computed) are in the KV cache, [computed, scheduled) are in flight."""
+    """Tokens [0, computed_tokens) are in the KV cache.
 
-    arrival_index: int = 0  # order of arrival: breaks ties
+    Those in [computed_tokens, scheduled_tokens) are in flight.
+    """
+
+    arrival_index: int = 0  # breaks ties between requests of one priority
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
-    stop_token_ids: frozenset[int] = frozenset()  # those that end its answer
-    prefill_target: int = 0  # tokens that must be computed before decoding: the prompt, and after a preemption the output so far
+    stop_token_ids: frozenset[int] = frozenset()  # with the end-of-sequence ids that count
+    # Tokens to compute before decoding: the prompt, and after a preemption the output so far.
+    prefill_target: int = 0
     scheduled_tokens: int = 0
     computed_tokens: int = 0
     open_passes: int = 0  # passes not yet complete that name this request
@@ -45,20 +77,18 @@ class Request(RequestLifetime):
     slot_initialised: bool = False  # the executor has its row
     pages: list[int] = field(default_factory=list)  # block table
     pages_sent: int = 0  # of `pages`, those the executor knows
-    page_hashes: list[bytes] = field(
-        default_factory=list
-    )  # of the full pages of prompt + output, as far as computed
-    registered_pages: int = 0  # pages offered to the prefix index
-    prompt_logprobs_sent: int = (
-        0  # prompt tokens whose log-probabilities the client has, from the second on
-    )
-    matched_tokens: int = 0  # of one that waits: tokens at its beginning that are in the cache or soon will be, as last seen
+    # Of the full pages of prompt + output, as far as computed.
+    page_hashes: list[bytes] = field(default_factory=list)
+    registered_pages: int = 0  # pages offered to the prefix cache
+    # Prompt tokens whose log-probabilities the client has, from the second on.
+    prompt_logprobs_sent: int = 0
+    # While it waits: tokens at its beginning that are cached or being computed, as last seen.
+    matched_tokens: int = 0
     blocked_since_s: float | None = None  # since when it is first in line and does not fit
     preempt_pending: bool = False  # to be preempted when its passes are complete
-    pinned: bool = False  # its pages stay until Adopt or Release, whatever becomes of it
-    lookahead_limit: int = field(
-        init=False
-    )  # tokens of its answer up to which the next may be scheduled before the last has come back
+    pinned: bool = False  # its pages stay until ResumeDecode or Release, whatever its phase
+    # The next token may be scheduled before the last has come back, up to this output length.
+    lookahead_limit: int = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.input.sampling
@@ -77,12 +107,12 @@ class Request(RequestLifetime):
 
     @property
     def reusable_tokens(self) -> int:
-        """Tokens at its beginning that need not be computed any more; of one that waits, as far as is known."""
+        """Tokens at its beginning that need no computation; while it waits, as last seen."""
         return self.computed_tokens or self.matched_tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be computed before its first one; of one that waits, as far as is known."""
+        """Tokens to compute before its first output token; while it waits, as last seen."""
         return max(1, (self.prefill_target or len(self.input.prompt)) - self.reusable_tokens)
 
     @property
@@ -91,7 +121,7 @@ class Request(RequestLifetime):
 
     @property
     def max_cache_tokens(self) -> int:
-        """Positions it can ever need in the cache (the last token is never fed back)."""
+        """Cache positions it can ever need (the last token is never fed back)."""
         return len(self.input.prompt) + self.input.sampling.max_tokens - 1
 
     @property

@@ -1,6 +1,6 @@
-"""What a policy may look at: the running requests, the lanes, the units in use.
+"""What a policy may look at: running requests, lanes, passes, units in use.
 
-Owns: the running set and the passes. Promises: cheap questions for policies. Must not: be changed by a policy.
+The engine alone changes it; its queries are cheap.
 """
 
 from __future__ import annotations
@@ -14,28 +14,23 @@ from functools import cache
 from counterpoint.core.request import DECODE, DONE, PREFILL, Phase, Request
 from counterpoint.types import BatchShape, Lane, Segment, Step
 
-MAX_LENGTHS = 256  # remembered
-FEWEST, USUAL = (
-    8,
-    64,
-)  # answers beyond a length before that is relied on; tokens of an answer till then
-SOON, LINDY = (
-    8,
-    4,
-)  # tokens still to come till then: what has run for long goes on for longer, but may end soon
-EARLY_SHARE = 0.2  # share of answers that may end sooner
+MAX_LENGTHS = 256  # latest finished outputs that count
+MIN_LENGTHS = 8  # with fewer longer outputs, the guess below is used instead
+DEFAULT_LENGTH = 64  # tokens of an output, while too few have finished
+# The guess for what remains: a fourth of the length so far, and at least this many tokens.
+REMAINING_DIVISOR, MIN_REMAINING = 4, 8
+EARLY_SHARE = 0.2  # of the longer outputs, those that may end sooner than predicted
 
 
 class OutputLengths:
-    """Lengths of the latest answers that came to their end: what is likely still to come of one that runs."""
+    """Lengths of the latest finished outputs, to predict what remains of a running one."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._ordered: list[int] = []
-        self.likely_remaining: Callable[[int], int] = cache(
-            self._likely_remaining
-        )  # until the next one is added
-        self.mean_tokens: float = USUAL  # tokens of an answer
+        # Cached until the next length is added.
+        self.likely_remaining: Callable[[int], int] = cache(self._likely_remaining)
+        self.mean_tokens: float = DEFAULT_LENGTH
 
     def add(self, tokens: int) -> None:
         if len(self._latest) == MAX_LENGTHS:
@@ -43,22 +38,27 @@ class OutputLengths:
         self._latest.append(tokens)
         bisect.insort(self._ordered, tokens)
         self.likely_remaining = cache(self._likely_remaining)
-        if len(self._ordered) >= FEWEST:
+        if len(self._ordered) >= MIN_LENGTHS:
             self.mean_tokens = sum(self._ordered) / len(self._ordered)
 
     def _likely_remaining(self, tokens: int) -> int:
-        """Tokens that four in five of the answers longer than `tokens` had beyond it; at least 1. While few are known, what has run
-        for long is taken to go on for longer, but none for sure."""
+        """Tokens that 80 % of the outputs longer than `tokens` had beyond it; at least 1.
+
+        While few longer outputs are known, what remains is guessed from the length so far.
+        """
         longer = bisect.bisect_right(self._ordered, tokens)
-        left = len(self._ordered) - longer
-        if left < FEWEST:
-            return max(SOON, tokens // LINDY)
-        return self._ordered[longer + int(EARLY_SHARE * left)] - tokens
+        count = len(self._ordered) - longer
+        if count < MIN_LENGTHS:
+            return max(MIN_REMAINING, tokens // REMAINING_DIVISOR)
+        return self._ordered[longer + int(EARLY_SHARE * count)] - tokens
 
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One forward pass of `requests` (one per segment). Layers [0, cursor) have been launched, `in_flight` steps of it run."""
+    """One forward pass of `requests`, one per segment.
+
+    Layers [0, next_layer) have been launched; `in_flight` steps of it run.
+    """
 
     id: int
     lane: int
@@ -78,7 +78,7 @@ class LaneState:
     lane: Lane
     in_flight: list[tuple[Step, Pass]] = field(default_factory=list)  # in order of launch
     open_pass: Pass | None = None  # a pass whose last layer has not been launched
-    suspended: Pass | None = None  # an open pass that another one overtook
+    suspended: Pass | None = None  # an open pass that waits while another one runs
 
     @property
     def has_room(self) -> bool:
@@ -91,7 +91,7 @@ class LaneState:
 
 
 class EngineState:
-    """The engine's running side, as a policy sees it. `units`: of the device. `overlap`: steps of two lanes may share units."""
+    """`units`: of the device. `overlap`: steps of two lanes may share units."""
 
     def __init__(self, lanes: tuple[Lane, ...], units: int, layers: int, overlap: bool) -> None:
         self.units = units
@@ -104,7 +104,7 @@ class EngineState:
         self._decoding = 0  # requests in Phase.DECODE
 
     def set_phase(self, request: Request, phase: Phase) -> None:
-        """The one way in which a request's phase changes (the engine's)."""
+        """The only place that changes a request's phase."""
         self._decoding += (phase is DECODE) - (request.phase is DECODE)
         request.phase = phase
         if phase is PREFILL:
@@ -123,8 +123,11 @@ class EngineState:
         ]
 
     def schedulable_decodes(self, lane: Lane) -> list[Request]:
-        """Requests whose next token may be scheduled on `lane`, in order of admission: nothing of them is in flight, or one step of
-        the same lane is, the next token does not wait for that one's, and the answer is not sure to end with it."""
+        """Requests whose next token may be scheduled on `lane`, in order of admission.
+
+        Either nothing of a request is in flight, or one step of the same lane is. In the latter
+        case the next token must not depend on the host, nor the output be sure to end before it.
+        """
         id = lane.id
         return [
             r
@@ -157,7 +160,3 @@ class EngineState:
                 if id != lane.id and other.in_flight:
                     free -= other.units
         return free
-
-    @property
-    def in_flight(self) -> bool:
-        return any(lane.in_flight for lane in self.lanes.values())

@@ -1,1 +1,1 @@
-"""What a step costs: predictions for the policies (belief) and for the simulated device (physics)."""
+"""What a step costs: predictions for policies and for simulated devices."""

@@ -1,10 +1,12 @@
-"""How many units have work while a step runs: what a profiler shows as the SM-active share.
+"""How many units have work while a step runs: what a profiler shows as SM active.
 
-Owns: that model. Promises: the tiles, waves and times of the roofline; pure. Must not: price a step, or be shown to a policy.
+The model uses the tiles, waves and times of the roofline. It serves metrics only: no policy sees
+it.
 
-A unit is active while it holds a tile. It idles in the last wave of a product whose tiles do not go evenly over the units (wave
-quantisation: Bullet, arXiv 2504.19516, section 2), between kernels, and while the host launches. Norms, rotary embedding, decode
-attention and the sampler are taken to reach every unit.
+A unit is active while it holds a tile. It idles in the last wave of a matrix product whose tiles do
+not divide evenly over the units (wave quantisation: Bullet, arXiv 2504.19516, section 2), between
+kernels, and while the host launches. Norms, rotary embedding, decode attention and the sampler are
+assumed to reach every unit.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from counterpoint.types import BatchShape
 
 
 class ActiveUnits:
-    """Of steps as `roofline` prices them, when they run alone."""
+    """For steps that run alone, as `roofline` prices them."""
 
     def __init__(self, roofline: Roofline) -> None:
         self.roofline = roofline
@@ -54,7 +56,8 @@ class ActiveUnits:
         return min(units, active / seconds)
 
     def _layer_unit_s(self, rows: int, units: int) -> float:
-        """Units times seconds of a layer's products and of what lies between them, without attention."""
+        """Units times seconds of a layer without attention: its products and what lies between
+        them."""
         roofline = self.roofline
         gaps_s = KERNELS_PER_LAYER * roofline.device.kernel_s
         tiled = [roofline.tiled_cost(product, rows, units) for product in roofline.layer_products]

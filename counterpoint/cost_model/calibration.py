@@ -1,8 +1,8 @@
 """A calibration: what steps really took, measured on one device with one model.
 
-Owns: the form of the table and what it is known by. Promises: plain numbers, as JSON; points are kept as they were measured, so
-that a better fit needs no new measurement; those marked `held_out` are never fitted, they are what the fit is judged by.
-Must not: measure, fit, or choose where a table is kept.
+A table is plain numbers, as JSON. It keeps points as they were measured, so a better fit needs no
+new measurement. Points marked `held_out` are never fitted; they judge the fit. Measuring, fitting
+and storing are elsewhere.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import math
 
 import msgspec
 
+from counterpoint.interfaces import CoRunning
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import BatchShape
 
-CO_RUNNING_KIND = "beside each other"  # a kind of `Table.on_and_on`
+CO_RUNNING_KIND = "beside each other"  # a key of `Calibration.on_and_on`
 
 
 class CalibrationKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What a calibration holds for. `device`: its name as its driver has it; `model`: a shape (`shape_of`), not a name; `kernels`:
-    the arithmetic and its version."""
+    """What a calibration holds for.
+
+    `device`: its name as its driver has it. `model`: a shape (`shape_key`), not a name. `kernels`:
+    the kernels and their version.
+    """
 
     device: str
     units: int
@@ -30,21 +34,24 @@ class CalibrationKey(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
 
     def matches(self, other: CalibrationKey) -> bool:
-        """The same in all but the kernels: near enough to start from, and worth saying."""
+        """Equal in all but the kernels: near enough to use, but users are told."""
         return msgspec.structs.replace(self, kernels="") == msgspec.structs.replace(
             other, kernels=""
         )
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A step of `work` on `units` took `seconds`, with others of its kind before and behind it, alone or while `beside` = (work,
-    units) ran again and again. For `host_s` of these the host was busy launching it (0: not known), in so many `steps`. On an idle
-    device it takes `start_s` longer."""
+    """A step of `work` on `units` took `seconds`, alone or while `co_running` ran repeatedly.
+
+    Steps of its kind ran before and behind it. For `host_s` of the seconds the host was busy
+    launching it (0: not known), in `steps` steps. On an idle device the step takes `start_s`
+    longer.
+    """
 
     work: BatchShape
     units: int
     seconds: float
-    co_running: tuple[BatchShape, int] | None = None
+    co_running: CoRunning | None = None
     held_out: bool = False
     host_s: float = 0.0
     steps: int = 1
@@ -52,10 +59,14 @@ class CalibrationPoint(msgspec.Struct, frozen=True, array_like=True, omit_defaul
 
 
 class Calibration(msgspec.Struct, kw_only=True):
-    """`buckets`: sizes to which a decode batch is filled up with idle rows (none: it is not); `pass_buckets`: and those of passes
-    with prompt tokens, by their rows; of larger ones it is not known. `on_and_on`: how many times longer than in the short runs of
-    its points steps take among others for seconds: mixed and prefill alone, and a prefill and a decode beside each other (why, was
-    not found out; a card at its power limit would be slower so). `about`: date, versions, command."""
+    """`about`: date, versions, command.
+
+    `buckets`: sizes to which decode batches are padded with idle rows (none: they are not).
+    `pass_buckets`: the same for passes with prompt tokens, by their rows; larger passes are not
+    padded. `on_and_on`: how many times longer steps take in runs of seconds than in the short runs
+    of the points. Its keys are mixed, prefill, and CO_RUNNING_KIND for a prefill and a decode side
+    by side. The cause is not known; a card at its power limit would slow down like this.
+    """
 
     key: CalibrationKey
     about: dict[str, str] = {}
@@ -66,7 +77,7 @@ class Calibration(msgspec.Struct, kw_only=True):
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """Decode units on which a decode was measured beside a prefill, ascending."""
+        """Decode units on which a decode was measured with a co-running prefill, ascending."""
         return tuple(
             sorted(
                 {
@@ -79,19 +90,20 @@ class Calibration(msgspec.Struct, kw_only=True):
 
 
 def pad_rows(rows: int, buckets: tuple[int, ...]) -> int:
-    """The bucket of so many rows; beyond the last one, `rows`."""
+    """The bucket that holds `rows` rows; beyond the last bucket, `rows`."""
     at = bisect.bisect_left(buckets, rows)
     return buckets[at] if at < len(buckets) else rows
 
 
 def shape_key(model: ModelSpec) -> str:
-    """What the price of a step depends on, in one line."""
+    """What the cost of a step depends on, in one line."""
     experts = (
         f" {model.experts_per_token}/{model.experts}x{model.ffn}"
         if model.experts
         else f" ffn{model.ffn}"
     )
-    return f"{model.layers}x{model.hidden} {model.heads}/{model.kv_heads}x{model.head_dim}{experts} vocab{model.vocab}"
+    heads = f"{model.heads}/{model.kv_heads}x{model.head_dim}"
+    return f"{model.layers}x{model.hidden} {heads}{experts} vocab{model.vocab}"
 
 
 def file_name(key: CalibrationKey) -> str:
@@ -100,14 +112,14 @@ def file_name(key: CalibrationKey) -> str:
 
 
 def encode(table: Calibration) -> bytes:
-    """JSON with a line per point."""
+    """JSON with one line per point."""
     head = msgspec.json.encode(msgspec.structs.replace(table, points=[]))
     lines = b",\n".join(msgspec.json.encode(point) for point in table.points)
     return head[: head.rindex(b"[")] + b"[\n" + lines + b"\n]}\n"
 
 
 def decode(text: bytes) -> Calibration:
-    """Raises ValueError if it is no calibration."""
+    """Raises ValueError if `text` is no calibration."""
     try:
         table = msgspec.json.decode(text, type=Calibration)
     except msgspec.DecodeError as error:
@@ -115,38 +127,3 @@ def decode(text: bytes) -> Calibration:
     if any(not (point.seconds > 0 and math.isfinite(point.seconds)) for point in table.points):
         raise ValueError("not a calibration: a step takes more than 0 s")
     return table
-
-
-def prefill_work(tokens: int, reused: int, prompts: int, layers: int) -> BatchShape:
-    """A whole pass over `prompts` prompts of `tokens` new tokens each, after `reused` ones."""
-    return BatchShape(
-        prefill_tokens=prompts * tokens,
-        prefill_squares=prompts * tokens * tokens,
-        prefill_reused=prompts * tokens * reused,
-        prefill_requests=prompts,
-        samples=prompts,
-        last_layer=layers,
-        layers=layers,
-    )
-
-
-def decode_work(contexts: list[int], layers: int) -> BatchShape:
-    """A step of decodes whose contexts have these lengths."""
-    batch = len(contexts)
-    return BatchShape(
-        decode_batch=batch,
-        decode_context=sum(contexts),
-        samples=batch,
-        last_layer=layers,
-        layers=layers,
-    )
-
-
-def fused_work(prefill: BatchShape, decode: BatchShape, samples: int) -> BatchShape:
-    """Both in one pass, of which so many rows are sampled."""
-    return msgspec.structs.replace(
-        prefill,
-        decode_batch=decode.decode_batch,
-        decode_context=decode.decode_context,
-        samples=samples,
-    )

@@ -1,8 +1,8 @@
-"""The shelf: where calibrations are kept, and which one holds for a device and a model.
+"""Where calibrations are kept, and which one holds for a device and a model.
 
-Owns: the folder of those that come with the package, and the choice. Promises: an own calibration goes before a shipped one, and
-what was measured with other kernels is used and said to be so; a broken file is passed over and said to be broken. Must not:
-measure, or know where a user's folder is (the caller says).
+The user's own calibration goes before a shipped one. One measured with other kernels is used, and
+the note says so. A broken file is skipped, and the note says so too. The caller knows the user's
+folder.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
 
 SHIPPED = Path(__file__).parent / "tables"
-FOLDER = "calibrations"  # within the user's cache folder
-MIN_POINTS = 8  # points that were measured alone; with fewer, a run had hardly begun
+FOLDER = "calibrations"  # in the user's cache folder
+MIN_POINTS = 8  # with fewer, the run that measured them had hardly begun
 
 
 class StoredCalibration(NamedTuple):
-    """An estimator, and in words where its prices come from."""
+    """An estimator, and a note on where its prices come from."""
 
     estimator: Estimator
     note: str
@@ -49,7 +49,7 @@ def load(path: Path) -> Calibration:
 
 
 def save(table: Calibration, path: Path) -> None:
-    """Whole or not at all."""
+    """Write `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(encode(table))
@@ -57,7 +57,7 @@ def save(table: Calibration, path: Path) -> None:
 
 
 def find_calibration(key: CalibrationKey, prior: Roofline, own_folder: Path) -> StoredCalibration:
-    """The best there is for `key`: the calibration in folder `own`, the shipped one, or `prior` itself."""
+    """The best for `key`: the calibration in `own_folder`, the shipped one, or `prior` itself."""
     broken = ""
     for folder, whose in ((own_folder, "own"), (SHIPPED, "shipped")):
         path = folder / file_name(key)
@@ -74,18 +74,17 @@ def find_calibration(key: CalibrationKey, prior: Roofline, own_folder: Path) -> 
                 if table.key.kernels == key.kernels
                 else f", measured with other kernels ({table.key.kernels})"
             )
-            note = f"prices: {whose} calibration of {table.about.get('date', 'unknown date')}, {len(table.points)} points{other}"
+            date = table.about.get("date", "unknown date")
+            note = f"prices: {whose} calibration of {date}, {len(table.points)} points{other}"
             return StoredCalibration(Fitted(table, prior), note + broken)
-    return StoredCalibration(
-        prior,
-        f"prices: roofline of {prior.device.name}; `counterpoint calibrate` measures this device{broken}",
-    )
+    note = f"prices: roofline of {prior.device.name}; `counterpoint calibrate` measures this device"
+    return StoredCalibration(prior, note + broken)
 
 
 def shipped_calibration(
     device: DeviceSpec, model: ModelSpec, dtype: str, kv_dtype: str
 ) -> Calibration | None:
-    """The calibration that comes with the package for a device that is known as numbers alone."""
+    """The shipped calibration of a device that is known as numbers only."""
     for path in sorted(SHIPPED.glob("*.json")):
         table = load(path)
         key = table.key
@@ -101,6 +100,6 @@ def shipped_calibration(
 
 
 def match_device(name: str, devices: Sequence[DeviceSpec]) -> DeviceSpec | None:
-    """Which of `devices` is called so by its driver ("NVIDIA H200")."""
+    """Which of `devices` its driver calls `name` ("NVIDIA H200")."""
     words = name.lower().replace("-", " ").split()
     return next((device for device in devices if device.name in words), None)

@@ -1,11 +1,12 @@
-"""The host's side of a step: how long launching it keeps the host busy, and what its start on an idle device costs.
+"""The host's part of a step: how long a launch keeps the host busy, and the start on an idle
+device.
 
-Owns: the fit of both to what was measured. Promises: a prediction is arithmetic on a few numbers; what was not measured is 0.
-Must not: price what the device does (cost_model/fitted.py).
+Both are fitted to measurements; what was not measured is 0. The device's part is in fitted.py.
 
-A launch costs something per step, per layer launched, per prompt, and for decodes in the same pass; of decodes alone, which are one
-captured graph, per step and row. Passes that are filled up to a bucket are captured in pieces, and so launched faster than larger
-ones: a kind of their own.
+A pass costs the host something per step, per layer launched, per prompt, and for decodes in the
+same pass. A step of decodes alone, which is one CUDA graph, costs something per step and row.
+Passes padded to a bucket are captured in pieces and launch faster than larger ones: they are a kind
+of their own.
 """
 
 from __future__ import annotations
@@ -18,19 +19,17 @@ from counterpoint.cost_model.calibration import Calibration, CalibrationPoint
 from counterpoint.cost_model.regression import least_squares
 from counterpoint.types import BatchShape
 
-# Each cost at a guess, in seconds: of a decode step, 256 rows of it; of a pass, all its layers, a prompt, that it has decodes.
-DECODE = (3e-4, 2e-4)
-PASS = (1e-3, 8e-3, 2e-4, 2e-3)
-PRIOR_SPREAD = 20.0  # how far, relatively, they may be from that
-KEPT_SHARE = 0.85  # of the points, those nearest to a first fit: the host has bad moments
-HOST_BOUND_RATIO = (
-    1.1  # a step that takes less than so many times its launch was waiting for the host
-)
-MIN_POINTS = 4  # such steps, to tell how much longer than its launch they take
+# Prior guesses, in seconds.
+DECODE = (3e-4, 2e-4)  # a step; 256 rows of it
+PASS = (1e-3, 8e-3, 2e-4, 2e-3)  # a step; all layers; a prompt; decodes in the pass
+PRIOR_SPREAD = 20.0  # prior deviation from the guess, relative
+KEPT_SHARE = 0.85  # of the points nearest to a first fit; drops outliers of a busy host
+HOST_BOUND_RATIO = 1.1  # a step is host-bound below this many times its launch
+MIN_POINTS = 4  # host-bound steps, to know how much longer than its launch they take
 
 
 class LaunchOverhead:
-    """Of the steps of `table`. Nothing but zeros if it was measured without an eye on the host."""
+    """Of the steps of `table`. All zero if the table has no host times."""
 
     def __init__(self, table: Calibration) -> None:
         self._largest = table.pass_buckets[-1] if table.pass_buckets else 0
@@ -59,13 +58,13 @@ class LaunchOverhead:
         return bool(self._costs)
 
     def kind(self, work: BatchShape) -> str:
-        """decode; or a pass with prompt tokens, filled (up to a bucket) or large."""
+        """decode; or a pass with prompt tokens: filled (up to a bucket) or large."""
         if not work.prefill_tokens:
             return "decode"
         return "filled" if work.prefill_tokens + work.decode_batch <= self._largest else "large"
 
     def seconds(self, work: BatchShape) -> float:
-        """For how long the host is busy launching a step."""
+        """How long the host is busy launching a step."""
         found = self._costs.get(self.kind(work))
         if found is None:
             return 0.0
@@ -77,7 +76,7 @@ class LaunchOverhead:
         return seconds
 
     def floor_s(self, work: BatchShape) -> float:
-        """The least that a step takes among others: the host can't launch faster."""
+        """The least time of a step among others: the host can't launch faster."""
         return self.host_bound_factor * self.seconds(work)
 
     def start_s(self, work: BatchShape) -> float:
@@ -85,12 +84,12 @@ class LaunchOverhead:
         return self._starts.get(self.kind(work), 0.0)
 
     def is_host_bound(self, point: CalibrationPoint) -> bool:
-        """Whether it was the host that set the pace of what was measured."""
+        """Whether the host set the pace of what was measured."""
         return point.seconds < HOST_BOUND_RATIO * self.host_bound_factor * point.host_s
 
 
 def fit_launch_costs(points: Sequence[CalibrationPoint]) -> tuple[float, ...]:
-    """What a launch is made of, of points of one kind."""
+    """The costs of a launch, from points of one kind, in the order of DECODE or PASS."""
     decodes = not points[0].work.prefill_tokens
     guesses = DECODE if decodes else PASS
     table = []

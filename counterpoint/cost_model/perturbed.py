@@ -1,7 +1,7 @@
-"""An estimator that is wrong on purpose.
+"""An estimator with deliberate errors, to test how policies cope.
 
-Owns: the error. Promises: the same (seed, kind of step, units) always gets the same factor, so the error is a bias that a policy
-lives with, not noise that averages out. Must not: be the physics of a simulation.
+The same (seed, step size, units) always gets the same factor. So the error is a bias that a policy
+must live with, not noise that averages out.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import zlib
 from functools import lru_cache
 
-from counterpoint.interfaces import Estimator
+from counterpoint.interfaces import CoRunning, Estimator
 from counterpoint.types import BatchShape
 
 
 class Perturbed:
-    """`inner` times a factor in [1 - error, 1 + error], uniform per cell. A cell is (prefill tokens, decode batch, decode context:
-    each to a power of two; units). Raises ValueError unless 0 <= error < 1."""
+    """`inner` times a factor in [1 - error, 1 + error], uniform per cell.
+
+    A cell is (prefill tokens, decode batch, decode context, each to a power of two; units). Raises
+    ValueError unless 0 <= error < 1.
+    """
 
     def __init__(self, inner: Estimator, error: float, seed: int = 0) -> None:
         if not 0 <= error < 1:
@@ -25,9 +28,7 @@ class Perturbed:
         self.seed = seed
         self._factor = lru_cache(1 << 12)(self._draw)
 
-    def seconds(
-        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
-    ) -> float:
+    def seconds(self, work: BatchShape, units: int, co_running: CoRunning | None = None) -> float:
         cell = (
             work.prefill_tokens.bit_length(),
             work.decode_batch.bit_length(),

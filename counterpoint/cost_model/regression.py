@@ -1,6 +1,6 @@
 """Linear regression of a few numbers, in plain Python.
 
-Owns: the arithmetic. Promises: pure; some milliseconds for hundreds of rows of tens of factors. Must not: know what is fitted.
+It takes some milliseconds for hundreds of rows of tens of factors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ MIN_FACTOR = 0.02  # of a factor
 def least_squares(
     table: Sequence[tuple[list[float], float]], guesses: Sequence[tuple[float, float]]
 ) -> list[float]:
-    """Factors x that make row·x near each row's seconds, relatively, and stay near their (guess, spread); none under LEAST.
+    """Factors x, none under MIN_FACTOR, with row·x near each row's seconds and near their guesses.
 
-    The minimum of Σ ((row·x - s) / (NOISE s))² + Σ ((x - guess) / spread)²: linear regression with a normal prior (Bishop, Pattern
-    Recognition and Machine Learning, section 3.3)."""
+    `guesses`: (guess, spread) of each factor. x minimises Σ ((row·x - s) / (NOISE s))² + Σ ((x -
+    guess) / spread)²: linear regression with a normal prior (Bishop, Pattern Recognition and
+    Machine Learning, section 3.3).
+    """
     size = len(guesses)
     matrix = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
@@ -35,7 +37,10 @@ def least_squares(
 
 
 def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x with matrix·x = right, of a symmetric positive definite matrix (elimination needs no pivots there)."""
+    """x with matrix·x = right.
+
+    The matrix is symmetric and positive definite, so elimination needs no pivots.
+    """
     size = len(right)
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for i in range(size):

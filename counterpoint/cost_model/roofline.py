@@ -1,20 +1,22 @@
-"""The roofline: how long a step takes on so many units, from the shape of the model and of the device alone.
+"""The roofline: how long a step takes on some units, from the shapes of model and device alone.
 
-Owns: the price of each operator and what two steps side by side cost each other. Promises: `seconds` is pure and takes some
-microseconds (under 50 when nothing is remembered); alone, a step never takes longer on more units or with more bandwidth.
-Must not: be fitted (that is another Estimator, with this one as its prior).
+It prices each operator, and the slowdown of two co-running steps. `seconds` is pure and takes some
+microseconds (under 50 when nothing is cached). A step alone never takes longer on more units or
+with more bandwidth. The roofline is never fitted: fitted.py corrects it.
 
 Per operator, after the SM-scaling roofline of Bullet (arXiv 2504.19516, section 4.1):
 
-    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves units work on average; the rounded
-                maximum of bytes over the bandwidth of the busy units and FLOPs (of whole tiles) over their peak
-    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way; decode: bytes of the KV cache over
-                what a decode kernel can pull with so many units
+    products    tiles of the output over the units, wave by wave, so that busy = tiles / waves
+                units work on average. The rounded maximum of two times: bytes over the bandwidth
+                of the busy units, and FLOPs (of whole tiles) over their peak
+    attention   prefill: causal FLOPs, query tiles x heads over the units in the same way. Decode:
+                bytes of the KV cache over what a decode kernel reads with so many units
     the rest    norms, rotary embedding, activation: bytes over bandwidth
-    overhead    a constant per kernel; at least the host's launch time per layer when the step holds prefill
+    overhead    a constant per kernel; at least the host's launch time per layer when the step
+                holds prefill
 
-The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides. On an H200, products of 64 rows
-reach 70 % of either limit there, and the cube is what fits 8 to 132 SMs.
+The *rounded* maximum of a and b is (a^3 + b^3)^(1/3): a kernel near the ridge loses on both sides.
+On an H200, products of 64 rows reach 70 % of either limit there. The cube fits 8 to 132 SMs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from counterpoint.interfaces import CoRunning
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
 from counterpoint.types import BatchShape
@@ -37,8 +40,11 @@ KERNELS_PER_PASS = 4  # embedding; final norm, head, sampler
 
 
 class StepCost(msgspec.Struct, frozen=True, gc=False):
-    """Of a step alone: its duration, the bytes it moves and the FLOPs it does (both as counted by the model, without padding).
-    Of a whole step also what it takes from others: `pull`, a share of the device's bandwidth; `burn`, of its own units' peak."""
+    """Of a step alone: duration, bytes moved and FLOPs done, as the model counts them (no padding).
+
+    Of a whole step also what it takes from others: `bandwidth_share` of the device's, and
+    `compute_share` of the peak of its own units.
+    """
 
     seconds: float
     bytes: float
@@ -53,12 +59,15 @@ class StepCost(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_COST = StepCost(0.0, 0.0, 0.0)
-# Of a step: in a layer its products and what lies between them, its attention of decodes, that of prompts; and the head.
+# In a layer: products and what lies between, decode attention, prefill attention. Then the head.
 OperatorCosts = tuple[StepCost, StepCost, StepCost, StepCost]
 
 
 class MatrixProduct(NamedTuple):
-    """A weight matrix: `columns` outputs from `inner` inputs. `experts` of them, of which each row takes `taken`."""
+    """A weight matrix: `columns` outputs from `inner` inputs.
+
+    There are `experts` of them, and each row takes `taken`.
+    """
 
     columns: int
     inner: int
@@ -71,20 +80,25 @@ def rounded_max(a: float, b: float) -> float:
 
 
 def busy_units(tiles: int, units: int) -> float:
-    """Units busy on average while `tiles` equal tiles go over `units` units in waves: what wave quantisation leaves."""
+    """Mean number of busy units while `tiles` equal tiles go over `units` units in waves."""
     return tiles / -(-tiles // units)
 
 
 def round_up_rows(rows: int) -> int:
-    """`rows`, up to 3 % more: what is remembered then serves many batches. (Tiles are coarser: the price hardly moves.)"""
+    """`rows`, up to 3 % more, so that one cached cost serves many batches.
+
+    Tiles are coarser, so the cost hardly changes.
+    """
     step = 1 << max(0, rows.bit_length() - 6)
     return -(-rows // step) * step
 
 
 class Roofline:
-    """ports.Estimator of `model` on `device`, with weights and maths in `dtype` and a KV cache of `kv_dtype` (None: `dtype`).
+    """interfaces.Estimator of `model` on `device`.
 
-    Raises ValueError for a dtype that the device does not have."""
+    Weights and arithmetic are in `dtype`, the KV cache in `kv_dtype` (None: `dtype`). Raises
+    ValueError for a dtype that the device lacks.
+    """
 
     def __init__(
         self,
@@ -97,46 +111,38 @@ class Roofline:
         self.device = device
         self.unit_flops = device.peak(dtype) / device.units
         self.weight_bytes = ELEMENT_BYTES[dtype]
-        self.kv_bytes = (
-            ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features
-        )  # of a token in a layer
+        # Of a token in a layer: its KV, and its query and output.
+        self.kv_bytes = ELEMENT_BYTES[kv_dtype or dtype] * model.cached_features
+        self.query_bytes = 2 * self.weight_bytes * model.heads * model.head_dim
         self.prefill_width, self.decode_width = attention_widths(model)
         self.prefill_flops = 2.0 * self.prefill_width  # of a query and a key
-        self.query_heads, self.query_rows = (
-            model.heads,
-            device.attention.tile_rows,
-        )  # that make tiles
-        self.read_bandwidth = [
-            device.read_bandwidth.at(count) for count in range(device.units + 1)
-        ]  # bytes/s by units
-        self.attention_read = [
-            device.attention.read_bandwidth.at(count) for count in range(device.units + 1)
-        ]
+        self.query_heads, self.query_rows = model.heads, device.attention.tile_rows  # of the tiles
+        # By units, in bytes/s.
+        counts = range(device.units + 1)
+        self.read_bandwidth = [device.read_bandwidth.at(count) for count in counts]
+        self.attention_read = [device.attention.read_bandwidth.at(count) for count in counts]
         self.attention_flops = self.unit_flops * device.attention.efficiency  # of a unit
-        steps = [
-            step / STEPS_PER_UNIT for step in range(STEPS_PER_UNIT * device.units + 1)
-        ]  # busy units, in small steps
+        # By busy units in small steps, in bytes/s and FLOP/s.
+        steps = [step / STEPS_PER_UNIT for step in range(STEPS_PER_UNIT * device.units + 1)]
         self.gemm_read = [
             device.gemm.read_fraction * device.read_bandwidth.at(busy) for busy in steps
-        ]  # bytes/s
+        ]
         self.gemm_flops = [
             busy * self.unit_flops * device.gemm.efficiency.at(busy) for busy in steps
-        ]  # FLOP/s
+        ]
         self.layer_products = layer_products(model)
         self.elementwise_bytes = elementwise_bytes(model)
-        self.query_bytes = (
-            2 * self.weight_bytes * model.heads * model.head_dim
-        )  # of a token in a layer: its query and its output
         self.layer_cost: Callable[[int, int], StepCost] = lru_cache(1 << 16)(
             self._layer_products_cost
         )
         self.head_cost: Callable[[int, int], StepCost] = lru_cache(1 << 14)(self._head_cost)
         self.solo_cost: Callable[[BatchShape, int], StepCost] = lru_cache(1 << 12)(self._solo_cost)
 
-    def seconds(
-        self, work: BatchShape, units: int, co_running: tuple[BatchShape, int] | None = None
-    ) -> float:
-        """Duration of `work` on `units` units, in seconds. Raises ValueError if the device has no such number of units."""
+    def seconds(self, work: BatchShape, units: int, co_running: CoRunning | None = None) -> float:
+        """Duration of `work` on `units` units, in seconds.
+
+        Raises ValueError if the device does not have so many units.
+        """
         cost = self.solo_cost(work, units)
         if co_running is None:
             return cost.seconds
@@ -146,8 +152,11 @@ class Roofline:
         )
 
     def slowdown(self, cost: StepCost, units: int, other: StepCost, other_units: int) -> float:
-        """How many times longer a step takes beside another (spec.device.ContentionSpec has the formula). Steps that want more
-        units than there are take turns on them."""
+        """How many times longer a step takes with a co-running one (formula:
+        spec.device.ContentionSpec).
+
+        Steps that want more units than there are take turns on them.
+        """
         if not cost.seconds or not other.seconds:
             return 1.0
         contention, turns = self.device.contention, (units + other_units) / self.device.units
@@ -202,7 +211,8 @@ class Roofline:
         )
 
     def _reduce_s(self, rows: int) -> float:
-        """The two all-reduces of a layer in tensor parallelism, after attention and FFN: each as a ring, 2-byte elements."""
+        """The two all-reduces of a layer in tensor parallelism, each as a ring, with 2-byte
+        elements."""
         device = self.device
         if device.degree == 1:
             return 0.0
@@ -221,19 +231,20 @@ class Roofline:
         )
 
     def product_cost(self, product: MatrixProduct, rows: int, units: int) -> StepCost:
-        """`rows` rows times a weight matrix, on the tile that is fastest. Experts are a group of equal products over the experts
-        that rows reach (expected number, routing uniform)."""
+        """`rows` rows times a weight matrix, on the fastest tile.
+
+        Experts are a group of equal products over the expected number of experts that rows reach,
+        with uniform routing.
+        """
         return self.tiled_cost(product, rows, units)[0]
 
     def tiled_cost(self, product: MatrixProduct, rows: int, units: int) -> tuple[StepCost, float]:
         """The cost of `product`, and how many units have a tile on average."""
         if rows == 0:
             return StepCost(0.0, 0.0, 0.0), 0.0
-        reached = (
-            product.experts * (1 - (1 - product.taken / product.experts) ** rows)
-            if product.experts > 1
-            else 1.0
-        )
+        reached = 1.0  # expected number of experts
+        if product.experts > 1:
+            reached = product.experts * (1 - (1 - product.taken / product.experts) ** rows)
         each = rows * product.taken / reached
         columns, inner = product.columns, product.inner
         moved = self.weight_bytes * (
@@ -241,15 +252,12 @@ class Roofline:
         )
         flops = 2.0 * rows * product.taken * columns * inner
         gemm, gemm_read, gemm_flops = self.device.gemm, self.gemm_read, self.gemm_flops
-        least_read_s, peak = (
-            moved / gemm_read[STEPS_PER_UNIT * units],
-            gemm_flops[STEPS_PER_UNIT * units],
-        )
+        least_read_s = moved / gemm_read[STEPS_PER_UNIT * units]
+        peak = gemm_flops[STEPS_PER_UNIT * units]
         least_cube = least_read_s * least_read_s * least_read_s
-        best, working = math.inf, 0  # the rounded maximum's cube, to take one root at the end
-        for tile_rows, tile_columns, efficiency in reversed(
-            gemm.tiles
-        ):  # the large ones first: few others can be better
+        best, best_busy = math.inf, 0  # cubes of the rounded maximum, so that one root suffices
+        # Large tiles first: then the bound below skips most others.
+        for tile_rows, tile_columns, efficiency in reversed(gemm.tiles):
             if each <= tile_rows // 2 and tile_rows > gemm.tiles[0][0]:
                 continue  # a smaller tile holds all the rows
             tiles = math.ceil(
@@ -258,24 +266,26 @@ class Roofline:
             padded = 2.0 * tile_rows * tile_columns * inner * tiles / efficiency
             least_s = padded / peak
             if least_cube + least_s * least_s * least_s >= best:
-                continue  # not even with every unit at work
+                continue  # slower even with every unit at work
             for split in gemm.splits:
                 if split > 1 and (tiles > 4 * units or inner < split * gemm.least_inner):
                     break
-                spill = (
-                    0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
-                )  # float32 partial sums, out and in
+                # float32 partial sums, written and read
+                spill = 0.0 if split == 1 else 8.0 * rows * product.taken * columns * split
                 pieces = tiles * split
                 busy = int(STEPS_PER_UNIT * (pieces / -(-pieces // units)))
                 read_s, compute_s = (moved + spill) / gemm_read[busy], padded / gemm_flops[busy]
                 cube = read_s * read_s * read_s + compute_s * compute_s * compute_s
                 if cube < best:
-                    best, working = cube, busy
-        return StepCost(best ** (1 / 3), moved, flops), working / STEPS_PER_UNIT
+                    best, best_busy = cube, busy
+        return StepCost(best ** (1 / 3), moved, flops), best_busy / STEPS_PER_UNIT
 
     def prefill_attention(self, work: BatchShape, units: int, reused: bool = True) -> StepCost:
-        """One layer, over reused tokens too unless told otherwise. Those per request are not in Work: sum n*r over sum n is their
-        mean, weighted by n."""
+        """One layer, over reused tokens too if `reused`.
+
+        BatchShape has no reused tokens per request: sum n*r over sum n is their mean, weighted by
+        n.
+        """
         tokens, products = work.prefill_tokens, work.prefill_reused if reused else 0
         flops = self.prefill_flops * ((work.prefill_squares + tokens) / 2 + products)
         read_again = work.prefill_requests * products / tokens
@@ -293,7 +303,7 @@ class Roofline:
 
 
 def layer_products(model: ModelSpec) -> tuple[MatrixProduct, ...]:
-    """The weight matrices of one layer: those of the attention, gate-up, down (per expert for a mixture)."""
+    """The weight matrices of one layer: attention, gate-up, down (per expert for a mixture)."""
     experts, taken = (model.experts, model.experts_per_token) if model.experts else (1, 1)
     return (
         *(MatrixProduct(outputs, inputs) for outputs, inputs in model.attention_matrices),
@@ -303,8 +313,11 @@ def layer_products(model: ModelSpec) -> tuple[MatrixProduct, ...]:
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Multiplications per query and key over all heads, in prefill and in decode. Latent attention is spelled out per head in
-    prefill; in decode its heads work on the latent vectors themselves (DeepSeek-V2, arXiv:2405.04434, section 2.1.2)."""
+    """Multiplications per query and key over all heads, in prefill and in decode.
+
+    Prefill expands latent attention per head. In decode its heads work on the latent vectors
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+    """
     if model.latent is None:
         width = 2 * model.heads * model.head_dim
         return width, width
@@ -314,7 +327,10 @@ def attention_widths(model: ModelSpec) -> tuple[int, int]:
 
 
 def elementwise_bytes(model: ModelSpec) -> float:
-    """Bytes that one token moves in one layer outside products and attention: two norms with their residual (read twice,
-    written twice), the rotary embedding on Q and K and the append to the cache, and the gated activation; 2-byte elements."""
+    """Bytes that one token moves in one layer outside products and attention; 2-byte elements.
+
+    They are two norms with their residual (read twice, written twice), the rotary embedding on Q
+    and K, the append to the cache, and the gated activation.
+    """
     taken = model.experts_per_token if model.experts else 1
     return 2.0 * (8 * model.hidden + 2 * model.qkv_features + 3 * model.ffn * taken)

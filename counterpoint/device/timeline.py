@@ -26,7 +26,8 @@ from counterpoint.core import loop
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs, EventLog
 from counterpoint.interfaces import EventQueue, Executor
-from counterpoint.types import Command, Event, Lane, Output, Stats, Step, StepDone
+from counterpoint.stats import Stats
+from counterpoint.types import Command, Event, Lane, Output, Step, StepDone
 
 
 class TimelineSpan(msgspec.Struct, frozen=True, gc=False):

@@ -67,18 +67,14 @@ class TrackedWorker:
             self.prefill_squares,
             self.prefill_reused,
             self.prefills,
-            0,
-            0,
-            self.prefills,
-            0,
-            layers,
-            layers,
+            samples=self.prefills,
+            last_layer=layers,
+            layers=layers,
         )
 
     @property
     def running(self) -> BatchShape:
-        layers = self.shape.layers
-        return BatchShape(0, 0, 0, 0, self.decodes, self.context, self.decodes, 0, layers, layers)
+        return BatchShape.decode(self.decodes, self.context, self.shape.layers)
 
     def view(self, name: str, factor: float = 1.0) -> WorkerView:
         shape = self.shape

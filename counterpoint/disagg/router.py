@@ -26,7 +26,6 @@ from typing import NamedTuple
 import msgspec
 
 from counterpoint.config import ClusterConfig
-from counterpoint.cost_model.calibration import fused_work
 from counterpoint.disagg.handoff_events import TransferGranularity
 from counterpoint.disagg.link_bandwidth import LinkBandwidth
 from counterpoint.disagg.link_choice import choose_granularity, visible_s
@@ -160,9 +159,7 @@ class Router:
             work = self._prefill(w, tokens, cached)
             chunks = max(1, math.ceil(work.prefill_tokens / w.chunk_tokens))
             part = _share(work, chunks)
-            step = self.seconds(
-                fused_work(part, w.running, part.samples + w.running.samples), w.units
-            )
+            step = self.seconds(part + w.running, w.units)
             ttft_s, tpot_s = (
                 w.ttft_factor * (self.seconds(w.pending, w.units) + chunks * step),
                 self._tpot(w, tokens),
@@ -253,14 +250,12 @@ class Router:
         """What `w` must compute: all but what it has, and at least one token."""
         reused = min(cached.get(w.name, 0) * w.page_tokens, tokens - 1)
         new = tokens - reused
-        return BatchShape(new, new * new, new * reused, 1, 0, 0, 1, 0, w.layers, w.layers)
+        return BatchShape.prefill(new, reused, w.layers)
 
     def _tpot(self, w: WorkerView, tokens: int) -> float:
         """A decode step of `w` with this request in it."""
         batch, context = w.running.decode_batch + 1, w.running.decode_context + tokens
-        return self.seconds(
-            BatchShape(0, 0, 0, 0, batch, context, batch, 0, w.layers, w.layers), w.units
-        )
+        return self.seconds(BatchShape.decode(batch, context, w.layers), w.units)
 
     def seconds(self, work: BatchShape, units: int) -> float:
         """Of a step, which may be none."""
@@ -274,8 +269,13 @@ def _share(work: BatchShape, parts: int) -> BatchShape:
     tokens = math.ceil(work.prefill_tokens / parts)
     squares = tokens * tokens
     reused = math.ceil(work.prefill_reused / parts) + (work.prefill_tokens - tokens) * tokens // 2
-    return BatchShape(
-        tokens, squares, reused, 1, 0, 0, 1, work.first_layer, work.last_layer, work.layers
+    return msgspec.structs.replace(
+        work,
+        prefill_tokens=tokens,
+        prefill_squares=squares,
+        prefill_reused=reused,
+        prefill_requests=1,
+        samples=1,
     )
 
 

@@ -46,7 +46,8 @@ from counterpoint.flags import config_flags
 from counterpoint.simulator.machine import Machine
 from counterpoint.simulator.plan import Mode, parse_modes
 from counterpoint.simulator.simulate import SimFiles, SimOptions, simulate
-from counterpoint.types import FinishReason, RequestTiming, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import FinishReason, RequestTiming
 
 COMPARISON = Group("Comparison", sort_key=0)
 Place = Literal["engine", "simulator"]

@@ -14,6 +14,7 @@ import numpy as np
 from counterpoint.build import make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.cost_model.active_units import ActiveUnits
@@ -128,15 +129,8 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     )
     scheduler, levels, auto = config.scheduler, machine.levels, ablated_auto(machine.without)
     try:
-        policy = make_policy(
-            scheduler,
-            device.units,
-            model.layers,
-            machine.depth,
-            levels=levels,
-            estimator=belief,
-            auto_class=auto,
-        )
+        shape = DeviceShape(device.units, model.layers, machine.depth, levels)
+        policy = make_policy(scheduler, shape, belief, auto)
     except ValueError as error:
         raise ConfigError(f"{device.name}: {error}") from None
     return Engine(limits, policy)

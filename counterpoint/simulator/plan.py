@@ -442,14 +442,8 @@ def guessed_rate(task: PlanTask) -> float:
     layers, units = task.machine.model.layers, task.machine.device.units
     prompt = round(sum(q.prompt_tokens for q in task.queries) / len(task.queries))
     answer = round(sum(q.output_tokens for q in task.queries) / len(task.queries))
-    prefill = BatchShape(prompt, prompt * prompt, 0, 1, samples=1, last_layer=layers, layers=layers)
-    decode = BatchShape(
-        decode_batch=32,
-        decode_context=32 * (prompt + answer),
-        samples=32,
-        last_layer=layers,
-        layers=layers,
-    )
+    prefill = BatchShape.prefill(prompt, 0, layers)
+    decode = BatchShape.decode(32, 32 * (prompt + answer), layers)
     return 1 / (physics.seconds(prefill, units) + answer * physics.seconds(decode, units) / 32)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from counterpoint.core.engine import Engine
-from counterpoint.core.life import RequestLifetime
+from counterpoint.core.request import RequestLifetime
 from counterpoint.core.loop import run_turn
 from counterpoint.device.sim import VirtualEventQueue
 from counterpoint.disagg import handoff_events

@@ -39,7 +39,8 @@ from counterpoint.serve.observability.merge_stats import merge
 from counterpoint.simulator.machine import Machine, dtypes, make_pool, make_sim_engine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
-from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo
 
 MODEL = "llama-3.1-8b"
 

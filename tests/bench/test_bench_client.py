@@ -9,7 +9,8 @@ import pytest
 from counterpoint.bench.client import HttpTarget, StreamedReply, read_stats
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.serve.observability.metrics import Metrics
-from counterpoint.types import PolicyReport, Slo, Stats
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import Slo
 
 
 def event(

@@ -22,7 +22,7 @@ from counterpoint.bench.workload import (
 )
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import EngineLimits
+from counterpoint.core.limits import DeviceShape, EngineLimits
 from counterpoint.core.policy import make_policy
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
@@ -225,7 +225,10 @@ def system(pages: int = 200):
         layers=2,
     )
     return (
-        Engine(limits, make_policy(SchedulerConfig(policy="chunked", chunk_tokens=64), 2, 2)),
+        Engine(
+            limits,
+            make_policy(SchedulerConfig(policy="chunked", chunk_tokens=64), DeviceShape(2, 2)),
+        ),
         inbox,
         Echo(inbox, 2),
     )

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from counterpoint.bench.report import bubble_shares, summarise, wilson_interval
-from counterpoint.types import FinishReason, PolicyReport, Slo, Stats
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import FinishReason, Slo
 
 
 @pytest.fixture

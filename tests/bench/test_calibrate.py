@@ -17,10 +17,8 @@ from counterpoint.cost_model.calibration import (
     Calibration,
     CalibrationKey,
     decode,
-    decode_work,
     encode,
     pad_rows,
-    prefill_work,
     shape_key,
 )
 from counterpoint.cost_model.fitted import Fitted
@@ -156,10 +154,10 @@ def test_a_device_that_fills_passes_up_and_a_slow_host_are_predicted():
     assert found["all, beside the other"]["p95"] < 0.15
     for tokens, edges in itertools.product((100, 500, 4000), ((0, 32), (0, 8), (8, 16))):
         step = msgspec.structs.replace(
-            prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1]
+            BatchShape.prefill(tokens, 0, 32), first_layer=edges[0], last_layer=edges[1]
         )
         assert fitted.launch_overhead.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
-    assert fitted.launch_overhead.seconds(decode_work([100] * 200, 32)) == pytest.approx(
+    assert fitted.launch_overhead.seconds(BatchShape.decode(200, 200 * 100, 32)) == pytest.approx(
         5e-4, rel=0.1
     )
     unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), judges)
@@ -196,13 +194,13 @@ def test_passes_that_run_on_and_on_are_known_to_take_longer_and_points_are_judge
     physics.pairs_from_s = b.inbox.now + 1.0
     b.calibration.measure_sustained(ROOM, LEVELS, 240.0)
     assert b.table.on_and_on["beside each other"] == pytest.approx(1.2, rel=0.02)
-    decode_step = decode_work([1024] * 64, 32)
-    beside = (decode_step, 32, (prefill_work(2048, 0, 1, 32), 100))
+    decode_step = BatchShape.decode(64, 64 * 1024, 32)
+    beside = (decode_step, 32, (BatchShape.prefill(2048, 0, 32), 100))
     rested = msgspec.structs.replace(b.table, on_and_on={})
     assert Fitted(b.table, PRIOR).seconds(*beside) == pytest.approx(
         1.2 * Fitted(rested, PRIOR).seconds(*beside), rel=0.03
     )
-    prefill, fresh = prefill_work(2048, 0, 1, 32), msgspec.structs.replace(b.table, on_and_on={})
+    prefill, fresh = BatchShape.prefill(2048, 0, 32), msgspec.structs.replace(b.table, on_and_on={})
     b.table.on_and_on["prefill"] = 1.1
     assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(
         1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132)
@@ -375,7 +373,7 @@ def test_a_failed_step_ends_it():
     )
     probe.set_decode_batch((10, 10))
     with pytest.raises(StepError, match="out of memory"):
-        probe.time_decode(decode_work([10, 10], LLAMA.layers), 132)
+        probe.time_decode(BatchShape.decode(2, 20, LLAMA.layers), 132)
 
 
 def test_more_than_the_pool_holds_is_refused():

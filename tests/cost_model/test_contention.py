@@ -1,4 +1,4 @@
-"""Contention: what it is told comes back, also between the measured splits, and little is not believed."""
+"""Contention: a known one is recovered, between splits too, and few pairs change little."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_split_between_two_lies_between_them_and_one_beyond_is_the_last():
     assert fitted.factor(8, demand) == fitted.factor(16, demand)
 
 
-def test_what_was_never_asked_for_is_taken_for_the_most_that_was():
+def test_demands_are_clamped_to_the_measured_range():
     fitted = Contention(pairs(90))
     most = [max(column) for column in zip(*(pair.demand for pair in pairs(90)), strict=True)]
     assert fitted.factor(32, BandwidthDemand(*(9.0 for _ in most))) == fitted.factor(
@@ -59,14 +59,14 @@ def test_what_was_never_asked_for_is_taken_for_the_most_that_was():
     )
 
 
-def test_no_pairs_say_nothing_and_one_says_something_about_all_splits():
+def test_no_pair_changes_nothing_and_one_changes_all_splits():
     demand = BandwidthDemand(0.5, 0.5, 0.5, 0.5, 0.5)
     assert Contention([]).factor(16, demand) == 1.0
     one = Contention([MeasuredPair(16, demand, 0.5)])
     assert 1.3 < one.factor(64, demand) < math.exp(0.5)
 
 
-def test_an_absurd_pair_does_not_run_away():
+def test_the_factor_is_bounded():
     demand = BandwidthDemand(0.5, 0.5, 0.5, 0.5, 0.5)
     assert Contention([MeasuredPair(16, demand, 9.0)]).factor(16, demand) <= 3.0
     assert Contention([MeasuredPair(16, demand, -9.0)]).factor(16, demand) >= 1 / 3

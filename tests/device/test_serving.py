@@ -147,9 +147,9 @@ def policies() -> dict[str, Policy]:
         "chunked, two in flight": Chunked(17, units, depth=2),
     }
     if units > 1:
-        found["multiplex"] = Multiplex(160, units, 1, TINY.layers)
+        found["multiplex"] = Multiplex(160, units, 1)
         found["multiplex, layer by layer, two in flight"] = Multiplex(
-            160, units, 1, TINY.layers, layer_group=1, depth=2
+            160, units, 1, layer_group=1, depth=2
         )
     return found
 

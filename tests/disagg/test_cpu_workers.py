@@ -260,7 +260,7 @@ def test_every_token_is_that_of_one_machine(decoder, kind, policies):
     if policies == "multiplexed" and len(CORES) < 2:
         pytest.skip("one core can't be split")
     make = (
-        (lambda: Multiplex(96, 2, 1, TINY.layers, layer_group=1))
+        (lambda: Multiplex(96, 2, 1, layer_group=1))
         if policies == "multiplexed"
         else (lambda: Chunked(32, len(CORES)))
     )

@@ -14,6 +14,7 @@ import pytest
 from engine_harness import Harness, answer
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import DeliverTokens, OnLoss
@@ -43,7 +44,10 @@ class Worker(Harness):
     def __init__(self, name: str, policy: str, pages: int, rules: HandoffConfig) -> None:
         config = SchedulerConfig(policy=policy, chunk_tokens=16, max_pass_tokens=48, layer_group=2)
         super().__init__(
-            make_policy(config, 4, LAYERS), pages=pages, page_tokens=PAGE_TOKENS, layers=LAYERS
+            make_policy(config, DeviceShape(4, LAYERS)),
+            pages=pages,
+            page_tokens=PAGE_TOKENS,
+            layers=LAYERS,
         )
         self.name = name
         self.handoffs = Handoffs(rules, KvGeometry(LAYERS, PAGE_TOKENS))

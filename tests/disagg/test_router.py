@@ -42,11 +42,11 @@ def view(name: str, role: Role, **kwargs) -> WorkerView:
 
 
 def queue(tokens: int) -> BatchShape:
-    return BatchShape(tokens, tokens * tokens, 0, 1, 0, 0, 1, 0, 4, 4)
+    return BatchShape.prefill(tokens, 0, 4)
 
 
 def batch(size: int, context: int) -> BatchShape:
-    return BatchShape(0, 0, 0, 0, size, context, size, 0, 4, 4)
+    return BatchShape.decode(size, context, 4)
 
 
 POOLS = (

@@ -1,4 +1,4 @@
-"""Memory that is cut from slabs."""
+"""PinnedSlabs: pinned memory cut from slabs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def made() -> tuple[Small, list[Tensor]]:
         max_size=60,
     )
 )
-def test_nobody_has_what_another_has(asked):
+def test_allocated_blocks_never_overlap(asked):
     slabs, _ = made()
     held: list[tuple[Tensor, bool]] = []  # and whether it is borrowed
     for number, (what, size) in enumerate(asked):
         if what == "give back":
             if held and held[size % len(held)][1]:
-                slabs.give_back(held.pop(size % len(held))[0])
+                slabs.free(held.pop(size % len(held))[0])
             continue
-        block = slabs.cut(size) if what == "cut" else slabs.borrow(size)
+        block = slabs.alloc_permanent(size) if what == "cut" else slabs.alloc(size)
         assert len(block) >= size and block.data_ptr() % 256 == held_offset(block)
         block.fill_(number % 251 + 1)
         held.append((block, what == "borrow"))
@@ -49,30 +49,33 @@ def test_nobody_has_what_another_has(asked):
 
 
 def held_offset(block: Tensor) -> int:
-    """Where its slab begins, within 256 bytes: pinned memory begins at a page."""
+    """The slab's own offset within 256 bytes; pinned memory starts at a page."""
     return block.untyped_storage().data_ptr() % 256
 
 
-def test_what_was_given_back_is_taken_before_anything_new():
+def test_freed_blocks_are_reused():
     slabs, got = made()
     for _ in range(100):
-        blocks = [slabs.borrow(size) for size in (1, 300, 1000)]
+        blocks = [slabs.alloc(size) for size in (1, 300, 1000)]
         for block in blocks:
-            slabs.give_back(block)
+            slabs.free(block)
     assert len(got) == 1, "three blocks of 256, 512 and 1,024 bytes fit one slab of 4,096"
 
 
-def test_more_than_a_slab_is_got_by_itself():
+def test_a_large_block_gets_its_own_slab():
     slabs, got = made()
-    assert len(slabs.cut(10_000)) == 10_240 and [len(piece) for piece in got] == [4096, 10_240]
+    assert len(slabs.alloc_permanent(10_000)) == 10_240 and [len(piece) for piece in got] == [
+        4096,
+        10_240,
+    ]
 
 
-def test_a_slab_that_was_got_in_inference_mode_is_written_in_any():
+def test_slabs_are_writable_in_and_outside_inference_mode():
     slabs, _ = made()
     with torch.inference_mode():
-        slabs.cut(4000)
-        inside = slabs.cut(1000)
+        slabs.alloc_permanent(4000)
+        inside = slabs.alloc_permanent(1000)
     inside.fill_(1)
-    slabs.borrow(1000).fill_(2)
+    slabs.alloc(1000).fill_(2)
     with torch.inference_mode():
         inside.fill_(3)

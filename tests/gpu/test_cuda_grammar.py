@@ -8,29 +8,24 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import torch
-from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, Rig, Service, make_parts, requests, rig
+from cuda_rig import GREEDY, HAS_GPU, PAGE, TINY, VOCAB, StepRig, make_parts, rig
+from cuda_service import EngineService, random_requests
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.sampling import SamplingMode, tail_for
+from counterpoint.device.cuda.sampling import SamplingMode, sampling_mode_for
 from counterpoint.device.grammar import Vocabulary
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.interfaces import Policy
 from counterpoint.serve.structured_output.grammar import from_choice, from_regex
 from counterpoint.types import NO_GRAMMAR, AddRequest, InitSlot, Sampling, Segment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FIRST = 10  # the id of byte 0
 (EOS,) = TINY.eos_token_ids
 PROMPT = [7 * n % VOCAB for n in range(1, 40)]
 PATTERN, NEVER = from_regex("([0-9]{2},){3}([a-z]+(;| )){2,}"), from_regex("[^\\s\\S]")
 PREFIX = re.compile(r"([0-9]{2},){0,3}[0-9]?[0-9]?[a-z;, ]*")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def vocabulary() -> Vocabulary:
@@ -44,23 +39,23 @@ def decode(tokens: list[int]) -> str:
 
 
 @pytest.fixture
-def device() -> Iterator[Rig]:
+def device() -> Iterator[StepRig]:
     with rig() as made:
         made.parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
         yield made
 
 
-def said(device: Rig, slot: int, sampling: Sampling, count: int) -> list[int]:
+def said(device: StepRig, slot: int, sampling: Sampling, count: int) -> list[int]:
     device.open(slot, PROMPT, sampling)
     dones = device.generate(slot, len(PROMPT), count, first_page=slot * 6)
     return [token for done in dones for token in done.tokens]
 
 
-def test_a_mask_is_outside_the_graph():
+def test_grammar_sampling_is_eager():
     assert (
-        tail_for(SamplingStage.GRAMMAR) is SamplingMode.ANY
-        and tail_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
-        is SamplingMode.ANY
+        sampling_mode_for(SamplingStage.GRAMMAR) is SamplingMode.EAGER
+        and sampling_mode_for(SamplingStage.GRAMMAR | SamplingStage.DRAW | SamplingStage.BIAS)
+        is SamplingMode.EAGER
     )
 
 
@@ -79,7 +74,7 @@ def test_a_mask_is_outside_the_graph():
         },
     ],
 )
-def test_an_answer_obeys(device: Rig, how: dict):
+def test_the_output_matches_its_grammar(device: StepRig, how: dict):
     tokens = said(
         device, 0, Sampling(max_tokens=16, grammar=from_regex("[0-9]{4}-[a-f]{2}"), **how), 8
     )
@@ -89,8 +84,8 @@ def test_an_answer_obeys(device: Rig, how: dict):
     )
 
 
-def test_in_company(device: Rig):
-    """Two bound to different things, one free, one that cannot be followed, in one step: each gets what it gets alone."""
+def test_grammars_in_one_batch_do_not_affect_each_other(device: StepRig):
+    """Two different grammars, no grammar, and one that cannot be followed, in one step."""
     samplings = [
         Sampling(max_tokens=16, temperature=0.0, grammar=from_regex("[0-9]{6,}")),
         GREEDY,
@@ -122,7 +117,7 @@ def test_in_company(device: Rig):
     )
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
+def test_the_grammar_continues_a_partial_output(device: StepRig):
     sampling = Sampling(
         max_tokens=16, temperature=0.0, grammar=from_choice(["abcdefgh", "hgfedcba"])
     )
@@ -138,7 +133,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(device: Rig):
 def asks() -> list[AddRequest]:
     """Every other one of these is bound."""
     arrivals = []
-    for n, arrive in enumerate(requests(most_tokens=40)):
+    for n, arrive in enumerate(random_requests(max_tokens=40)):
         arrivals.append(
             msgspec.structs.replace(
                 arrive, sampling=msgspec.structs.replace(arrive.sampling, grammar=PATTERN * (n % 2))
@@ -150,8 +145,8 @@ def asks() -> list[AddRequest]:
 def answers(policy: Policy, pages: int) -> tuple[dict[str, list[int]], int]:
     parts = make_parts(pages=pages)
     parts.tables.sampling.grammars.set_vocabulary_loader(vocabulary)
-    service = Service(parts, policy, overlap=HAS_GPU)
-    found = service.ask(asks())
+    service = EngineService(parts, policy, overlap=HAS_GPU)
+    found = service.run_requests(asks())
     service.close()
     parts.close()
     return found, service.engine.stats().preemptions
@@ -162,10 +157,8 @@ def policies(units: int) -> dict[str, Policy]:
     return {
         "serial, two in flight": Serial(160, units, depth=2),
         "chunked": Chunked(40, units, depth=2),
-        "multiplex": Multiplex(160, units, split, TINY.layers, depth=2),
-        "multiplex, layer by layer": Multiplex(
-            160, units, split, TINY.layers, layer_group=1, depth=2
-        ),
+        "multiplex": Multiplex(160, units, split, depth=2),
+        "multiplex, layer by layer": Multiplex(160, units, split, layer_group=1, depth=2),
     }
 
 
@@ -179,7 +172,7 @@ def truth() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", policies(UNITS))
 @pytest.mark.parametrize("pages", [256, 20], ids=["much memory", "little memory"])
-def test_answers_obey_under_every_policy(truth: dict[str, list[int]], name: str, pages: int):
+def test_grammars_hold_under_every_policy(truth: dict[str, list[int]], name: str, pages: int):
     found, preemptions = answers(policies(UNITS)[name], pages)
     assert found == truth
     assert preemptions or pages == 256

@@ -1,4 +1,4 @@
-"""--batch-invariant on a GPU: the same bits whatever shares a pass, however a prompt is cut, on whichever SMs."""
+"""--batch-invariant on a GPU: equal bits for any batch, chunking and SM partition."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, TINY, Service, make_parts, requests
+from cuda_rig import HAS_GPU, TINY, make_parts
+from cuda_service import EngineService, random_requests
 from msgspec import structs
 
 from counterpoint.config import Config
 from counterpoint.core.policy import Chunked, Multiplex, Serial
-from counterpoint.device.cuda.attention import PrefillAttention, decode_by_torch
+from counterpoint.device.cuda.attention import PrefillAttention, reference_decode
 from counterpoint.interfaces import Policy
 from counterpoint.types import AddRequest, TokenLogprobs
 
@@ -32,18 +33,16 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(130, 200), (4096, 1024), (1024, 14336)])
-def test_a_row_of_a_product_has_the_same_bits_among_any(
-    dtype: torch.dtype, outputs: int, inputs: int
-):
-    from counterpoint.device.cuda.batch_invariant import product
+def test_product_bits_do_not_depend_on_the_batch(dtype: torch.dtype, outputs: int, inputs: int):
+    from counterpoint.device.cuda.batch_invariant import matmul
 
     x, weight = drawn(300, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
-    whole = product(x, weight)
+    whole = matmul(x, weight)
     assert error(whole, x.double() @ weight.double().T) < BOUND[dtype] * max(
         1, inputs / 2048
     )  # one sum, from first to last
     for first, rows in ((0, 1), (299, 1), (77, 1), (3, 2), (50, 16), (61, 64), (1, 65), (100, 129)):
-        assert torch.equal(product(x[first : first + rows], weight), whole[first : first + rows]), (
+        assert torch.equal(matmul(x[first : first + rows], weight), whole[first : first + rows]), (
             first,
             rows,
         )
@@ -53,10 +52,10 @@ def test_a_row_of_a_product_has_the_same_bits_among_any(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 2, 16), (6, 2, 24), (8, 1, 64), (32, 8, 128)]
 )
-def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(
+def test_attention_bits_are_equal_in_decode_prefill_and_chunk(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ):
-    from counterpoint.device.cuda.batch_invariant import InvariantPlanner, decode
+    from counterpoint.device.cuda.batch_invariant import InvariantPlanner, decode_attention
 
     spec = dataclasses.replace(TINY, heads=heads, kv_heads=kv_heads, head_dim=size)
     k_pages, v_pages = (drawn(80, PAGE, kv_heads, size, dtype=dtype) for _ in range(2))
@@ -80,9 +79,11 @@ def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(
 
     whole = prefilled(planner.plan((300, 97), contexts), q, k, v)
     lengths = torch.arange(312, 612, dtype=torch.int32, device="cuda")
-    each = decode(q[:300], k_pages, v_pages, table[:1].expand(300, -1).contiguous(), lengths)
+    each = decode_attention(
+        q[:300], k_pages, v_pages, table[:1].expand(300, -1).contiguous(), lengths
+    )
     assert (
-        error(each, decode_by_torch(q[:300], k_pages, v_pages, table[:1].expand(300, -1), lengths))
+        error(each, reference_decode(q[:300], k_pages, v_pages, table[:1].expand(300, -1), lengths))
         < BOUND[dtype]
     )
     assert torch.equal(whole[:300], each)
@@ -90,46 +91,46 @@ def test_attention_has_the_same_bits_as_decode_prefill_and_chunk(
         end = 311 + first + rows
         chunk = prefilled(planner.plan((rows,), (end,)), q[first : first + rows], k[:end], v[:end])
         assert torch.equal(chunk, whole[first : first + rows]), (first, rows)
-        alone = decode(
+        alone = decode_attention(
             q[first : first + 1], k_pages, v_pages, table[:1], lengths[first : first + 1]
         )
         assert torch.equal(alone, whole[first : first + 1])
 
 
 def numbers(chances: list[TokenLogprobs | None]) -> list[tuple[float, ...]]:
-    """Not the ids: of alternatives that are equally likely, any may be told."""
+    """Without ids: among equally likely alternatives, any may be reported."""
     return [(known.logprob, *known.top_logprobs) for known in chances if known is not None]
 
 
 def asked(logprobs: int | None) -> list[AddRequest]:
     return [
         structs.replace(a, sampling=structs.replace(a.sampling, logprobs=logprobs))
-        for a in requests(24, longest=150)
+        for a in random_requests(24, max_prompt_tokens=150)
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_answers_are_the_same_to_the_bit_on_a_gpu(dtype: torch.dtype):
-    parts = make_parts(pages=160, slots=16, dtype=dtype, fixed=True)
-    service = Service(parts, Serial(400, parts.units), slots=16, max_pass_tokens=400)
+def test_outputs_are_bitwise_equal_under_every_policy(dtype: torch.dtype):
+    parts = make_parts(pages=160, slots=16, dtype=dtype, invariant=True)
+    service = EngineService(parts, Serial(400, parts.units), slots=16, max_pass_tokens=400)
     truth = {}
     for arrive in asked(4):
-        service.ask([arrive])
-        truth[arrive.id] = service.answers[arrive.id], numbers(service.chances[arrive.id])
+        service.run_requests([arrive])
+        truth[arrive.id] = service.answers[arrive.id], numbers(service.logprobs[arrive.id])
     service.close()
     policies: dict[str, Policy] = {
         "serial": Serial(400, parts.units, depth=2),
         "chunked": Chunked(37, parts.units, depth=2),
-        "multiplex": Multiplex(400, parts.units, 16, TINY.layers, layer_group=1, depth=2),
+        "multiplex": Multiplex(400, parts.units, 16, layer_group=1, depth=2),
     }
     for name, policy in policies.items():
         for logprobs in (4, None):
-            service = Service(parts, policy, slots=16, overlap=True)
+            service = EngineService(parts, policy, slots=16, overlap=True)
             for round in ("cold", "with prefix hits"):
-                service.ask(asked(logprobs))
+                service.run_requests(asked(logprobs))
                 for id, (tokens, chances) in truth.items():
                     assert service.answers[id] == tokens, (name, round)
-                    assert logprobs is None or numbers(service.chances[id]) == chances, (
+                    assert logprobs is None or numbers(service.logprobs[id]) == chances, (
                         name,
                         round,
                     )
@@ -137,7 +138,7 @@ def test_answers_are_the_same_to_the_bit_on_a_gpu(dtype: torch.dtype):
     parts.close()
 
 
-def test_a_batch_invariant_device_answers():
+def test_open_cuda_supports_batch_invariant():
     from counterpoint.device.cuda.device_setup import open_cuda
     from counterpoint.spec.source import resolve_model
 

@@ -1,4 +1,4 @@
-"""`serve --prefill 1 --decode 1 --device cuda`: two processes on one GPU, whose answers must be those of one engine."""
+"""`serve --prefill 1 --decode 1 --device cuda`: two processes on one GPU equal a single engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ POOLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[dict[str, Pool]]:
-    """One engine, and the pools, all started at once; afterwards nothing of them is left."""
+    """One engine, and the pools, started together. Afterwards none of their processes and files is
+    left."""
     files = set(os.listdir("/dev/shm"))
     model = folder / "config.json"
     model.write_text(json.dumps(TINY | {"num_hidden_layers": 4, "max_position_embeddings": 8192}))
@@ -76,7 +77,7 @@ def truth(running: dict[str, Pool]) -> list[Any]:
 
 
 def untied(found: list[Any]) -> list[Any]:
-    """Of alternatives to a token, how likely the best is: in 16 bits several are equally likely, and any of them may be named."""
+    """Keep only the best alternative's log-probability: in 16 bits, several tokens may tie."""
     for choices, _ in found:
         for choice in choices:
             if choice["logprobs"] is not None:
@@ -88,11 +89,12 @@ def untied(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: list[Any], name: str):
+def test_pool_outputs_equal_a_single_engine(running: dict[str, Pool], truth: list[Any], name: str):
     pool = running[name]
 
     def tried() -> bool:
-        """How full workers are when a request is routed is chance: rounds go on until enough was handed over, and forked."""
+        """Routing depends on load, so rounds continue until enough requests were handed over and
+        forked."""
         found = untied(answers(pool, BODIES))
         wrong = others(found, truth)
         assert not wrong, [(BODIES[number], found[number], truth[number]) for number in wrong[:2]]
@@ -113,7 +115,7 @@ def test_every_answer_is_that_of_one_engine(running: dict[str, Pool], truth: lis
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_killed_worker_leaves_nothing_with_the_other(
+def test_a_killed_worker_leaves_no_state_on_the_other(
     running: dict[str, Pool], truth: list[Any], victim: str
 ):
     pool = running["cuda-ipc"]
@@ -151,10 +153,8 @@ def test_a_killed_worker_leaves_nothing_with_the_other(
     )
 
 
-def test_layers_go_by_themselves_and_whole_prompts_otherwise(
-    running: dict[str, Pool], truth: list[Any], folder: Path
-):
-    """The last test: the two pools end here, and leave their timelines."""
+def test_kv_granularity_follows_the_flag(running: dict[str, Pool], truth: list[Any], folder: Path):
+    """Runs last: it stops the two pools, which then write their timelines."""
     for name in ("layers", "cuda-ipc"):
         assert running[name].stop() == 0
     assert groups_sent(folder / "layers.prefill-0.json") >= {
@@ -164,7 +164,7 @@ def test_layers_go_by_themselves_and_whole_prompts_otherwise(
 
 
 def groups_sent(timeline: Path) -> set[str]:
-    """The groups of layers in which KV went."""
+    """The layer groups in which KV was sent."""
     return {
         event["args"]["layers"]
         for event in json.loads(timeline.read_text())["traceEvents"]

@@ -62,14 +62,14 @@ def completion(server: Running, **body: Any) -> dict[str, Any]:
     return got.json()
 
 
-def test_the_same_question_has_the_same_answer(server: Running):
+def test_greedy_completions_are_repeatable(server: Running):
     first, again = completion(server), completion(server)
     assert first["choices"] == again["choices"]
     assert first["usage"]["completion_tokens"] == 24
 
 
-def test_many_at_once_get_what_each_gets_alone_or_nearly(server: Running):
-    """In 16 bits a batch may round otherwise than one row; most answers are the same to the end."""
+def test_concurrent_completions_mostly_equal_single_ones(server: Running):
+    """In 16 bits a batch may round differently from a single row."""
     bodies = [{"prompt": f"Story number {n}: once", "max_tokens": 12} for n in range(24)]
     alone = [completion(server, **body)["choices"][0]["text"] for body in bodies]
     with ThreadPoolExecutor(24) as pool:
@@ -79,7 +79,7 @@ def test_many_at_once_get_what_each_gets_alone_or_nearly(server: Running):
     assert sum(a == b for a, b in zip(alone, together, strict=True)) > 12
 
 
-def test_every_way_of_sampling_answers(server: Running):
+def test_every_sampling_setting_completes(server: Running):
     for body in (
         {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 3},
         {"temperature": 0.9, "min_p": 0.05, "frequency_penalty": 0.5, "presence_penalty": 0.2},
@@ -93,7 +93,7 @@ def test_every_way_of_sampling_answers(server: Running):
     assert len(completion(server, logprobs=3)["choices"][0]["logprobs"]["token_logprobs"]) == 24
 
 
-def test_a_stream_ends_and_one_that_is_left_does_no_harm(server: Running):
+def test_a_stream_ends_and_a_closed_one_does_no_harm(server: Running):
     body = {
         "model": "smollm2-135m",
         "messages": [{"role": "user", "content": "Hello"}],
@@ -112,7 +112,7 @@ def test_a_stream_ends_and_one_that_is_left_does_no_harm(server: Running):
     assert completion(server)["usage"]["completion_tokens"] == 24
 
 
-def test_a_schema_is_kept(server: Running):
+def test_a_json_schema_is_followed(server: Running):
     fields = {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}}
     schema = {
         "type": "object",
@@ -137,7 +137,7 @@ def test_a_schema_is_kept(server: Running):
     assert set(json.loads(choice["message"]["content"])) == {"n", "ok"}
 
 
-def test_metrics_tell_of_both_lanes(server: Running):
+def test_metrics_are_served_and_finite(server: Running):
     completion(server)
     assert server.metric("counterpoint_requests_running") == 0
     text = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text

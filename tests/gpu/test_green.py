@@ -1,4 +1,4 @@
-"""SM partitions: sizes are checked early, and what the hardware reports is what was asked for."""
+"""SM partitions: sizes are checked early, and the hardware reports the SMs asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.device.cuda.device_setup import split_device
 from counterpoint.device.cuda.green_contexts import (
     PartitionError,
     PartitionPair,
@@ -19,7 +18,8 @@ from counterpoint.device.cuda.green_contexts import (
     check_levels,
     granularity,
 )
-from counterpoint.device.cuda.kernels.nvcc import KernelError, load
+from counterpoint.device.cuda.kernels.nvcc import KernelError, load_library
+from counterpoint.device.cuda.partition_setup import split_device
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -33,12 +33,12 @@ def test_granularity_follows_the_compute_capability():
 
 
 @pytest.mark.parametrize("level", [0, 4, 12, 25, 128, 132, 200])
-def test_a_level_off_the_grid_is_refused(level):
+def test_a_level_off_the_granularity_is_rejected(level):
     with pytest.raises(ValueError, match=f"{level} decode SMs"):
         check_levels([level], 132, (9, 0))
 
 
-def test_levels_on_the_grid_are_taken():
+def test_valid_levels_are_accepted():
     check_levels([8, 16, 64, 124 // 8 * 8], 132, (9, 0))
 
 
@@ -62,27 +62,29 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
 
 
-def test_a_kernel_that_cannot_be_kept_is_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_an_unwritable_kernel_cache_raises_kernel_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: "nvcc")
     with pytest.raises(KernelError, match="/dev/null/kernels"):
-        load("smid", "90a", cache=Path("/dev/null/kernels"))
+        load_library("smid", "90a", cache=Path("/dev/null/kernels"))
 
 
 @pytest.mark.usefixtures("bare")
 class TestWithoutACompiler:
-    def test_what_is_not_split_needs_none(self):
+    def test_an_unsplit_device_needs_no_compiler(self):
         assert split_device(Config().replace(policy="chunked"))[1] == ()
 
-    def test_what_cannot_be_split_runs_on_plain_streams(self):
+    def test_a_device_without_partitions_uses_plain_streams(self):
         with pytest.warns(RuntimeWarning, match="NO SM PARTITIONS"):
             partitions, notes = split_device(Config().replace(policy="auto"))
         assert not partitions.isolated and "plain streams" in notes[0]
 
-    def test_a_split_that_cannot_be_checked_is_refused_in_words(
+    def test_a_split_that_cannot_be_checked_raises_config_error(
         self, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(
-            Partitions, "_split", lambda self, level: PartitionPair(self.full, self.full_urgent)
+            Partitions,
+            "_split",
+            lambda self, level: PartitionPair(self.full, self.full_high_priority),
         )
         with pytest.raises(ConfigError, match=r"nvcc.*policy to chunked"):
             split_device(Config().replace(policy="auto"))
@@ -91,7 +93,7 @@ class TestWithoutACompiler:
 @gpu
 @needs_gpu
 class TestOnTheDevice:
-    def test_realised_sets_are_disjoint_and_nest(self):
+    def test_measured_sm_sets_are_disjoint_and_nested(self):
         partitions = Partitions([16, 24, 32, 64])
         assert partitions.isolated
         report = partitions.check()
@@ -104,13 +106,13 @@ class TestOnTheDevice:
             assert set(report[small].decode) <= set(report[large].decode)
         partitions.close()
 
-    def test_plain_streams_share_the_device_and_say_so(self):
+    def test_plain_streams_share_the_device(self):
         partitions = Partitions([32], isolate=False)
         assert not partitions.isolated
         assert partitions.pair(32).decode.sms == partitions.total_sms
         assert len(partitions.check()[32].decode) == partitions.total_sms
 
-    def test_a_lie_is_refused(self):
+    def test_wrong_sm_sets_raise_partition_error(self):
         partitions = Partitions([16, 32])
         pair = partitions._pairs[16]
         partitions._pairs[16] = type(pair)(prefill=pair.prefill, decode=partitions.pair(32).decode)
@@ -123,6 +125,6 @@ class TestOnTheDevice:
         with pytest.raises(PartitionError, match="should run on 16 SMs, but ran on 32"):
             partitions.check()
 
-    def test_an_unknown_level_is_named(self):
+    def test_an_unknown_level_raises_value_error(self):
         with pytest.raises(ValueError, match="no split with 24"):
             Partitions([16]).pair(24)

@@ -1,4 +1,5 @@
-"""Kernels against a float32 torch reference: fresh random inputs, odd sizes, poisoned outputs, every partition, eager and graph."""
+"""Kernels against a float32 torch reference: random inputs, odd sizes, poisoned outputs, every
+partition, eager and in a graph."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import math
 import pytest
 import torch
 
-from counterpoint.device.cuda.kernels.attention import DecodeAttention, refuse_shape
-from counterpoint.device.cuda.kernels.gemm import fit
+from counterpoint.device.cuda.kernels.attention import AttentionShape, DecodeAttention, check_shape
+from counterpoint.device.cuda.kernels.gemm import fit_tile
 from counterpoint.model.fp8 import FP8, quantise_rows, to_fp8
 
 pytest_gpu = pytest.mark.gpu
@@ -19,7 +20,7 @@ ATTENTION_BOUND = {
     torch.float16: 1e-3,
 }  # operands and probabilities are rounded to the dtype
 GEMM_BOUND = 4e-3  # the result is rounded to bfloat16: at most 2 ** -8
-GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tensor cores keep some 14 bits of a sum of them
+GEMM_BOUND_FP8 = 1e-2  # of the same e4m3 product: tensor cores keep some 14 bits of its sums
 
 
 # ---- without a GPU
@@ -28,16 +29,16 @@ GEMM_BOUND_FP8 = 1e-2  # against the product of the same e4m3 numbers: the tenso
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(32, 3, 128), (72, 8, 128), (32, 8, 96), (8, 0, 64)]
 )
-def test_attention_shapes_that_the_kernel_lacks_are_refused(heads, kv_heads, head_dim):
+def test_unsupported_attention_shapes_are_rejected(heads, kv_heads, head_dim):
     with pytest.raises((ValueError, ZeroDivisionError)):
-        refuse_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
+        check_shape(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sms", [8, 16, 24, 32, 48, 64, 100, 132])
 @pytest.mark.parametrize("n", [4096, 6144, 28672, 128256])
 @pytest.mark.parametrize("m", [1, 64, 128])
-def test_the_fitted_tile_keeps_every_sm_within_a_tenth_of_its_share(n, sms, m):
-    tile = fit(n, sms, m)
+def test_the_fitted_tile_balances_sms_within_a_tenth(n, sms, m):
+    tile = fit_tile(n, sms, m)
     rows = tile.rows(m > 64)
     assert tile.height % 8 == 0 and 32 <= tile.height <= 256
     per_sm = math.ceil(math.ceil(n / rows) / sms) * rows
@@ -64,7 +65,8 @@ def stream_of(partitions, sms):
 
 
 class Cache:
-    """A paged KV cache in which whatever no sequence owns is NaN. Of e4m3, what it holds are numbers that e4m3 has."""
+    """A paged KV cache that is NaN wherever no sequence owns it. For e4m3, K and V are
+    representable."""
 
     def __init__(
         self, lengths, kv_heads, head_dim, dtype, layout, page_tokens=16, table_pages=None
@@ -162,16 +164,8 @@ class TestAttention:
         cache = Cache(lengths, kv_heads, head_dim, dtype if kv is None else kv, layout, **kinds)
         q = torch.randn(len(lengths), heads, head_dim, device="cuda").to(dtype)
         part = stream_of(partitions, sms)
-        kernel = DecodeAttention(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            sms=sms,
-            max_seqs=len(lengths),
-            dtype=dtype,
-            kv_dtype=kv,
-            layout=layout,
-        )
+        shape = AttentionShape(heads, kv_heads, head_dim, dtype, kv, layout)
+        kernel = DecodeAttention(shape, sms=sms, max_seqs=len(lengths))
         reference = cache.reference(q)
         for turn in range(2):  # the second finds the workspace as the first left it
             out = torch.full_like(q, NAN)
@@ -207,7 +201,7 @@ class TestAttention:
         [[1], [4096], UNEVEN, HUNDRED, LONG, [0, 0, 5], [33, 16, 47, 48, 49] * 9],
         ids=str,
     )
-    def test_a_cache_of_e4m3(self, partitions, sms, lengths):
+    def test_e4m3_cache_in_every_partition(self, partitions, sms, lengths):
         self.run(partitions, sms, lengths, kv=FP8)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -215,7 +209,7 @@ class TestAttention:
     @pytest.mark.parametrize(
         ("heads", "kv_heads"), [(8, 8), (9, 3), (14, 2), (8, 1), (5, 1), (12, 12), (64, 8)]
     )
-    def test_every_shape_of_e4m3(self, partitions, heads, kv_heads, layout, dtype):
+    def test_every_e4m3_shape(self, partitions, heads, kv_heads, layout, dtype):
         for sms in (8, 132):
             self.run(partitions, sms, UNEVEN, heads, kv_heads, 128, dtype, layout, kv=FP8)
         self.run(
@@ -228,12 +222,12 @@ class TestAttention:
         self.run(partitions, 32, UNEVEN, page_tokens=page_tokens, layout="HND")
 
     @pytest.mark.parametrize("sms", [24, 132])
-    def test_a_graph_follows_lengths(self, partitions, sms):
+    def test_a_graph_follows_changed_lengths(self, partitions, sms):
         longest = [2000] * 20
         cache = Cache(longest, 8, 128, torch.bfloat16, "HND")
         q = torch.randn(20, 32, 128, device="cuda").to(torch.bfloat16)
         out = torch.full_like(q, NAN)
-        kernel = DecodeAttention(heads=32, kv_heads=8, head_dim=128, sms=sms, max_seqs=20)
+        kernel = DecodeAttention(AttentionShape(32, 8, 128), sms=sms, max_seqs=20)
         part, lengths_S = stream_of(partitions, sms), cache.lengths_S.clone()
         arguments = (q, cache.pool[:, 0], cache.pool[:, 1], cache.tables, lengths_S, out)
         torch.cuda.synchronize()
@@ -267,20 +261,20 @@ class TestAttention:
     def test_scale_and_large_scores(self, partitions):
         cache = Cache([700, 3], 2, 128, torch.bfloat16, "HND")
         q = 30 * torch.randn(2, 8, 128, device="cuda").to(torch.bfloat16)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=2)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=2)
         with torch.cuda.stream(partitions.pair(16).decode.stream):
             out = kernel(q, cache.pool[:, 0], cache.pool[:, 1], cache.tables, cache.lengths_S)
         torch.cuda.synchronize()
         assert_close(out, cache.reference(q), ATTENTION_BOUND[torch.bfloat16], "large scores")
 
-    def test_tensors_that_do_not_fit_are_refused(self, partitions):
+    def test_tensors_that_do_not_fit_are_rejected(self, partitions):
         cache = Cache([20, 3], 2, 128, torch.bfloat16, "HND")
         q = torch.randn(2, 8, 128, device="cuda").to(torch.bfloat16)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=1)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=1)
         k, v = cache.pool[:, 0], cache.pool[:, 1]
         with pytest.raises(ValueError, match="max_seqs"):
             kernel(q, k, v, cache.tables, cache.lengths_S)
-        kernel = DecodeAttention(heads=8, kv_heads=2, head_dim=128, sms=16, max_seqs=2)
+        kernel = DecodeAttention(AttentionShape(8, 2, 128), sms=16, max_seqs=2)
         with pytest.raises(ValueError, match="lengths_S"):
             kernel(q, k, v, cache.tables, cache.lengths_S.long())
         with pytest.raises(ValueError, match="k_pool"):
@@ -324,7 +318,7 @@ class TestGemm:
         ("n", "k"), [(4096, 4096), (6144, 512), (4112, 128), (16, 256), (1008, 1152), (1024, 28672)]
     )
     def test_e4m3(self, partitions, m, n, k):
-        from counterpoint.device.cuda.gemm_autotune import scaled
+        from counterpoint.device.cuda.gemm_autotune import scaled_matmul
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 
         if torch.cuda.get_device_capability()[0] != 9:
@@ -342,7 +336,7 @@ class TestGemm:
             torch.cuda.synchronize()
             with torch.cuda.stream(part.stream):
                 kernel(x, w, out)
-                by_torch = scaled(x, w)
+                by_torch = scaled_matmul(x, w)
             part.stream.synchronize()
             assert_close(out, reference, GEMM_BOUND_FP8, f"{m} x {n} x {k} on {sms} SMs")
             assert_close(
@@ -351,7 +345,8 @@ class TestGemm:
 
     @pytest.mark.parametrize("sms", [24, 132])
     def test_chained_launches_wait_for_what_they_read(self, partitions, sms):
-        """Programmatic dependent launch, eager and in a graph: each kernel reads what the one ahead writes."""
+        """Programmatic dependent launch, eager and in a graph: each kernel reads the previous one's
+        output."""
         from counterpoint.device.cuda.kernels.gemm import SkinnyGemm
 
         if torch.cuda.get_device_capability()[0] != 9:
@@ -359,9 +354,8 @@ class TestGemm:
         part, gemm = stream_of(partitions, sms), SkinnyGemm(sms, chained=True)
         lengths = [600, 33, 1, 2000]
         cache = Cache(lengths, 8, 128, torch.bfloat16, "HND")
-        attend = DecodeAttention(
-            heads=16, kv_heads=8, head_dim=128, sms=sms, max_seqs=4, chained=True
-        )
+        shape = AttentionShape(16, 8, 128)
+        attend = DecodeAttention(shape, sms=sms, max_seqs=4, chained=True)
         w1, w2 = (torch.randn(2048, 2048, device="cuda").bfloat16() / 45 for _ in range(2))
         x, q, a, y = (torch.empty(4, 2048, device="cuda").bfloat16() for _ in range(4))
 

@@ -1,9 +1,11 @@
-"""Ten thousand mixed requests, three in ten aborted, while the split moves every few steps; and a short run for compute-sanitizer.
+"""Ten thousand mixed requests with aborts and a moving split; and a short run for
+compute-sanitizer.
 
     pytest tests/gpu/test_stress.py
-    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python -m pytest tests/gpu/test_stress.py -k short
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \\
+        python -m pytest tests/gpu/test_stress.py -k short
 
-Without a GPU some hundred requests go through the same executor in place.
+Without a GPU, some hundred requests use the same executor in place.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import random
 
 import pytest
 import torch
-from cuda_rig import HAS_GPU, LEVELS, TINY, VOCAB, Parts, Service, make_parts
+from cuda_rig import HAS_GPU, LEVELS, VOCAB, CudaParts, make_parts
+from cuda_service import EngineService
 from test_cuda_gpu import LLAMA
 
 from counterpoint.core.policy import Chunked, Multiplex, Serial
@@ -25,14 +28,14 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU")
 SPLITS = LEVELS if HAS_GPU else (2, 4)
 REQUESTS = 10_000 if HAS_GPU else 120
 SLOTS = 48
-MOST_PASS = 400
+MAX_PASS_TOKENS = 400
 
 
-class Restless(Multiplex):
-    """Multiplex whose split is another one every five decode steps, and whose prefills go layer by layer."""
+class MovingLayeredSplit(Multiplex):
+    """Multiplex whose split changes every five decode steps, with prefill layer by layer."""
 
-    def __init__(self, units: int, layers: int) -> None:
-        super().__init__(MOST_PASS, units, SPLITS[0], layers, layer_group=1, depth=2)
+    def __init__(self, units: int) -> None:
+        super().__init__(MAX_PASS_TOKENS, units, SPLITS[0], layer_group=1, depth=2)
         self.turns = itertools.count()
 
     def next_batch(self, lane: Lane, state, now: float):
@@ -41,8 +44,8 @@ class Restless(Multiplex):
         return super().next_batch(lane, state, now)
 
 
-def mixed(count: int, seed: int = 5) -> list[AddRequest]:
-    """Short and long prompts, half of them with a common beginning; every way of sampling."""
+def mixed_requests(count: int, seed: int = 5) -> list[AddRequest]:
+    """Short and long prompts, half with a common prefix; every sampling setting."""
     chance = random.Random(seed)
     beginning = [chance.randrange(VOCAB) for _ in range(50)]
     kinds = [
@@ -65,40 +68,42 @@ def mixed(count: int, seed: int = 5) -> list[AddRequest]:
     return arrivals
 
 
-def served(
-    parts: Parts,
+def run_service(
+    parts: CudaParts,
     policy: Policy,
     arrivals: list[AddRequest],
     share: float,
     timeout_s: float,
     overlap: bool,
-) -> Service:
-    """The service when all have ended. A `share` is aborted: at once, or after some tokens."""
+) -> EngineService:
+    """The service after all requests ended. A `share` is aborted, at once or after some tokens."""
     chance = random.Random(7)
-    service = Service(parts, policy, slots=SLOTS, max_pass_tokens=MOST_PASS, overlap=overlap)
+    service = EngineService(
+        parts, policy, slots=SLOTS, max_pass_tokens=MAX_PASS_TOKENS, overlap=overlap
+    )
     service.abort_after = {a.id: chance.randrange(8) for a in arrivals if chance.random() < share}
     events = [
         event
         for a in arrivals
         for event in (a, *[Abort(a.id)] * (service.abort_after.get(a.id) == 7))
     ]
-    service.ask(events, expected=len(arrivals), timeout_s=timeout_s)
+    service.run_requests(events, expected=len(arrivals), timeout_s=timeout_s)
     service.close()
     return service
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-def test_ten_thousand_requests_while_the_split_moves():
-    """No answer but the right one, no page lost, no memory taken that was not there before. How attention is cut depends on the
-    partition, so sums differ in the last bits, and of a hundred thousand tokens drawn one or two stand so near a border that they
-    fall on the other side: at most one answer in a thousand may."""
-    arrivals = mixed(REQUESTS)
+def test_tokens_survive_ten_thousand_requests_and_moving_splits():
+    """Right tokens, no lost page, no memory growth. The partition determines how attention is
+    split, so sums differ in the last bits; of a hundred thousand sampled tokens, one or two are
+    close enough to a boundary to differ. At most one output in a thousand may."""
+    arrivals = mixed_requests(REQUESTS)
     parts = make_parts(pages=400, slots=SLOTS)
-    truth = served(
-        parts, Serial(MOST_PASS, parts.units, depth=2), arrivals, 0.0, 300, False
+    truth = run_service(
+        parts, Serial(MAX_PASS_TOKENS, parts.units, depth=2), arrivals, 0.0, 300, False
     ).answers
-    service = served(parts, Restless(parts.units, TINY.layers), arrivals, 0.3, 300, HAS_GPU)
+    service = run_service(parts, MovingLayeredSplit(parts.units), arrivals, 0.3, 300, HAS_GPU)
     assert all(finish is not FinishReason.ERROR for finish in service.finishes.values())
     other = []
     for arrive in arrivals:
@@ -111,12 +116,13 @@ def test_ten_thousand_requests_while_the_split_moves():
         other += [(arrive.id, answer, wanted)] * (answer != wanted)
     assert len(other) <= len(arrivals) / 1000, other[:5]
     print(
-        f"{len(arrivals)} requests, {len(service.abort_after)} to be aborted, {len(other)} answers differ: {other}"
+        f"{len(arrivals)} requests, {len(service.abort_after)} to be aborted, "
+        f"{len(other)} answers differ: {other}"
     )
     if HAS_GPU:
-        held, graphs = torch.cuda.memory_allocated(), parts.graphs.count
-        served(parts, Restless(parts.units, TINY.layers), arrivals[:2000], 0.3, 300, HAS_GPU)
-        taken, made = torch.cuda.memory_allocated() - held, parts.graphs.count - graphs
+        held, graphs = torch.cuda.memory_allocated(), parts.decode_graphs.num_graphs
+        run_service(parts, MovingLayeredSplit(parts.units), arrivals[:2000], 0.3, 300, HAS_GPU)
+        taken, made = torch.cuda.memory_allocated() - held, parts.decode_graphs.num_graphs - graphs
         assert taken < (1 + made) << 20, (
             f"{taken} bytes more after 2,000 requests of the same kind, {made} graphs among them"
         )
@@ -130,15 +136,16 @@ KINDS = {"bfloat16": {}, "fp8": {"kv_dtype": FP8, "quantise": True}}
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_run_of_every_kernel(kind: str):
-    """For compute-sanitizer: few requests through the kernels that serve, in 16 bits and in 8, chunked and multiplexed."""
-    arrivals = mixed(24)
+    """For compute-sanitizer: few requests through all serving kernels, 16 and 8 bits, chunked and
+    multiplexed."""
+    arrivals = mixed_requests(24)
     for policy in (
         lambda units: Chunked(96, units, depth=2),
-        lambda units: Restless(units, LLAMA.layers),
+        lambda units: MovingLayeredSplit(units),
     ):
         parts = make_parts(
-            spec=LLAMA, pages=300, slots=SLOTS, dtype=torch.bfloat16, deviation=0.05, **KINDS[kind]
+            spec=LLAMA, pages=300, slots=SLOTS, dtype=torch.bfloat16, std=0.05, **KINDS[kind]
         )
-        service = served(parts, policy(parts.units), arrivals, 0.3, 800, True)
+        service = run_service(parts, policy(parts.units), arrivals, 0.3, 800, True)
         assert all(finish is not FinishReason.ERROR for finish in service.finishes.values())
         parts.close()

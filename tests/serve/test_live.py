@@ -17,15 +17,8 @@ from serve_process import Running, data_of, poll
 
 from counterpoint.serve.observability import lane_feed, rolling_stats
 from counterpoint.serve.worker.wire import EngineOutputs
-from counterpoint.types import (
-    AddRequest,
-    FinishReason,
-    LaneStep,
-    OutputDelta,
-    PolicyReport,
-    Sampling,
-    Stats,
-)
+from counterpoint.stats import LaneStep, PolicyReport, Stats
+from counterpoint.types import AddRequest, FinishReason, OutputDelta, Sampling
 
 Start = Callable[..., Running]
 Frame = dict[str, Any]

@@ -18,6 +18,7 @@ from sim_builders import Constant
 
 from counterpoint.bench.workload import Lengths, Query, synthetic_queries
 from counterpoint.config import Config, ConfigError, SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.simulator import plan
@@ -282,17 +283,13 @@ def test_auto_without_a_part_is_refused_where_auto_is_chunked():
     with pytest.raises(ConfigError, match="no part of it can be left out"):
         make_policy(
             SchedulerConfig(policy="auto"),
-            1,
-            4,
-            levels=(),
-            estimator=Constant(1.0),
-            auto_class=ablated_auto("fusion"),
+            DeviceShape(1, 4),
+            Constant(1.0),
+            ablated_auto("fusion"),
         )
     make_policy(
         SchedulerConfig(policy="chunked"),
-        1,
-        4,
-        levels=(),
-        estimator=Constant(1.0),
-        auto_class=ablated_auto("fusion"),
+        DeviceShape(1, 4),
+        Constant(1.0),
+        ablated_auto("fusion"),
     )

@@ -1,8 +1,8 @@
-"""A device made of dictionaries, to hold the engine's commands against.
+"""A device made of dictionaries, to check the engine's commands against.
 
-It keeps what a real one keeps (slots, block tables, page contents) and checks on every command and completion that the engine
-keeps its promises. Its "model" gives, as the next token, a hash of everything before it, read from the pages: so a wrong page,
-a page reused too early or a half-computed shared page changes the answer.
+It keeps what a real device keeps (slots, block tables, page contents), and checks every command and
+completion. Its "model" reads all earlier tokens from the pages; the next token is a hash of them.
+So a wrong page, a page reused too early or a half-computed shared page changes the output.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import EngineLimits
+from counterpoint.core.limits import DeviceShape, EngineLimits
+from counterpoint.core.policy import make_policy
 from counterpoint.core.request import Phase
 from counterpoint.interfaces import Estimator, Policy
 from counterpoint.types import (
@@ -220,9 +222,7 @@ class Harness:
         for _ in range(limit):
             if not self.step():
                 break
-        assert self.engine.idle, (
-            f"stuck: {[(r.id, r.phase, r.computed_tokens, r.prefill_target) for r in self.engine.requests.values()]}"
-        )
+        assert self.engine.idle, f"stuck: {list(self.engine.requests.values())}"
         assert not self.engine.state.running and not self.device.rows
         assert self.engine.page_pool.available == self.limits.pages, "a page leaked"
 
@@ -243,7 +243,9 @@ class Harness:
                     "a token is to be computed that nobody knows yet"
                 )
             if request.phase is Phase.WAITING:
-                assert not request.pages and request.slot < 0 and request in engine.waiting
+                assert (
+                    not request.pages and request.slot < 0 and request in engine.admission.waiting
+                )
         if not self.device.busy():
             assert engine.idle or any(r.pinned for r in engine.requests.values()), (
                 "work waits and nothing runs"
@@ -259,3 +261,40 @@ class Harness:
             else:
                 assert self.got[id] == want[: len(self.got[id])], id
             assert len(self.records[id].token_s) == len(self.got[id])
+
+
+POLICIES = ["serial", "serial in groups", "chunked", "multiplex", "auto"]
+
+
+class TickEstimator:
+    """A device whose steps take a tick per token and unit, and a little for the batch."""
+
+    def seconds(self, work, units, co_running=None) -> float:
+        layers = (work.last_layer - work.first_layer) / work.layers
+        tokens = (
+            work.prefill_tokens
+            + 0.01 * work.prefill_reused
+            + 2 * work.decode_batch
+            + 0.01 * work.decode_context
+        )
+        return layers * (1.0 + tokens / units) * (1.2 if co_running else 1.0)
+
+
+def make_test_policy(name: str, units: int = 4, layers: int = 6, depth: int = 1, **scheduler):
+    name, _, groups = name.partition(" in ")
+    scheduler = {
+        "chunk_tokens": 16,
+        "max_pass_tokens": 48,
+        "layer_group": 2 if groups else None,
+    } | scheduler
+    settings = SchedulerConfig(policy=name, **scheduler)
+    return make_policy(
+        settings, DeviceShape(units, layers, depth, tuple(range(1, units))), TickEstimator()
+    )
+
+
+def make_harness(name: str, depth: int = 1, layer_group: int | None = None, **limits) -> Harness:
+    return Harness(
+        make_test_policy(name, limits.get("units", 4), depth=depth, layer_group=layer_group),
+        **limits,
+    )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from counterpoint.build import System, cpu_policy, make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
 from counterpoint.cost_model.calibration import CalibrationKey, shape_key
 from counterpoint.cost_model.roofline import Roofline
@@ -58,7 +59,7 @@ SPEC = ModelSpec(
 def system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
     pages = config.device.kv_pages or 1024
     limits = make_limits(config, SPEC, pages, units=1)
-    policy = make_policy(config.scheduler, 1, SPEC.layers)
+    policy = make_policy(config.scheduler, DeviceShape(1, SPEC.layers))
     return System(
         engine=Engine(limits, policy),
         executor=EchoExecutor(inbox, policy.lanes),

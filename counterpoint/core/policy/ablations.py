@@ -1,18 +1,18 @@
-"""Ablated: Auto with one part taken out, to see what that part is worth.
+"""Ablations: Auto with one part taken out, to measure what that part is worth.
 
-Owns: the variants. Promises: each lacks what its name says. Must not: serve anyone (`simulate`, `plan` and `compare` alone have
-them).
-
-All but the full Auto lack fusion too, as do Bullet (arXiv 2504.19516) and MuxWise (ASPLOS'26), whose ablations these are.
+Only simulations use them (`simulate`, `plan` and `compare`). All of them lack fusion, as do Bullet
+(arXiv 2504.19516) and MuxWise (ASPLOS'26), whose ablations these are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from counterpoint.config import SchedulerConfig
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import nearest
 from counterpoint.core.policy.auto import Auto
 from counterpoint.core.policy.candidates import Candidate, CandidatePricer, PrefillBacklog
@@ -23,7 +23,7 @@ from counterpoint.types import BatchShape, Lane
 
 
 class SplitPricer(CandidatePricer):
-    """No chunk shares a pass with decodes."""
+    """Prices splits only: no chunk shares a pass with decodes."""
 
     def candidates(self, backlog: PrefillBacklog, batch: int, context: int) -> list[Candidate]:
         return [
@@ -32,24 +32,13 @@ class SplitPricer(CandidatePricer):
 
 
 class NoFusion(Auto):
-    """Two lanes and nothing else."""
+    """Two lanes, and never a chunk in a decode pass."""
 
-    def __init__(
-        self,
-        scheduler: SchedulerConfig,
-        units: int,
-        layers: int,
-        levels: tuple[int, ...],
-        estimator: Estimator,
-        depth: int = 1,
-    ) -> None:
-        super().__init__(scheduler, units, layers, levels, estimator, depth)
-        self.levels = levels
-        self.prices = SplitPricer(self.cost_model, units, layers, levels, scheduler.max_pass_tokens)
+    pricer_class = SplitPricer
 
 
 class NoPartition(NoFusion):
-    """Both lanes on all units, side by side: the device shares them out as it likes."""
+    """Both lanes may use all units at once; the device schedules them as it likes."""
 
     def _choose(
         self, decodes: Sequence[Request], state: EngineState, now: float, prefilling: bool
@@ -66,19 +55,14 @@ class FixedSplit(NoFusion):
     """One split, in the middle."""
 
     def __init__(
-        self,
-        scheduler: SchedulerConfig,
-        units: int,
-        layers: int,
-        levels: tuple[int, ...],
-        estimator: Estimator,
-        depth: int = 1,
+        self, scheduler: SchedulerConfig, device: DeviceShape, estimator: Estimator
     ) -> None:
-        super().__init__(scheduler, units, layers, (nearest(levels, units / 2),), estimator, depth)
+        middle = nearest(device.levels, device.units / 2)
+        super().__init__(scheduler, replace(device, levels=(middle,)), estimator)
 
 
 class NoEstimator(NoFusion):
-    """The split follows the number of decodes; prompts go first come, first served, in quarters."""
+    """The split follows the number of decodes; prompts run in order of arrival, in quarters."""
 
     def admission_order(self, waiting: Iterable[Request], now: float) -> Iterable[Request]:
         return waiting
@@ -94,10 +78,9 @@ class NoEstimator(NoFusion):
     def _choose(
         self, decodes: Sequence[Request], state: EngineState, now: float, prefilling: bool
     ) -> Candidate:
-        level = self.levels[
-            min(len(self.levels) - 1, len(decodes) * len(self.levels) // self.scheduler.max_running)
-        ]
-        self.preferred = Candidate(0, level, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        levels = self.pricer.levels
+        index = min(len(levels) - 1, len(decodes) * len(levels) // self.scheduler.max_running)
+        self.preferred = Candidate(0, levels[index], 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         return self.preferred
 
     def _layer_group(self, work: BatchShape, units: int, state: EngineState) -> int:
@@ -108,58 +91,50 @@ class NoEstimator(NoFusion):
 
 
 class NoLending(NoFusion):
-    """The split stays in force while one side is empty."""
+    """The split stays in force while one phase has no work."""
 
     def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         before = self.current
-        fill = super().next_batch(lane, state, now)
+        plan = super().next_batch(lane, state, now)
         if lane.id == 0 and self.current is None:
-            self.current = self.preferred = before  # an empty prefill side changes nothing
-            if fill is not None:
-                return fill._replace(
-                    units=min(fill.units, before.units if before else self.lane_units[0])
-                )
-        return fill
+            self.current = self.preferred = before  # the prefill lane keeps its units
+            if plan is not None:
+                limit = before.units if before else self.lane_units[0]
+                return plan._replace(units=min(plan.units, limit))
+        return plan
 
     def _prefill_units(self, lane: Lane, state: EngineState) -> int:
-        return min(
-            self.units - (self.current.units if self.current else self.lane_units[0]),
-            state.free_units(lane),
-        )
+        decode_units = self.current.units if self.current else self.lane_units[0]
+        return min(self.units - decode_units, state.free_units(lane))
 
 
 class LockstepLanes(NoFusion):
-    """Completion is waited for, not asked: a lane starts when the other has come back, or together with it."""
+    """No lane starts a step while the other runs, unless both start together.
+
+    So a completion is waited for, not polled.
+    """
 
     def __init__(
-        self,
-        scheduler: SchedulerConfig,
-        units: int,
-        layers: int,
-        levels: tuple[int, ...],
-        estimator: Estimator,
-        depth: int = 1,
+        self, scheduler: SchedulerConfig, device: DeviceShape, estimator: Estimator
     ) -> None:
-        super().__init__(scheduler, units, layers, levels, estimator, 1)
+        super().__init__(scheduler, replace(device, depth=1), estimator)
         self._started_s = [-1.0, -1.0]
 
     def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        fill = super().next_batch(lane, state, now) if self._may_start(lane, state, now) else None
-        if fill is not None:
+        plan = super().next_batch(lane, state, now) if self._may_start(lane, state, now) else None
+        if plan is not None:
             self._started_s[lane.id] = now
-        return fill
+        return plan
 
     def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
-        turn = (
-            super().next_layers(lane, open_pass, state, now)
-            if self._may_start(lane, state, now)
-            else None
-        )
-        if turn is not None:
+        if not self._may_start(lane, state, now):
+            return None
+        step = super().next_layers(lane, open_pass, state, now)
+        if step is not None:
             self._started_s[lane.id] = now
-        return turn
+        return step
 
     def _may_start(self, lane: Lane, state: EngineState, now: float) -> bool:
         return not state.lanes[1 - lane.id].in_flight or self._started_s[1 - lane.id] == now
@@ -184,5 +159,5 @@ ABLATIONS: dict[str, type[Auto]] = {
 
 
 def ablated_auto(without: str | None) -> type[Auto]:
-    """Auto, or what is left of it without that part."""
+    """Auto without the named part; Auto itself for None."""
     return Auto if without is None else ABLATIONS[without]

@@ -1,9 +1,8 @@
-"""Chunked: every step holds all decodes and fills up to a token budget with pieces of prompts.
+"""Chunked: every step holds all decodes and fills a token budget with chunks of prompts.
 
-Stall-free batching of Sarathi-Serve (Agrawal et al., OSDI'24, section 4.2): decodes are never held back by a prefill, and a step's
-length is bounded by the budget. The baseline that multiplexing must beat.
-
-Owns: nothing. Promises: one lane, all units. Must not: cut a pass by layers.
+This is the stall-free batching of Sarathi-Serve (Agrawal et al., OSDI'24, section 4.2): no prefill
+holds a decode back, and the budget bounds a step's length. It is the baseline for multiplexing. It
+runs one lane on all units, and never cuts a pass by layers.
 """
 
 from __future__ import annotations
@@ -22,6 +21,6 @@ class Chunked(Policy):
         self.lane_units = (units,)
 
     def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
-        picks = [(r, 1) for r in state.schedulable_decodes(lane)]
-        picks += pack_chunks(state.schedulable_prefills(lane), self.chunk_tokens - len(picks))
-        return BatchPlan(picks, self.units) if picks else None
+        items = [(r, 1) for r in state.schedulable_decodes(lane)]
+        items += pack_chunks(state.schedulable_prefills(lane), self.chunk_tokens - len(items))
+        return BatchPlan(items, self.units) if items else None

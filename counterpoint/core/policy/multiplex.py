@@ -1,11 +1,11 @@
-"""Multiplex: two lanes side by side, prefill on some units and decode on the others, with a fixed split.
+"""Multiplex: two lanes, prefill on some units and decode on the others, with a fixed split.
 
-One prefill pass at a time runs in layer groups, so that the split can change inside a prompt (layer-wise prefill: MuxWise,
-ASPLOS'26): with one phase empty, the other gets the whole device at its next step. A layer group is about as long as a decode
-step, learned from the steps that came back, so that units are never away for longer than that.
+While both phases have work, decode has `split` units and prefill the rest. While one phase is
+empty, the other gets the whole device at its next step. The prefill lane never decodes.
 
-Owns: the split. Promises: while both phases have work, decode has `split` units and prefill the rest.
-Must not: decode on the prefill lane.
+One prefill pass at a time runs in layer groups, so that the split can change inside a prompt
+(layer-wise prefill: MuxWise, ASPLOS'26). A layer group takes about as long as a decode step,
+learned from past steps. So prefill returns borrowed units within that time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from counterpoint.core.state import EngineState, Pass
 from counterpoint.interfaces import BatchPlan, Policy
 from counterpoint.types import Lane, Role, Step, StepDone
 
-EMA_WEIGHT = 0.2  # weight of the newest step in a moving average
+EMA_WEIGHT = 0.2  # of the newest step in a moving average
 
 
 class Multiplex(Policy):
+    """Raises ValueError if `split` leaves one lane without units."""
+
     def __init__(
         self,
         max_pass_tokens: int,
         units: int,
         split: int,
-        layers: int,
         layer_group: int | None = None,
         depth: int = 1,
     ) -> None:
@@ -39,55 +40,59 @@ class Multiplex(Policy):
         self.units = units
         self.split = split
         self.lane_units = (split, units - split)
-        self.layers = layers
         self.layer_group = layer_group
-        self._decode_s = 0.0  # a decode step, moving average
-        self._token_layer_unit_s = (
-            0.0  # prefill: seconds x units per token and layer, moving average
-        )
+        # Moving averages: of a decode step, and of prefill seconds x units per token and layer.
+        self._decode_s = 0.0
+        self._token_layer_unit_s = 0.0
 
     def next_batch(self, lane: Lane, state: EngineState, now: float) -> BatchPlan | None:
         if lane.role is Role.DECODE:
-            picks = [(r, 1) for r in state.schedulable_decodes(lane)]
+            items = [(r, 1) for r in state.schedulable_decodes(lane)]
             units = min(self.split if state.has_prefill else self.units, state.free_units(lane))
-            return BatchPlan(picks, units) if picks and units else None
-        picks = pack_prompts(state.schedulable_prefills(lane), self.max_pass_tokens)
+            return BatchPlan(items, units) if items and units else None
+        items = pack_prompts(state.schedulable_prefills(lane), self.max_pass_tokens)
         units = self._prefill_units(lane, state)
-        if not picks or not units:
+        if not items or not units:
             return None
-        return BatchPlan(picks, units, self._layer_group(sum(tokens for _, tokens in picks), units))
+        tokens = sum(tokens for _, tokens in items)
+        return BatchPlan(items, units, self._layer_group(tokens, units, state))
 
     def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
         units = self._prefill_units(lane, state)
-        return (units, self._layer_group(open_pass.work.prefill_tokens, units)) if units else None
+        if not units:
+            return None
+        return units, self._layer_group(open_pass.work.prefill_tokens, units, state)
 
     def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
-        took = done.ended_s - done.started_s
-        if took <= 0:
+        took_s = done.ended_s - done.started_s
+        if took_s <= 0:
             return
         if step.work.decode_batch:
-            self._decode_s = moving_average(self._decode_s, took)
+            self._decode_s = moving_average(self._decode_s, took_s)
         else:
             token_layers = step.work.prefill_tokens * (step.last_layer - step.first_layer)
             self._token_layer_unit_s = moving_average(
-                self._token_layer_unit_s, took * step.units / token_layers
+                self._token_layer_unit_s, took_s * step.units / token_layers
             )
 
     def _prefill_units(self, lane: Lane, state: EngineState) -> int:
-        """All that decode leaves: its share is kept for it as long as it has requests, in flight or not."""
-        kept = self.split if state.has_decode else 0
-        return min(self.units - kept, state.free_units(lane))
+        """All that decode leaves. Decode keeps its share while it has requests, even idle ones."""
+        decode_units = self.split if state.has_decode else 0
+        return min(self.units - decode_units, state.free_units(lane))
 
-    def _layer_group(self, tokens: int, units: int) -> int:
-        """Layers that take about as long as one decode step: N = ceil(T_decode * L / T_prefill) (MuxWise)."""
+    def _layer_group(self, tokens: int, units: int, state: EngineState) -> int:
+        """Layers that take as long as one decode step: N = ceil(T_decode * L / T_prefill).
+
+        (MuxWise.)
+        """
         if self.layer_group:
             return self.layer_group
         if not self._decode_s or not self._token_layer_unit_s:
-            return max(1, self.layers // 4)
+            return max(1, state.layers // 4)
         layer_s = self._token_layer_unit_s * tokens / units
-        return max(1, min(self.layers, math.ceil(self._decode_s / layer_s)))
+        return max(1, min(state.layers, math.ceil(self._decode_s / layer_s)))
 
 
 def moving_average(mean: float, new: float) -> float:

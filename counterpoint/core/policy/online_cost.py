@@ -1,14 +1,17 @@
-"""Belief: what a policy expects of a step, corrected by what steps really took.
+"""The expected duration of steps: an estimator, corrected by what steps really took.
 
-Owns: the corrections. Promises: a prediction costs one call of the estimator and a look-up; a correction moves slowly and is
-bounded, so one odd step changes little.
-Must not: be the physics of anything (the simulator has its own).
+A prediction costs one call of the estimator and a look-up. A correction moves slowly and is
+bounded, so one odd step changes little. Simulated devices have cost models of their own.
 
-Two corrections per cell: the mean ratio of actual to predicted time, and a *guard* on top of it, which follows a high quantile of
-that ratio (after MuxWise's contention guard, ASPLOS'26): it rises by much when a step took longer than guarded, and sinks by little
-when not, so how many are slow counts, not how slow they are (stochastic approximation of a quantile: Robbins and Monro 1951).
-A cell is (kind of step, units) for a step alone; beside another also the prompt tokens and the decode context that meet, in powers
-of four. A cell that has learned nothing yet takes over from the nearest one that has.
+Each cell has two corrections. One is the mean ratio of actual to predicted time. The other is a
+*guard* on top of it (after MuxWise's contention guard, ASPLOS'26). The guard rises by 0.045 after a
+step slower than guarded and falls by 0.005 after any other, so it tracks the 90th percentile. Only
+how many steps are slow counts, not how slow they are (stochastic approximation of a quantile:
+Robbins and Monro 1951).
+
+The cell of a step that runs alone is (kind of step, units). Beside another step, it also has the
+prompt tokens and the decode context of both, in powers of four. A cell that has learned nothing
+uses the corrections of the nearest cell that has.
 """
 
 from __future__ import annotations
@@ -19,37 +22,31 @@ from dataclasses import dataclass
 
 import msgspec
 
-from counterpoint.interfaces import Estimator
+from counterpoint.interfaces import CoRunning, Estimator
 from counterpoint.types import BatchShape, Step, StepDone
 
-LEARN, FIRST = 0.1, 0.5  # weight of the newest step in the mean ratio; of the first one that counts
-HIGH, PACE = (
-    0.9,
-    0.05,
-)  # the quantile that the guard follows; a slower step raises it by HIGH * PACE, others lower it by the rest
-FADES, FADE = (
-    64,
-    0.5,
-)  # every so many steps, what is left of the guard of a cell that none of them was in
-RATIO_DECAY = 0.9  # and of its ratio, as a power: what is never chosen would else never be found to have become better
-TOLERANCE = 0.005  # a step that is slower by no more than so much is as expected
-MIN_TIME_SHARE = 0.5  # share of a step's time from which on it says something about the cell
-LEAST, MOST = 0.2, 5.0  # bounds of a correction
-ODD, ODD_FIRST = (
-    1.5,
-    2.0,
-)  # what took so many times longer or shorter than expected teaches no more than what took just that
+RATIO_WEIGHT, FIRST_WEIGHT = 0.1, 0.5  # of the newest step in the mean ratio; of a cell's first
+# The guard rises by QUANTILE * GUARD_RATE, or falls by (1 - QUANTILE) * GUARD_RATE.
+QUANTILE, GUARD_RATE = 0.9, 0.05
+# Every so many steps, the corrections of cells that none of them was in decay towards 1. Else an
+# option that is never chosen could not be found to have become better.
+DECAY_STEPS = 64
+GUARD_DECAY = 0.5  # share of the guard above 1 that is left
+RATIO_DECAY = 0.9  # exponent of the ratio
+TOLERANCE = 0.005  # a step slower by no more than this is as expected
+MIN_TIME_SHARE = 0.5  # of a step's time in one cell, for the step to count for that cell
+MIN_RATIO, MAX_RATIO = 0.2, 5.0
+# An outlier counts as this many times slower or faster than expected, no more.
+MAX_OUTLIER, MAX_FIRST_OUTLIER = 1.5, 2.0
 MAX_ERRORS = 512  # latest errors of each kind
-SMALL_BITS, SIZES = 11, 4  # sizes: under 2K, 8K, 32K, and beyond
-BUCKET_DISTANCE = (
-    16  # one size up is as far away as so many units, another kind of company as all of them
-)
-
-CoRunning = tuple[BatchShape, int]
+VERSION_DRIFT = 0.05  # summed relative change of corrections that starts a new version
+SMALL_BITS, SIZES = 11, 4  # size buckets: under 2K, 8K, 32K, and beyond
+# One bucket up is as far away as this many units; alone against co-running is farther than all.
+BUCKET_DISTANCE, ALONE_DISTANCE = 16, 1000
 
 
 class CorrectionCell(msgspec.Struct, frozen=True, order=True, gc=False):
-    """`tokens`, `context`: sizes of what meets, -1 for a step alone."""
+    """The buckets are of the prompt tokens and the decode context of both steps; -1: alone."""
 
     kind: str
     units: int
@@ -61,13 +58,16 @@ class CorrectionCell(msgspec.Struct, frozen=True, order=True, gc=False):
         sizes = abs(self.tokens_bucket - other.tokens_bucket) + abs(
             self.context_bucket - other.context_bucket
         )
-        return abs(self.units - other.units) + (1000 if alone else BUCKET_DISTANCE * sizes)
+        return abs(self.units - other.units) + (
+            ALONE_DISTANCE if alone else BUCKET_DISTANCE * sizes
+        )
 
     @property
     def name(self) -> str:
         if self.tokens_bucket < 0:
             return f"{self.kind} on {self.units}"
-        return f"{self.kind} on {self.units}, prompts {SIZE_NAMES[self.tokens_bucket]}, context {SIZE_NAMES[self.context_bucket]}"
+        prompts, context = SIZE_NAMES[self.tokens_bucket], SIZE_NAMES[self.context_bucket]
+        return f"{self.kind} on {self.units}, prompts {prompts}, context {context}"
 
 
 SIZE_NAMES = ("<2K", "<8K", "<32K", ">=32K")
@@ -78,10 +78,8 @@ def cell_of(work: BatchShape, units: int, co_running: CoRunning | None) -> Corre
     if co_running is None:
         return CorrectionCell(work.kind, units)
     other = co_running[0]
-    tokens, context = (
-        work.prefill_tokens + other.prefill_tokens,
-        work.decode_context + other.decode_context,
-    )
+    tokens = work.prefill_tokens + other.prefill_tokens
+    context = work.decode_context + other.decode_context
     return CorrectionCell(
         work.kind, units, SIZE_BY_BITS[tokens.bit_length()], SIZE_BY_BITS[context.bit_length()]
     )
@@ -89,15 +87,15 @@ def cell_of(work: BatchShape, units: int, co_running: CoRunning | None) -> Corre
 
 @dataclass(slots=True, eq=False)
 class Correction:
-    """Of one cell: mean ratio of actual to predicted time, and the guard on top of it."""
+    """Mean ratio of actual to predicted time in one cell, and the guard on top of it."""
 
     ratio: float = 1.0
     guard: float = 1.0
-    used_recently: bool = True  # has been met lately
+    used_recently: bool = True
 
 
 class StepSpan(msgspec.Struct, frozen=True, gc=False):
-    """When a step ran. `until`: the id of the step that ran beside it at its end, if one did."""
+    """When a step ran. `co_running_id`: the step that still ran on another lane at its end."""
 
     step: Step
     started_s: float
@@ -109,38 +107,37 @@ class StepSpan(msgspec.Struct, frozen=True, gc=False):
 class OnlineCostModel:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self.version = 0  # grows when corrections have moved by some per cent
+        self.version = 0  # grows when corrections have moved by VERSION_DRIFT in all
         self._corrections: dict[CorrectionCell, Correction] = {}
         self._first_seen: set[CorrectionCell] = set()
-        self._nearest: dict[
-            CorrectionCell, Correction
-        ] = {}  # of the known cell that speaks for this one
+        # Of cells without a correction: that of the nearest cell.
+        self._nearest: dict[CorrectionCell, Correction] = {}
         self._errors: dict[str, deque[float]] = {}
         self._drift = 0.0
-        self._spans: list[
-            StepSpan
-        ] = []  # of the steps that may have run beside one that is not yet judged
+        # Steps to learn from later, and all that may have run beside one of them.
         self._pending: list[StepSpan] = []
+        self._spans: list[StepSpan] = []
         self._observed_steps = 0
 
     def seconds(self, work: BatchShape, units: int, co_running: CoRunning | None = None) -> float:
         """Expected duration, in seconds."""
-        return (
-            self.estimator.seconds(work, units, co_running)
-            * self._correction(cell_of(work, units, co_running)).ratio
-        )
+        correction = self._correction(cell_of(work, units, co_running))
+        return self.estimator.seconds(work, units, co_running) * correction.ratio
 
     def expected_and_guarded_s(
         self, work: BatchShape, units: int, co_running: CoRunning | None = None
     ) -> tuple[float, float]:
-        """Expected duration, and one that most such steps stay under."""
+        """Expected duration, and one that about 90 % of such steps stay under."""
         correction = self._correction(cell_of(work, units, co_running))
         expected_s = self.estimator.seconds(work, units, co_running) * correction.ratio
         return expected_s, expected_s * correction.guard
 
     def observe(self, step: Step, done: StepDone, co_running: Step | None) -> None:
-        """A step has come back, while `beside` still runs. It is judged when the latter has come back too: only then it is known
-        since when they ran side by side."""
+        """A step has come back, while `co_running` still runs.
+
+        The model learns from it once `co_running` has come back too: only then it is known since
+        when they ran side by side.
+        """
         own = StepSpan(
             step,
             done.started_s,
@@ -159,11 +156,11 @@ class OnlineCostModel:
         since_s = min([span.started_s for span in waiting], default=done.ended_s)
         self._spans = [span for span in self._spans if span.ended_s > since_s]
         self._observed_steps += 1
-        if self._observed_steps % FADES == 0:
+        if self._observed_steps % DECAY_STEPS == 0:
             self._decay_unused()
 
     def _learn(self, span: StepSpan) -> None:
-        """Learn from a step what the state in which it ran the longest, alone or beside another, does to it."""
+        """Correct the cell in which the step ran the longest."""
         took_s = span.ended_s - span.started_s
         if took_s <= 0 or span.failed:
             return
@@ -179,34 +176,34 @@ class OnlineCostModel:
                 if each != cell
             ]
         )
-        over = (
-            elsewhere + progress[cell] / before
-        )  # the share of the step that was expected to be done by now: over 1, it is slow
-        self._errors.setdefault(cell.kind, deque(maxlen=MAX_ERRORS)).append(abs(1 / over - 1))
-        own, learn, odd = self._corrections.get(cell), LEARN, ODD
+        # Share of the step that should be done in the time it took; over 1: the step was slow.
+        expected_share = elsewhere + progress[cell] / before
+        errors = self._errors.setdefault(cell.kind, deque(maxlen=MAX_ERRORS))
+        errors.append(abs(1 / expected_share - 1))
+        own, weight, outlier = self._corrections.get(cell), RATIO_WEIGHT, MAX_OUTLIER
         if own is None:
-            if (
-                cell not in self._first_seen
-            ):  # the first of its kind may have waited for what is done once
+            if cell not in self._first_seen:  # it may include work that is done only once
                 self._first_seen.add(cell)
                 return
-            own, learn, odd = self._corrections.setdefault(cell, Correction()), FIRST, ODD_FIRST
+            own, weight, outlier = Correction(), FIRST_WEIGHT, MAX_FIRST_OUTLIER
+            self._corrections[cell] = own
             self._nearest.clear()
-        actual = progress[cell] / max(1 - elsewhere, progress[cell] / MOST)
-        own.ratio = before + learn * (max(LEAST, before / odd, min(before * odd, actual)) - before)
-        own.guard = max(
-            1.0, own.guard + PACE * (HIGH if over > own.guard + TOLERANCE else HIGH - 1)
-        )
+        actual = progress[cell] / max(1 - elsewhere, progress[cell] / MAX_RATIO)
+        actual = max(MIN_RATIO, before / outlier, min(before * outlier, actual))
+        own.ratio = before + weight * (actual - before)
+        slow = expected_share > own.guard + TOLERANCE
+        own.guard = max(1.0, own.guard + GUARD_RATE * (QUANTILE if slow else QUANTILE - 1))
         own.used_recently = True
         self._drift += abs(own.ratio / before - 1)
-        if self._drift > 0.05:
+        if self._drift > VERSION_DRIFT:
             self._drift = 0.0
             self.version += 1
 
     def _time_by_cell(
         self, span: StepSpan, took_s: float
     ) -> tuple[dict[CorrectionCell, float], dict[CorrectionCell, float]]:
-        """Of a step: how long it ran in which cell, and which share of it the estimator says is done in that time."""
+        """By cell: how long the step ran in it, and the share of the step that the estimator
+        expects to be done in that time."""
         work, units = span.step.work, span.step.units
         ran_s: dict[CorrectionCell, float] = {}
         progress: dict[CorrectionCell, float] = {}
@@ -214,12 +211,11 @@ class OnlineCostModel:
         for other in self._spans:
             both_s = min(span.ended_s, other.ended_s) - max(span.started_s, other.started_s)
             if both_s > 0 and other.step.lane != span.step.lane:
-                beside = (other.step.work, other.step.units)
-                cell = cell_of(work, units, beside)
+                co_running = (other.step.work, other.step.units)
+                cell = cell_of(work, units, co_running)
+                whole_s = self.estimator.seconds(work, units, co_running)
                 ran_s[cell] = ran_s.get(cell, 0.0) + both_s
-                progress[cell] = progress.get(cell, 0.0) + both_s / self.estimator.seconds(
-                    work, units, beside
-                )
+                progress[cell] = progress.get(cell, 0.0) + both_s / whole_s
                 alone_s -= both_s
         if alone_s > 0:
             cell = cell_of(work, units, None)
@@ -227,40 +223,38 @@ class OnlineCostModel:
         return ran_s, progress
 
     def _decay_unused(self) -> None:
-        """What has not been tried lately: a bad experience must not rule it out for good."""
         for own in self._corrections.values():
             if not own.used_recently:
                 before = own.ratio * own.guard
                 own.ratio **= RATIO_DECAY
-                own.guard = 1 + (own.guard - 1) * FADE
+                own.guard = 1 + (own.guard - 1) * GUARD_DECAY
                 self._drift += abs(own.ratio * own.guard / before - 1)
             own.used_recently = False
 
     def errors(self) -> tuple[tuple[str, float, float, int], ...]:
-        """By kind of step: median and 95th percentile of |predicted - actual| / actual of the latest ones, and their number."""
+        """As stats.PolicyReport.errors, by kind of step."""
         return tuple(
-            (kind, _quantile(errors, 0.5), _quantile(errors, 0.95), len(errors))
+            (kind, quantile(errors, 0.5), quantile(errors, 0.95), len(errors))
             for kind, errors in sorted(self._errors.items())
         )
 
     def cells(self) -> tuple[tuple[str, float, float], ...]:
-        """Every correction: (cell, mean ratio of actual to predicted, guard on top of it)."""
+        """Every correction: (cell, mean ratio of actual to predicted time, guard on top)."""
         return tuple(
             (cell.name, own.ratio, own.guard) for cell, own in sorted(self._corrections.items())
         )
 
     def _correction(self, cell: CorrectionCell) -> Correction:
-        """Of the cell itself if it is known, else of the nearest known one of its kind, if there is one."""
+        """Of the nearest cell of its kind, which may be itself; neutral if there is none."""
         found = self._nearest.get(cell)
         if found is None:
             near = (other for other in self._corrections if other.kind == cell.kind)
             nearest = min(near, key=cell.distance, default=None)
-            found = self._nearest[cell] = (
-                Correction() if nearest is None else self._corrections[nearest]
-            )
+            found = Correction() if nearest is None else self._corrections[nearest]
+            self._nearest[cell] = found
         return found
 
 
-def _quantile(values: Iterable[float], share: float) -> float:
+def quantile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,7 +1,8 @@
-"""Serial: prefill first, whole prompts. The naive engine, kept as the reference that every other policy is held against; and what a
-worker that only prefills wants, in layer groups, so that each group's KV can leave while the next is computed.
+"""Serial: prefill first, whole prompts; no token is decoded while a prompt waits.
 
-Owns: nothing. Promises: one lane, all units; while any prompt waits, no token is decoded. Must not: be anyone's choice for latency.
+It is the reference that every other policy is compared with. A worker that only prefills uses it
+with layer groups, so that the KV of each group can leave while the next group is computed. It runs
+one lane on all units.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Serial(Policy):
         prompts = pack_prompts(state.schedulable_prefills(lane), self.max_pass_tokens)
         if prompts:
             return BatchPlan(prompts, self.units, self.layer_group)
-        picks = [(r, 1) for r in state.schedulable_decodes(lane)]
-        return BatchPlan(picks, self.units) if picks else None
+        items = [(r, 1) for r in state.schedulable_decodes(lane)]
+        return BatchPlan(items, self.units) if items else None
 
     def next_layers(
         self, lane: Lane, open_pass: Pass, state: EngineState, now: float
     ) -> tuple[int, int] | None:
-        assert self.layer_group is not None, "no other pass is cut"
+        assert self.layer_group is not None, "only a pass with layer groups is cut"
         return self.units, self.layer_group

@@ -1,10 +1,9 @@
-"""Promises: what has been promised to each request, and what that asks of the next steps.
+"""Latency targets of requests, and what they demand of the next steps.
 
-Owns: targets, due times, urgency, slack. Promises: answers follow from the requests, the time and the belief alone.
-Must not: decide anything.
-
-A target is the request's own (`slo`), else the configured one, else one that suits the device. The time to first token may grow
-with the prompt. Slack: a decode that is ahead of its time per token may wait, within its longest gap.
+A target is the request's own (`slo`), else the configured one, else one that suits the device. The
+time to first token may grow with the prompt. A decode ahead of its time per token has slack: it may
+wait, up to its longest gap. Results follow from the requests, the time and the cost model alone.
+This module decides nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from counterpoint.core.request import Request
 from counterpoint.core.state import OutputLengths
 from counterpoint.types import BatchShape, Slo
 
-LONGEST_GAP = 4.0  # in times the target per token, where no longest gap is asked for
-PATIENCE = 8.0  # in targets: a prompt that has waited so long goes first, and nobody overtakes it
-LOAD_DECAY_S = 4.0  # time after which load has faded to a third
+DEFAULT_GAP_FACTOR = 4.0  # longest gap over the target per token, where none is configured
+PATIENCE = 8.0  # targets: a prompt that has waited longer is starved and goes first
+LOAD_DECAY_S = 4.0  # time constant of the load average
 MAX_CACHED = 4096  # prices of prompts
-LOOK_AHEAD = 64  # waiting requests that are thought of
+LOOK_AHEAD = 64  # waiting requests that count
 
 
 class DecodeTargets(NamedTuple):
@@ -35,10 +34,14 @@ class DecodeTargets(NamedTuple):
 
 
 class DecodeBudget(NamedTuple):
-    """Of decode steps. `mean_s`: over the tokens that are still to come; more if every request is ahead of its target per token,
-    less if one is behind. `gap_s`: the longest gap; `next_s`: what the next token may take by all that a request is ahead.
-    `to_come`: tokens still to come of the request that asks for `mean_s`. `stake`: what a second of delay costs all of them, in
-    shares of what is allowed for the rest of their answers."""
+    """How long decode steps may take.
+
+    `mean_s`: the mean over the remaining tokens; above the target if every request is ahead of it,
+    below if one is behind. `gap_s`: the longest gap. `next_s`: limit for the next token, with all
+    the slack of each request. `remaining_tokens`: of the request that sets `mean_s`.
+    `delay_weight`: cost of one second of delay for all decodes, as a fraction of the time allowed
+    for the rest of their outputs.
+    """
 
     mean_s: float
     gap_s: float
@@ -48,11 +51,16 @@ class DecodeBudget(NamedTuple):
 
 
 class DelayWeights(NamedTuple):
-    """What a second of delay costs, in shares of what is allowed: of the prompts that are `next`, of those `behind` them, of the
-    running `decodes`; and of the prompts that come each second (`future`), if they are as those that wait. As multiples of the
-    prompts that are next: `load`, what was computed in each of the last seconds; `demand`, that and what waits; `queue`, all that
-    is there. `blocked`: of the prompts that wait for a decode to end, since no slot or page is left. `last`: nothing comes behind
-    the prompts that are next."""
+    """Cost of one second of delay as a fraction of the SLO budget, summed over groups of requests.
+
+    The groups: `next_prompts`, `queued_prompts` behind them, running `decodes`, `blocked_prompts`
+    (no slot or page is left, so they wait for a decode to end), and `future_prompts` (those that
+    arrive in one second, if they are like the queued ones).
+
+    As multiples of the next prompts' tokens: `load` (computed per second lately), `demand` (load
+    and what waits, per second), `backlog_multiple` (all that is there). `is_queue_empty`: nothing
+    comes behind the next prompts.
+    """
 
     next_prompts: float
     queued_prompts: float
@@ -66,7 +74,7 @@ class DelayWeights(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """A prompt in the order of service. `alone_s`: the rest of it on the whole device."""
+    """A prompt in the order of service. `solo_s`: the rest of it, alone on the whole device."""
 
     request: Request
     in_time: bool
@@ -85,40 +93,42 @@ class SloTracker:
         self._by_slo: dict[Slo, DecodeTargets] = {}
         self._prompt_s: dict[tuple[int, int], float] = {}
         self._version = 0
-        self.prefill_slowdown = 1.0  # prompts take so many times as long as alone, and an edge comes every `step_s`: the option in force
-        self.step_s = 0.0
-        self._load_tokens = (
-            0.0  # prompt tokens computed lately, and over how many seconds, both fading
-        )
+        # Of the option in force: prefill time over that alone on the whole device, and the time
+        # from one decision to the next.
+        self.prefill_slowdown, self.step_s = 1.0, 0.0
+        # Prompt tokens computed lately and the seconds that took, both with exponential decay.
+        self._load_tokens = 0.0
         self._load_span_s = 0.0
         self._load_at_s = 0.0
 
     def add_prefilled(self, tokens: float, now: float) -> None:
-        """So many prompt tokens have been computed until `now`."""
-        faded = math.exp((self._load_at_s - now) / LOAD_DECAY_S)
-        self._load_tokens = self._load_tokens * faded + tokens
-        self._load_span_s = self._load_span_s * faded + (now - self._load_at_s)
+        """`tokens` prompt tokens have been computed by `now`."""
+        decay = math.exp((self._load_at_s - now) / LOAD_DECAY_S)
+        self._load_tokens = self._load_tokens * decay + tokens
+        self._load_span_s = self._load_span_s * decay + (now - self._load_at_s)
         self._load_at_s = now
 
     @property
     def load_tokens_per_s(self) -> float:
-        """Prompt tokens per second, in the last seconds."""
+        """Prompt tokens computed per second lately."""
         return self._load_tokens / max(self._load_span_s, LOAD_DECAY_S / 4)
 
     def set_pace(self, prefill_slowdown: float, step_s: float) -> None:
-        """From here on prompts take `stretch` times as long as alone on the whole device, and an edge comes every `step_s`."""
+        """Set the prefill slowdown and the time between decisions of the option in force."""
         self.prefill_slowdown, self.step_s = prefill_slowdown, step_s
 
-    # ------------------------------------------------------------ of one request
+    # ------------------------------------------------------------ one request
 
     def targets(self, slo: Slo) -> DecodeTargets:
         known = self._by_slo.get(slo)
         if known is None:
             scheduler = self.scheduler
-            usual_s = scheduler.tpot_s or max(0.025, 3 * self._single_decode_s())
-            tpot_s = slo.tpot_s or usual_s
-            usual_gap_s = max(scheduler.itl_s, tpot_s) if scheduler.itl_s else LONGEST_GAP * tpot_s
-            known = DecodeTargets(tpot_s, slo.itl_s or usual_gap_s)
+            default_s = scheduler.tpot_s or max(0.025, 3 * self._single_decode_s())
+            tpot_s = slo.tpot_s or default_s
+            gap_s = DEFAULT_GAP_FACTOR * tpot_s
+            if scheduler.itl_s:
+                gap_s = max(scheduler.itl_s, tpot_s)
+            known = DecodeTargets(tpot_s, slo.itl_s or gap_s)
             if len(self._by_slo) < 1024:
                 self._by_slo[slo] = known
         return known
@@ -135,28 +145,29 @@ class SloTracker:
         return request.arrival_s + self.ttft_s(request)
 
     def is_starved(self, request: Request, now: float) -> bool:
-        """It has waited so long that nobody may go before it any more."""
+        """Whether it has waited so long that nobody may overtake it."""
         return now > request.arrival_s + PATIENCE * self.ttft_s(request)
 
     def solo_prefill_s(self, request: Request) -> float:
-        """The rest of its prompt alone on the whole device, expected."""
+        """Expected time of the rest of its prompt, alone on the whole device."""
         return self._solo_s(request.remaining_tokens, request.reusable_tokens)
 
     def expected_prefill_s(self, request: Request) -> float:
-        """The rest of its prompt at the pace in force."""
+        """Expected time of the rest of its prompt, at the slowdown in force."""
         return self.prefill_slowdown * self.solo_prefill_s(request)
 
-    # ------------------------------------------------------------ of many
+    # ------------------------------------------------------------ many requests
 
     def sort_by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
-        """Order of prefills: by priority; in each, first those that have waited too long; then those that can all be in time at the
-        pace in force, by due time; then the others, the shortest first."""
-        known = list(requests)
-        return (
-            known
-            if len(known) < 2
-            else [plan.request for plan in self._plan_order(known, now, self.prefill_slowdown)]
-        )
+        """Order of prefills: by priority, and within one priority in three groups.
+
+        First starved ones; then those that can all be in time at the slowdown in force, by due
+        time; then the others, the shortest first.
+        """
+        prompts = list(requests)
+        if len(prompts) < 2:
+            return prompts
+        return [plan.request for plan in self._plan_order(prompts, now, self.prefill_slowdown)]
 
     def max_prefill_slowdown(
         self,
@@ -165,46 +176,41 @@ class SloTracker:
         now: float,
         prefill_slowdown: float,
     ) -> float:
-        """How many times as long as alone on the whole device prompts may take, for all to be in time that can be at `stretch`."""
-        spent_s, least = 0.0, math.inf
+        """The largest slowdown at which those prompts are in time that can be at the given one."""
+        spent_s, limit = 0.0, math.inf
         for plan in self._plan_order([*running, *waiting[:LOOK_AHEAD]], now, prefill_slowdown):
             if plan.in_time:
                 spent_s += plan.solo_s
-                least = min(least, (plan.due_s - now - self.step_s) / spent_s)
-        return max(0.0, least)
+                limit = min(limit, (plan.due_s - now - self.step_s) / spent_s)
+        return max(0.0, limit)
 
     def _plan_order(
         self, requests: Iterable[Request], now: float, prefill_slowdown: float
     ) -> list[PrefillPlan]:
-        """Requests in order of service, and which of them will be in time. One after another by due time; whenever one would be
-        late, the longest until then is put behind: so the fewest are late (Moore, Management Science 15, 1968)."""
+        """Requests in order of service, and which of them will be in time.
+
+        They run one after another by due time. Whenever one would be late, the longest so far is
+        deferred, so that the fewest are late (Moore, Management Science 15, 1968).
+        """
         ranked: list[tuple[int, bool, float, int, float, Request]] = []
         for request in requests:
             ttft_s, arrival_s = self.ttft_s(request), request.arrival_s
-            patient, due = now <= arrival_s + PATIENCE * ttft_s, arrival_s + ttft_s
-            ranked.append(
-                (
-                    -request.input.priority,
-                    patient,
-                    due,
-                    request.arrival_index,
-                    self.solo_prefill_s(request),
-                    request,
-                )
-            )
+            patient, due_s = now <= arrival_s + PATIENCE * ttft_s, arrival_s + ttft_s
+            key = (-request.input.priority, patient, due_s, request.arrival_index)
+            ranked.append((*key, self.solo_prefill_s(request), request))
         ranked.sort()
         planned: list[PrefillPlan] = []
         ends_s = now + self.step_s
         for (_, patient), group in itertools.groupby(ranked, lambda row: row[:2]):
             plans = [
-                PrefillPlan(request, patient, due, alone_s)
-                for _, _, due, _, alone_s, request in group
+                PrefillPlan(request, patient, due_s, solo_s)
+                for _, _, due_s, _, solo_s, request in group
             ]
             takes_s = [prefill_slowdown * plan.solo_s for plan in plans]
-            lost = find_late(plans, takes_s, ends_s) if patient else []
-            gone = set(lost)
-            planned += [plan for index, plan in enumerate(plans) if index not in gone]
-            planned += [plans[index]._replace(in_time=False) for index in lost]
+            late = find_late(plans, takes_s, ends_s) if patient else []
+            deferred = set(late)
+            planned += [plan for index, plan in enumerate(plans) if index not in deferred]
+            planned += [plans[index]._replace(in_time=False) for index in late]
             ends_s += sum(takes_s)
         return planned
 
@@ -215,28 +221,29 @@ class SloTracker:
         now: float,
         decode_only_s: float,
     ) -> DecodeBudget:
-        """What the next decode steps may take, where one without prefill takes `quiet_s`."""
+        """How long the next decode steps may take; one without prefill takes `decode_only_s`."""
         mean_s = gap_s = next_s = math.inf
-        to_come, stake, mean_tokens = 1, 0.0, output_lengths.mean_tokens
-        slo, tpot_s, still_to_come = None, 0.0, output_lengths.likely_remaining
+        remaining_tokens, weight, mean_tokens = 1, 0.0, output_lengths.mean_tokens
+        slo, tpot_s, likely_remaining = None, 0.0, output_lengths.likely_remaining
         for request in decodes:
             if request.input.slo is not slo:  # most share one
                 slo = request.input.slo
                 tpot_s, itl_s = self.targets(slo)
                 gap_s = min(gap_s, itl_s)
             tokens = len(request.output)
-            left = still_to_come(tokens)
+            remaining = likely_remaining(tokens)
             ahead_s = request.token_s[0] + tpot_s * (tokens - 1) - now
-            own_s = tpot_s + ahead_s / left
+            own_s = tpot_s + ahead_s / remaining
             if own_s < decode_only_s:
-                own_s = tpot_s  # it can't catch up: no reason to hold up others, nor to let it fall farther behind
+                own_s = tpot_s  # it can't catch up; at least it falls no farther behind
             if own_s < mean_s:
-                mean_s, to_come = own_s, left
+                mean_s, remaining_tokens = own_s, remaining
             if tpot_s + ahead_s < next_s:
                 next_s = tpot_s + ahead_s
-            usual = mean_tokens - tokens
-            stake += 1 / (tpot_s * (left if left > usual else usual))
-        return DecodeBudget(mean_s, gap_s, min(next_s, gap_s), to_come, stake)
+            mean_remaining = mean_tokens - tokens
+            longer = remaining if remaining > mean_remaining else mean_remaining
+            weight += 1 / (tpot_s * longer)
+        return DecodeBudget(mean_s, gap_s, min(next_s, gap_s), remaining_tokens, weight)
 
     def delay_weights(
         self,
@@ -246,30 +253,30 @@ class SloTracker:
         decodes: float,
         backlog: PrefillBacklog,
     ) -> DelayWeights:
-        """Of the prompts that run, of which `backlog` is next, of those that wait for them, and of those that wait for a decode to
-        end. `decodes`: stake of the running decodes."""
-        tokens, last = backlog.tokens, not waiting and backlog.prompts == len(running)
-        behind_tokens = sum([r.remaining_tokens for r in waiting])
-        next_, behind = (
-            sum([1 / self.ttft_s(r) for r in running]),
-            sum([1 / self.ttft_s(r) for r in waiting]),
-        )
-        queue = 1 + behind_tokens / tokens
-        demand = self.load_tokens_per_s + behind_tokens / max(
-            LOAD_DECAY_S, len(waiting) / behind if waiting else 0.0
-        )
-        future = demand * (next_ + behind) / (tokens + behind_tokens)
-        held = sum([1 / self.ttft_s(r) for r in blocked])
+        """Weights of the `running` prompts, of which `backlog` is next, and of the others.
+
+        `waiting` ones wait for these prompts, `blocked` ones for a decode to end. `decodes`: delay
+        weight of the running decodes.
+        """
+        tokens = backlog.tokens
+        is_queue_empty = not waiting and backlog.prompts == len(running)
+        queued_tokens = sum([r.remaining_tokens for r in waiting])
+        next_prompts = sum([1 / self.ttft_s(r) for r in running])
+        queued_prompts = sum([1 / self.ttft_s(r) for r in waiting])
+        backlog_multiple = 1 + queued_tokens / tokens
+        queued_ttft_s = len(waiting) / queued_prompts if waiting else 0.0
+        demand = self.load_tokens_per_s + queued_tokens / max(LOAD_DECAY_S, queued_ttft_s)
+        future_prompts = demand * (next_prompts + queued_prompts) / (tokens + queued_tokens)
         return DelayWeights(
-            next_,
-            behind,
+            next_prompts,
+            queued_prompts,
             decodes,
-            future,
-            self.load_tokens_per_s / tokens,
-            demand / tokens,
-            queue,
-            held,
-            last,
+            future_prompts,
+            load=self.load_tokens_per_s / tokens,
+            demand=demand / tokens,
+            backlog_multiple=backlog_multiple,
+            blocked_prompts=sum([1 / self.ttft_s(r) for r in blocked]),
+            is_queue_empty=is_queue_empty,
         )
 
     def min_tpot_s(self, decodes: Sequence[Request]) -> float:
@@ -281,7 +288,7 @@ class SloTracker:
         return tightest_s
 
     def _solo_s(self, tokens: int, after: int) -> float:
-        """So many tokens of a prompt, after so many of it, alone on the whole device, expected."""
+        """Expected time of `tokens` prompt tokens after `after`, alone on the whole device."""
         if self._version != self.cost_model.version or len(self._prompt_s) > MAX_CACHED:
             self._version = self.cost_model.version
             self._prompt_s.clear()
@@ -289,33 +296,26 @@ class SloTracker:
         key = (tokens, after)
         known = self._prompt_s.get(key)
         if known is None:
-            work = BatchShape(
-                tokens,
-                tokens * tokens,
-                tokens * after,
-                1,
-                samples=1,
-                last_layer=self.layers,
-                layers=self.layers,
-            )
+            work = BatchShape.prefill(tokens, after, self.layers)
             known = self._prompt_s[key] = self.cost_model.seconds(work, self.units)
         return known
 
     def _single_decode_s(self) -> float:
-        """A decode step of one request with a short context, on the whole device: the device's own tempo."""
-        return self.cost_model.seconds(
-            BatchShape(0, 0, 0, 0, 1, 512, 1, 0, self.layers, self.layers), self.units
-        )
+        """A decode step of one request with a short context, on the whole device."""
+        return self.cost_model.seconds(BatchShape.decode(1, 512, self.layers), self.units)
 
 
 def find_late(plans: Sequence[PrefillPlan], takes_s: Sequence[float], begins_s: float) -> list[int]:
-    """Which of `plans`, one after another by due time, are to give way for the fewest to be late: the shortest first."""
-    lost: list[int] = []
+    """Indices of the plans to defer, so that the fewest are late; the shortest first.
+
+    `plans` run one after another by due time, from `begins_s` on.
+    """
+    late: list[int] = []
     longest: list[tuple[float, int]] = []
     for index, own_s in enumerate(takes_s):
         begins_s += own_s
         heapq.heappush(longest, (-own_s, index))
         if begins_s > plans[index].due_s:
-            lost.append(heapq.heappop(longest)[1])
-            begins_s -= takes_s[lost[-1]]
-    return sorted(lost, key=lambda index: (takes_s[index], index))
+            late.append(heapq.heappop(longest)[1])
+            begins_s -= takes_s[late[-1]]
+    return sorted(late, key=lambda index: (takes_s[index], index))

@@ -1,1 +1,1 @@
-"""CUDA: SM partitions of one GPU, and the kernels that are written for them."""
+"""CUDA device: SM partitions of one GPU, CUDA graphs, and the kernels written for them."""

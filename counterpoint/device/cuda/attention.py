@@ -1,17 +1,18 @@
-"""Attention of a pass: which kernel takes which rows.
+"""Attention of a pass: which kernel computes which rows.
 
-Owns: the plan of a pass, and the kernels' workspaces. Promises: the first rows of a pass, one token each, go to a decode kernel
-that reads pages where they lie; the rest is prefill, over its context gathered into one piece (a copy of the context costs far less
-than attention over it, and the kernels for contiguous keys are the faster ones), of some prompts at a time: so the copy's memory is
-bounded. A plan is made once per pass and never waits.
+Owns: the attention plan of a pass, and the kernels' workspaces.
+Promises: the first rows of a pass, one token each, use a decode kernel that reads pages in place.
+The other rows are prefill: their context is first gathered into contiguous memory, which costs far
+less than attention over it and allows faster kernels. At most MAX_GATHERED_TOKENS are gathered at
+once, which bounds memory. Planning happens once per pass and never waits.
 Must not: know a request.
 
-Which prefill kernel: FlashInfer's where it is installed and has the shape (FlashAttention-3 on Hopper: Shah et al.,
-arXiv:2407.08608), else torch's own, one segment after another. Which decode kernel: the one for few SMs (kernels/attention.py)
-where it has the shape, else the Triton one (triton_kernels.py).
+Prefill kernel: FlashInfer where it supports the shape (FlashAttention-3 on Hopper: Shah et al.,
+arXiv:2407.08608), else torch, one segment at a time. Decode kernel: the one for few SMs
+(kernels/attention.py) where it supports the shape, else Triton (triton_kernels.py).
 
-Shapes: T rows of a pass, B of them decodes, L context tokens of the prefill segments, H query heads, K KV heads, A head size,
-P pages of a block-table row.
+Shapes: T rows of a pass, B of them decodes, L context tokens of the prefill segments, H query
+heads, K KV heads, A head size, P pages of a block-table row.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from counterpoint.model.ops import Ops
 from counterpoint.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -34,24 +36,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_GATHERED = (
-    1 << 16
-)  # context tokens of prompts that are gathered at once: 256 MiB of a layer of Llama-3.1-8B
+# Context tokens gathered at once: 256 MiB for a layer of Llama-3.1-8B.
+MAX_GATHERED_TOKENS = 1 << 16
 
-DecodeKernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
-]  # q, k pages, v pages, block table, lengths -> [B, H * A]
+# (q, k pages, v pages, block table, lengths) -> [B, H * A]
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class PrefillAttention(Protocol):
-    """A planned prefill attention."""
+    """Planned prefill attention of one pass."""
 
     def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
-        """Causal, the queries of a segment being the last positions of its context."""
+        """Causal: a segment's queries are the last positions of its context."""
         ...
 
     def close(self) -> None:
-        """The pass is over on the device: what the plan holds may serve another."""
+        """The pass has finished on the device: the plan's buffers may be reused."""
         ...
 
 
@@ -59,13 +59,13 @@ class AttentionPlanner(Protocol):
     name: str
 
     def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> PrefillAttention:
-        """For segments of so many new tokens and so much context (the new tokens included)."""
+        """For segments with these numbers of new tokens and context tokens (new ones included)."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRows:
-    """Some prompts of a pass: its rows [first, last), and the rows of the pool in which their context lies."""
+    """Rows [first, last) of a pass, from some prompts, and the pool rows of their context."""
 
     first: int
     last: int
@@ -75,7 +75,8 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Attention of one pass. The first `len(length_B)` rows are decodes; the others are those of `prompts`."""
+    """Attention of one pass. The first `len(length_B)` rows are decodes, the others belong to
+    `prompts`."""
 
     table_BP: Tensor  # int32
     length_B: Tensor  # int32
@@ -87,11 +88,12 @@ class AttentionPlan:
             some.prefill.close()
 
 
-def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
-    """Prompts [first, last) of these contexts whose copies are made at once: no more than MOST_GATHERED tokens, or one prompt."""
+def group_for_gather(contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges [first, last) of prompts to gather together: at most MAX_GATHERED_TOKENS, or one
+    prompt."""
     edges, total = [0], 0
     for number, context in enumerate(contexts):
-        if total and total + context > MOST_GATHERED:
+        if total and total + context > MAX_GATHERED_TOKENS:
             edges.append(number)
             total = 0
         total += context
@@ -99,37 +101,37 @@ def gathered_at_once(contexts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Attend = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
+RunLayer = Callable[[Tensor, Tensor], None]  # k pages, v pages of a layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """The op. `gather` copies rows of the pool into one piece."""
+    """The operator. `gather` copies pool rows into contiguous memory."""
 
     gather: Gather
 
     def __call__(
         self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """[T, H * A]; of rows that the plan does not have, anything."""
+        """[T, H * A]. Padding rows, which the plan does not cover, hold arbitrary values."""
         if len(plan.length_B) == len(q_THA):
             return plan.decode(q_THA, k_pages, v_pages, plan.table_BP, plan.length_B)
         out_TE = torch.empty_like(q_THA).flatten(1)
-        self.over_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
+        self.prepare_layers(q_THA, k_pages, v_pages, plan, out_TE)(k_pages, v_pages)
         return out_TE
 
-    def over_layers(
+    def prepare_layers(
         self, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_TE: Tensor
-    ) -> Attend:
-        """Attention in one layer after another, whose queries and results lie in the same memory each time, and whose pages are all
-        as these are: what does not change costs the host once."""
+    ) -> RunLayer:
+        """Attention for one layer after another, with the same query and output memory and pools of
+        equal shape: checks and arguments are prepared once."""
         decodes, out_THA = plan.length_B.shape[0], out_TE.view(q_THA.shape)
         parts = [
             (p.prefill.run, q_THA[p.first : p.last], p.context_L, out_THA[p.first : p.last])
             for p in plan.prompts
         ]
         decode = (
-            decode_over_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes])
+            prepare_decode_layers(q_THA[:decodes], k_pages, v_pages, plan, out_THA[:decodes])
             if decodes
             else None
         )
@@ -143,11 +145,11 @@ class Attention:
         return attend
 
 
-def decode_over_layers(
+def prepare_decode_layers(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, out_BHA: Tensor
-) -> Attend:
+) -> RunLayer:
     if isinstance(plan.decode, FewSmDecode):
-        return plan.decode.kernel.over_layers(
+        return plan.decode.kernel.prepare_layers(
             q_BHA, k_pages, v_pages, plan.table_BP, plan.length_B, out_BHA
         )
     out_BE = out_BHA.flatten(1)
@@ -203,13 +205,13 @@ class TorchPlanner:
 
 
 class FlashInferPlanner:
-    """Plans are kept and used again: a plan's host buffers are read by copies that run when the stream comes to them, so they may
-    not serve a second pass before the first is over."""
+    """Reuses plans. Copies read a plan's host buffers in stream order, so a plan must not serve a
+    second pass before the first has finished."""
 
     WORKSPACE_BYTES = 128 << 20
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises whatever FlashInfer raises where it is not installed or has no kernel for the shape."""
+        """Raises FlashInfer's own error where it is missing or has no kernel for the shape."""
         import flashinfer  # pyright: ignore[reportMissingImports]
 
         self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
@@ -219,7 +221,7 @@ class FlashInferPlanner:
         self.name = f"FlashInfer {flashinfer.__version__} {self._backend}"
         self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._idle: list[ReusablePlan] = []
-        self._try(spec, device)
+        self._self_test(spec, device)
 
     def plan(self, queries: Sequence[int], contexts: Sequence[int]) -> FlashInferPrefill:
         plan = (
@@ -227,13 +229,13 @@ class FlashInferPlanner:
             if self._idle
             else ReusablePlan(self._wrapper(self._workspace, "NHD", backend=self._backend))
         )
-        ends = plan.ends(queries, contexts)
+        ends = plan.indptrs(queries, contexts)
         plan.wrapper.plan(
             *ends, *self._shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype
         )
         return FlashInferPrefill(plan, self._idle)
 
-    def _try(self, spec: ModelSpec, device: torch.device) -> None:
+    def _self_test(self, spec: ModelSpec, device: torch.device) -> None:
         q, k, v = (
             torch.zeros(4, n, spec.head_dim, dtype=self._dtype, device=device)
             for n in (spec.heads, *[spec.kv_heads] * 2)
@@ -245,20 +247,20 @@ class FlashInferPlanner:
 
 
 class ReusablePlan:
-    """FlashInfer's wrapper, and pinned memory for what it is planned with: enough for many prompts at once, as getting it waits for
-    the device."""
+    """FlashInfer's wrapper, with pinned memory for its arguments. It starts with room for CAPACITY
+    prompts, since allocating pinned memory waits for the device."""
 
-    PROMPTS = 1024
+    CAPACITY = 1024
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
-        self._ends_2S = self._pinned(self.PROMPTS)
+        self._indptr_2S = self._pinned(self.CAPACITY)
 
-    def ends(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[0, a, a + b, …] of each, int32, where the device can read it."""
-        if len(queries) >= self._ends_2S.shape[1]:
-            self._ends_2S = self._pinned(2 * len(queries))
-        ends_2S = self._ends_2S[:, : len(queries) + 1]
+    def indptrs(self, queries: Sequence[int], contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cumulative sums [0, a, a + b, …] of queries and contexts, int32, in pinned memory."""
+        if len(queries) >= self._indptr_2S.shape[1]:
+            self._indptr_2S = self._pinned(2 * len(queries))
+        ends_2S = self._indptr_2S[:, : len(queries) + 1]
         torch.cumsum(
             torch.tensor([queries, contexts], dtype=torch.int32),
             1,
@@ -268,7 +270,7 @@ class ReusablePlan:
         return ends_2S[0], ends_2S[1]
 
     def _pinned(self, prompts: int) -> Tensor:
-        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+        with torch.inference_mode(False):  # so that it is writable in any mode
             return torch.zeros(2, prompts + 1, dtype=torch.int32, pin_memory=True)
 
 
@@ -284,12 +286,12 @@ class FlashInferPrefill:
         self.idle.append(self.plan)
 
 
-def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionPlanner:
-    """FlashInfer's if it is there and has the shape, else torch's."""
+def choose_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionPlanner:
+    """FlashInfer if it supports the shape, else torch."""
     try:
         return FlashInferPlanner(spec, dtype, device)
     except Exception as error:
-        # Whatever it is that FlashInfer lacks here, the pass can be computed without it.
+        # FlashInfer is optional: any failure falls back to torch.
         log.warning(
             "prefill attention by torch, not by FlashInfer: %s: %s",
             type(error).__name__,
@@ -301,46 +303,35 @@ def best_planner(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> A
 # ---------------------------------------------------------------- decode
 
 
-def best_decode(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    units: int,
-    max_rows: int,
-    chained: bool = False,
-    kv_dtype: torch.dtype | None = None,
+def choose_decode_kernel(
+    spec: ModelSpec, ops: Ops, device: torch.device, units: int, max_rows: int
 ) -> tuple[str, DecodeKernel]:
-    """A name and a kernel for `units` SMs. Its workspace is its own: one for each stream. `chained` as in kernels/layer.py."""
+    """The name of a decode kernel, and the kernel, for `units` SMs and at most `max_rows` rows. It
+    owns a workspace, so each stream needs its own."""
     from counterpoint.device.cuda import triton_kernels
-    from counterpoint.device.cuda.kernels.attention import DecodeAttention
+    from counterpoint.device.cuda.kernels.attention import AttentionShape, DecodeAttention
     from counterpoint.device.cuda.kernels.nvcc import KernelError
 
     def by_triton(q: Tensor, k: Tensor, v: Tensor, table_BP: Tensor, length_B: Tensor) -> Tensor:
         return triton_kernels.decode_attention(q, k, v, table_BP, length_B, units)
 
     try:
+        shape = AttentionShape(
+            spec.heads, spec.kv_heads, spec.head_dim, ops.weight_dtype, ops.kv_dtype, "NHD"
+        )
         kernel = DecodeAttention(
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            sms=units,
-            max_seqs=max_rows,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            layout="NHD",
-            device=device.index or 0,
-            chained=chained,
+            shape, sms=units, max_seqs=max_rows, device=device.index or 0, chained=True
         )
     except (ValueError, KernelError) as error:
         log.warning("decode attention by Triton: %s", error)
         return "Triton", by_triton
 
-    return "frugal", FewSmDecode(kernel)
+    return "few SMs", FewSmDecode(kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FewSmDecode:
-    """The kernel for few SMs, as a DecodeKernel."""
+    """The kernel for few SMs (kernels/attention.py), as a DecodeKernel."""
 
     kernel: DecodeAttention
 
@@ -350,10 +341,10 @@ class FewSmDecode:
         return self.kernel(q, k, v, table_BP, length_B).flatten(1)
 
 
-def decode_by_torch(
+def reference_decode(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
-    """The reference of every decode kernel, in float32, one sequence after another; reads lengths on the host."""
+    """The reference of every decode kernel: float32, one sequence at a time. Synchronises."""
     page_tokens = k_pages.shape[1]
     group = q_BHA.shape[1] // k_pages.shape[2]
     out_BHA = torch.empty_like(q_BHA)

@@ -1,19 +1,22 @@
-"""Products and attention whose sums run in one order, whatever shares the pass: for --batch-invariant. In Triton.
+"""Batch-invariant matrix products and attention in Triton, for --batch-invariant.
 
-Owns: one kernel for all matrix products and one for all attention, each with one tile size. Promises: what a row comes to depends
-on that row and its own context alone: not on the rows beside it, how a prompt was cut, which rows are decodes, or the SMs.
-So no sum is split: K runs in blocks from first to last; keys run in blocks of BLOCK counted from position 0, and a block that a
-query does not see leaves its sums as they are, exactly (times exp(0), plus 0).
-Must not: be imported where Triton is not; choose anything by rows, lengths or units.
+Owns: one kernel for all matrix products and one for all attention, each with one tile size.
+Promises: a row's result depends only on that row and its context: not on the batch, on how a prompt
+was chunked, on which rows are decodes, or on the SMs. No sum is split: K runs in blocks from first
+to last; keys run in blocks of BLOCK from position 0. A block that a query does not see leaves its
+sums exactly unchanged (times exp(0), plus 0).
+Must not: be imported without Triton; choose anything by rows, lengths or units.
 
-What that costs: cuBLAS, FlashInfer and the kernels for few SMs stay unused, and a long context of a lone request is read by as many
-SMs as there are KV heads.
+Cost: cuBLAS, FlashInfer and the kernels for few SMs are not used. A single request's long context
+is read by only as many SMs as there are KV heads.
 
-Shapes: R rows, K inputs, N outputs; T tokens, B decodes, L context tokens, I tiles, H query heads, A head size.
+Shapes: R rows, K inputs, N outputs; T tokens, B decodes, L context tokens, I tiles, H query heads,
+A head size.
 """
 
 # Pyright does not know Triton's builtins inside kernels.
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from counterpoint.spec import ModelSpec
 
-TILE = 64  # rows of a product's tile, and of an attention tile (queries times the query heads of a KV head)
+TILE = 64  # rows of a product's tile; queries x query heads per KV head of an attention tile
 BLOCK = 64  # outputs, inputs and keys of a tile
 
 
@@ -63,7 +66,7 @@ def product_kernel(
     )
 
 
-def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
+def matmul(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     rows, (outputs, inputs) = x_RK.shape[0], weight_NK.shape
     out_RN = x_RK.new_empty(rows, outputs)
     if rows:
@@ -85,7 +88,7 @@ def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
 
 def linear(x_RK: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
     weight_NK, bias_N = packed
-    out_RN = product(x_RK, weight_NK)
+    out_RN = matmul(x_RK, weight_NK)
     return out_RN if bias_N is None else out_RN.add_(bias_N)
 
 
@@ -96,11 +99,12 @@ def linear(x_RK: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, first_ptr, count_ptr, position_ptr, owner_ptr, out_ptr,
     scale, heads, kv_heads, page_tokens, table_stride, page_stride, token_stride, head_stride,
-    PAGED: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    KEYS: tl.constexpr,
+    PAGED: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile: `count` queries from row `first` on, at consecutive positions from `position` on, for one KV head. Its context is
-    row `owner` of the block table (PAGED), or begins at row `owner` of K and V."""
+    """One tile: `count` queries from row `first`, at consecutive positions from `position`, of one
+    KV head. Its context is row `owner` of the block table (PAGED), or starts at row `owner` of K
+    and V."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     first = tl.load(first_ptr + tile).to(tl.int64)
@@ -145,7 +149,7 @@ def attention_kernel(
     tl.store(out_ptr + place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def attend(
+def tiled_attention(
     q_THA: Tensor,
     k: Tensor,
     v: Tensor,
@@ -155,30 +159,31 @@ def attend(
     page_tokens: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[T, H * A], in `out` if given. `tiles`: first row, count, position and owner of each, int32 [I]; `strides` of a page, a token
-    and a head."""
+    """[T, H * A], in `out` if given. `tiles`: first row, count, position and owner of each, int32
+    [I]. `strides`: of a page, a token and a head."""
     heads, size = q_THA.shape[1:]
     kv_heads = k.shape[-2]
     out = q_THA.new_empty(q_THA.shape[0], heads * size) if out is None else out
     group = triton.next_power_of_2(heads // kv_heads)
     if tiles[0].shape[0]:
         attention_kernel[(tiles[0].shape[0], kv_heads)](
-            q_THA, k, v, tiles[0] if table_BP is None else table_BP, *tiles, out, size**-0.5, heads, kv_heads,
-            page_tokens, 0 if table_BP is None else table_BP.stride(0), *strides,
+            q_THA, k, v, tiles[0] if table_BP is None else table_BP, *tiles, out,
+            size**-0.5, heads, kv_heads, page_tokens,
+            0 if table_BP is None else table_BP.stride(0), *strides,
             PAGED=table_BP is not None, GROUP=group, QUERIES=TILE // group, SIZE=size,
             SIZE_PAD=max(16, triton.next_power_of_2(size)), KEYS=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def decode(
+def decode_attention(
     q_BHA: Tensor, k_pages: Tensor, v_pages: Tensor, table_BP: Tensor, length_B: Tensor
 ) -> Tensor:
-    """A DecodeKernel (attend.py)."""
+    """A DecodeKernel (attention.py)."""
     row_B = torch.arange(q_BHA.shape[0], dtype=torch.int32, device=q_BHA.device)
     tiles = row_B, torch.ones_like(row_B), length_B - 1, row_B
     page, token, head = k_pages.stride()[:3]
-    return attend(
+    return tiled_attention(
         q_BHA.contiguous(), k_pages, v_pages, tiles, table_BP, (page, token, head), k_pages.shape[1]
     )
 
@@ -189,19 +194,21 @@ class InvariantPrefill:
 
     def run(self, q_THA: Tensor, k_LKA: Tensor, v_LKA: Tensor, out_THA: Tensor) -> None:
         token, head = k_LKA.stride()[:2]
-        attend(q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA)
+        tiled_attention(
+            q_THA.contiguous(), k_LKA, v_LKA, self.tiles, None, (0, token, head), 1, out_THA
+        )
 
     def close(self) -> None:
         pass
 
 
 class InvariantPlanner:
-    """Prefill by the kernel that decodes, over the context in one piece."""
+    """Prefill by the kernel that also decodes, over the gathered context."""
 
     name = "one kernel"
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        """Raises ValueError if the heads of a group do not fit into a tile."""
+        """Raises ValueError if a KV head's query heads do not fit a tile."""
         self._queries = TILE // triton.next_power_of_2(spec.heads // spec.kv_heads)
         if not self._queries:
             raise ValueError(

@@ -1,10 +1,12 @@
-"""Driver: everything the executor asks of CUDA itself.
+"""Driver: the CUDA calls that the executor makes.
 
-Owns: streams' order, events, graphs, and copies between host and device. Promises: nothing here waits for the device but `wait`.
-Pinned memory is borrowed for each copy and must be given back when the copy is over: the executor does, with a step's event.
+Owns: stream order, events, graph capture, and host-device copies.
+Promises: only `synchronize` waits for the device. Each copy uses staging memory, which the caller
+frees once the copy has finished.
 Must not: know a model or a request.
 
-It is a seam, so that the executor can be tested without a GPU: a driver that runs everything at once, in place.
+It is an interface so that tests can run the executor without a GPU, with a driver that runs
+everything in place.
 """
 
 from __future__ import annotations
@@ -20,133 +22,136 @@ from torch import Tensor
 
 
 class Driver(Protocol):
-    """`stream` and `event` are opaque to the caller."""
+    """Streams and events are opaque to the caller."""
 
     device: torch.device
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """What is launched inside goes to `stream`."""
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Work launched inside the context goes to `stream`."""
         ...
 
-    def use(self, stream: Any) -> None:
-        """What this thread launches from now on goes to `stream`: for who launches much, and always says where."""
+    def set_stream(self, stream: Any) -> None:
+        """Make `stream` the current stream of this thread. Cheaper than `on_stream`: nothing is
+        restored."""
         ...
 
-    def mark(self, stream: Any) -> Any:
-        """An event at the present end of `stream`."""
+    def record_event(self, stream: Any) -> Any:
+        """An event recorded at the current end of `stream`."""
         ...
 
-    def follow(self, stream: Any, event: Any) -> None:
-        """What is launched on `stream` from now on runs after `event`."""
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """Work launched on `stream` from now on starts after `event`."""
         ...
 
-    def wait(self, event: Any) -> None:
-        """Block this thread until `event` has happened, without holding up other threads."""
+    def synchronize(self, event: Any) -> None:
+        """Block this thread until `event` has completed, without holding the GIL."""
         ...
 
-    def seconds(self, first: Any, second: Any) -> float:
-        """The device's time between two events that have happened."""
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Device time between two completed events."""
         ...
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
-        """A copy of `array` on the device (in `to`, if given), in order with the current stream."""
+        """Copy `array` to the device (into `to`, if given), in order with the current stream."""
         ...
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host, in borrowed memory: there when the current stream has come so far."""
+        """Copy `tensor` to staging memory, in order with the current stream."""
         ...
 
-    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory for copies, the caller's own for good."""
+    def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory for copies. The caller keeps it; it is never freed."""
         ...
 
     def copy(self, source: Tensor, to: Tensor) -> None:
-        """Between the device and memory of `keep`, in order with the current stream."""
+        """Copy between the device and `alloc_pinned` memory, in order with the current stream."""
         ...
 
-    def borrowed(self) -> list[Tensor]:
-        """The memory borrowed since the last call."""
+    def take_staging(self) -> list[Tensor]:
+        """Staging memory allocated since the last call."""
         ...
 
-    def give_back(self, borrowed: list[Tensor]) -> None:
-        """These copies are over, and read. From any thread."""
+    def free_staging(self, staging: list[Tensor]) -> None:
+        """Free staging memory whose copies were read. Callable from any thread."""
         ...
 
     def capture(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` once on `stream`, then record it; the result replays it on the stream that is then current."""
+        """Run `body` once on `stream`, then capture it. The result replays the graph on the current
+        stream."""
         ...
 
 
 class PinnedSlabs:
-    """Pinned memory that is cut from large pieces and never freed. CUDA, when asked for more, waits until the device has nothing to
-    do (CUDA C++ Programming Guide, Implicit Synchronization); torch, when it frees some, records an event on the stream that used
-    it, which would spoil a capture that another thread is making there. `get`: so many bytes, uint8. `give_back` may be called from
-    any thread, all else from one."""
+    """Pinned memory cut from large slabs, which are never freed.
+
+    Allocating pinned memory waits until the device is idle (CUDA C++ Programming Guide, Implicit
+    Synchronization). Freeing it makes torch record an event on the stream that used it, which would
+    break a capture in progress there. `allocate_slab` returns that many bytes as uint8. `free` may
+    be called from any thread, everything else from one.
+    """
 
     SLAB_BYTES = 32 << 20
-    ALIGNED_BYTES = 256
+    ALIGNMENT_BYTES = 256
 
     def __init__(self, get: Callable[[int], Tensor]) -> None:
-        self._get = get
+        self._allocate_slab = get
         self._slab = get(self.SLAB_BYTES)
         self._idle: dict[int, list[Tensor]] = {}  # by size, a power of two
 
-    def cut(self, size: int) -> Tensor:
-        """At least so many bytes, for good."""
-        size = -(-size // self.ALIGNED_BYTES) * self.ALIGNED_BYTES
+    def alloc_permanent(self, size: int) -> Tensor:
+        """At least `size` bytes, never freed."""
+        size = -(-size // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
         if size > len(self._slab):
-            with torch.inference_mode(False):  # else nobody could write to it but in that mode
-                self._slab = self._get(max(size, self.SLAB_BYTES))
+            with torch.inference_mode(False):  # so that it is writable in any mode
+                self._slab = self._allocate_slab(max(size, self.SLAB_BYTES))
         block, self._slab = self._slab[:size], self._slab[size:]
         return block
 
-    def borrow(self, size: int) -> Tensor:
-        """At least so many bytes, until they are given back."""
-        size = max(self.ALIGNED_BYTES, 1 << (max(1, size) - 1).bit_length())
+    def alloc(self, size: int) -> Tensor:
+        """At least `size` bytes, until `free`."""
+        size = max(self.ALIGNMENT_BYTES, 1 << (max(1, size) - 1).bit_length())
         idle = self._idle.setdefault(size, [])
-        return idle.pop() if idle else self.cut(size)
+        return idle.pop() if idle else self.alloc_permanent(size)
 
-    def give_back(self, block: Tensor) -> None:
+    def free(self, block: Tensor) -> None:
         self._idle[len(block)].append(block)
 
 
 class CudaDriver:
-    """The driver of a GPU."""
-
     def __init__(self, device: int = 0) -> None:
         self.device = torch.device("cuda", device)
         self._pinned = PinnedSlabs(
             lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True)
         )
-        self._borrowed: list[Tensor] = []
+        self._staging: list[Tensor] = []
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    def on_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def use(self, stream: torch.cuda.Stream) -> None:
-        # Mostly it is the current one already, and setting and restoring it each time is dear.
+    def set_stream(self, stream: torch.cuda.Stream) -> None:
+        # It is mostly current already, and setting and restoring it each time is expensive.
         if torch._C._cuda_getCurrentRawStream(self.device.index) != stream.cuda_stream:
             torch.cuda.set_stream(stream)
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
         return event
 
-    def follow(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    def elapsed_s(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return first.elapsed_time(second) * 1e-3
 
     def upload(self, array: np.ndarray, to: Tensor | None = None) -> Tensor:
         source = torch.from_numpy(array)
-        pinned = self._borrow(source)
+        pinned = self._alloc_staging(source)
         pinned.copy_(source)
         return (
             pinned.to(self.device, non_blocking=True)
@@ -155,36 +160,37 @@ class CudaDriver:
         )
 
     def download(self, tensor: Tensor) -> Tensor:
-        return self._borrow(tensor).copy_(tensor, non_blocking=True)
+        return self._alloc_staging(tensor).copy_(tensor, non_blocking=True)
 
-    def keep(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        return self._pinned.cut(size)[:size].view(dtype).view(shape)
+        return self._pinned.alloc_permanent(size)[:size].view(dtype).view(shape)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
-    def borrowed(self) -> list[Tensor]:
-        borrowed, self._borrowed = self._borrowed, []
+    def take_staging(self) -> list[Tensor]:
+        borrowed, self._staging = self._staging, []
         return borrowed
 
-    def give_back(self, borrowed: list[Tensor]) -> None:
-        for block in borrowed:
-            self._pinned.give_back(block)
+    def free_staging(self, staging: list[Tensor]) -> None:
+        for block in staging:
+            self._pinned.free(block)
 
-    def _borrow(self, like: Tensor) -> Tensor:
-        """Pinned memory of the shape and dtype of `like`."""
-        block = self._pinned.borrow(like.nbytes)
-        self._borrowed.append(block)
+    def _alloc_staging(self, like: Tensor) -> Tensor:
+        """Pinned memory with the shape and dtype of `like`."""
+        block = self._pinned.alloc(like.nbytes)
+        self._staging.append(block)
         return block[: like.nbytes].view(like.dtype).view(like.shape)
 
     def capture(self, stream: torch.cuda.Stream, body: Callable[[], None]) -> Callable[[], None]:
-        """The graph's own memory is shared with the driver's other graphs of the same stream: they must not run at once, which
-        one stream sees to. Its SMs are those of `stream`, wherever it is replayed."""
+        """All graphs share one memory pool. So two graphs must not run at once, unless they were
+        captured on different streams. A graph runs on the SMs of the stream it was captured on,
+        wherever it is replayed."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            body()  # what is built or loaded on first use is so now; that can't be captured
-            # Only this thread must keep to what a capture allows: others wait for events meanwhile.
+            body()  # kernels compile and load on first use, which cannot be captured
+            # Only this thread is restricted to what a capture allows: others wait for events.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:
                 body()

@@ -1,14 +1,16 @@
 """CudaExecutor: lanes as streams on SM partitions of one GPU.
 
-Owns: the order of a lane's steps, the hidden states of unfinished passes, the threads that wait for the device. Promises: `submit`
-launches and returns, it never waits for the device; the steps of a lane run in order, also when their streams differ; no lane waits
-for another; what goes wrong in launching a step is its StepDone.error, and the executor lives on. One weight copy, one KV pool.
-Must not: decide anything, free pages, keep a request's text.
+Owns: the order of a lane's steps, the hidden states of unfinished passes, and one waiting thread
+per lane.
+Promises: `submit` launches and returns without waiting for the device. A lane's steps run in order,
+also across streams. No lane waits for another. A step that fails to launch reports StepDone.error,
+and the executor continues. One copy of the weights, one KV pool.
+Must not: make scheduling decisions, free pages, or keep a request's text.
 
-One thread launches everything (the caller of `submit`); one thread per lane waits for its events and reports. Orders across streams
-are these and no others:
-    a lane's step after the lane's previous one, where their streams differ;
-    a request's decode after its prefill, because the engine makes it only when the prefill was reported.
+The caller of `submit` launches everything; each lane's thread waits for its events and reports.
+Only two orders hold across streams:
+    a lane's step runs after the lane's previous step, where their streams differ;
+    a request's decode runs after its prefill, as the engine schedules it when that is reported.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from counterpoint.device.cuda.device_tables import DeviceTables, SampledRows
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.cuda.piecewise_graphs import PiecewiseGraphs, PrefillPass
 from counterpoint.device.cuda.sampling import (
-    SamplingDownload,
-    asks_for_prompts,
-    download_chosen,
-    download_prompts,
+    LogprobsDownload,
+    download_logprobs,
+    download_prompt_logprobs,
     read_chosen,
     read_prompts,
-    sample_any,
-    spread_chosen,
+    sample_eagerly,
+    select_logprobs,
+    wants_prompt_logprobs,
 )
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.grammar import Grammars
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class CompletionQueue(Protocol):
-    """What the executor asks of the inbox (device/event_queue.py)."""
+    """The part of device/event_queue.py that the executor uses."""
 
     def put(self, event: Event) -> None: ...
 
@@ -57,114 +59,121 @@ class CompletionQueue(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CudaRuntime:
+    """A model on a device: what an executor runs steps with."""
+
+    decoder: Decoder
+    kv: KVPool
+    tables: DeviceTables
+    decode_graphs: DecodeGraphs
+    piecewise_graphs: PiecewiseGraphs
+    stream_partitions: StreamPartitions
+    driver: Driver
+
+    def executor(self, lanes: Sequence[Lane], inbox: CompletionQueue) -> CudaExecutor:
+        return CudaExecutor(self, lanes, inbox)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CudaPass:
     rows: PassRows
-    way: PrefillPass
+    prefill: PrefillPass
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step on the device. `ids` are on their way to the host; `held` is what must live until the step is over."""
+    """A step on the device. `sampled_ids` are being downloaded. `keep_alive` holds tensors that the
+    kernels still read. `on_done` runs once the step is over."""
 
     step: Step
     units: int
-    started: Any = None
-    ended: Any = None
-    ids: Tensor | None = None
-    rows: int = 0
-    logprobs: SamplingDownload | None = None
-    prompt_logprobs: list[SamplingDownload] = field(default_factory=list)
-    held: Any = None
-    borrowed: list[Tensor] = field(default_factory=list)
-    over: Callable[[], None] | None = None
+    start_event: Any = None
+    end_event: Any = None
+    sampled_ids: Tensor | None = None
+    num_rows: int = 0
+    logprobs: LogprobsDownload | None = None
+    prompt_logprobs: list[LogprobsDownload] = field(default_factory=list)
+    keep_alive: Any = None
+    staging: list[Tensor] = field(default_factory=list)
+    on_done: Callable[[], None] | None = None
     error: str = ""
 
 
 class CudaExecutor:
-    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed."""
+    """Call `submit` from one thread. Completions go to `inbox`, whose clock times the steps."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVPool,
-        tables: DeviceTables,
-        graphs: DecodeGraphs,
-        passes: PiecewiseGraphs,
-        places: StreamPartitions,
-        lanes: Sequence[Lane],
-        driver: Driver,
-        inbox: CompletionQueue,
-    ) -> None:
-        self.decoder = decoder
-        self.kv = kv
-        self.tables = tables
-        self.graphs = graphs
-        self.passes = passes
-        self.places = places
-        self.driver = driver
-        self._open: dict[int, CudaPass] = {}
+    def __init__(self, runtime: CudaRuntime, lanes: Sequence[Lane], inbox: CompletionQueue) -> None:
+        self.decoder = runtime.decoder
+        self.tables = runtime.tables
+        self.decode_graphs = runtime.decode_graphs
+        self.piecewise_graphs = runtime.piecewise_graphs
+        self.stream_partitions = runtime.stream_partitions
+        self.driver = driver = runtime.driver
+        self._passes: dict[int, CudaPass] = {}
         clock = DeviceClock(driver, inbox.clock)
-        grammars = tables.sampling.grammars
+        grammars = self.tables.sampling.grammars
         self._lanes = {
             lane.id: LaneInFlight(lane, driver, clock, inbox, grammars) for lane in lanes
         }
 
     def submit(self, command: Command) -> None:
-        """Raises KeyError or ValueError if a command names a lane there is not or does not fit the tables."""
+        """Raises KeyError for an unknown lane, ValueError if a command does not fit the tables."""
         match command:
             case Step():
                 self._launch(command)
             case InitSlot():
-                self.tables.open(command)
+                self.tables.init_slot(command)
             case FreeSlot():
-                self.tables.close(command.slot)
+                self.tables.free_slot(command.slot)
             case DiscardPass():
-                dropped = self._open.pop(command.pass_id, None)
+                dropped = self._passes.pop(command.pass_id, None)
                 if dropped is not None:
-                    dropped.way.inputs.plan.close()
+                    dropped.prefill.inputs.plan.close()
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
-        self._open.clear()
+        self._passes.clear()
 
     # ------------------------------------------------------------ launching
 
     def _launch(self, step: Step) -> None:
         lane = self._lanes[step.lane]
-        place = self.places.choose(lane.role, step.units)
-        flight = InFlightStep(step, place.units)
-        self.driver.use(place.stream)
-        lane.follow(place)
-        flight.started = self.driver.mark(place.stream)
+        partition = self.stream_partitions.choose(lane.role, step.units)
+        flight = InFlightStep(step, partition.units)
+        self.driver.set_stream(partition.stream)
+        lane.wait_for_previous(partition)
+        flight.start_event = self.driver.record_event(partition.stream)
         try:
-            self._fill(flight, place)
+            self._launch_kernels(flight, partition)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
-            self._open.pop(step.pass_id, None)
+            self._passes.pop(step.pass_id, None)
             flight.error = f"{type(error).__name__}: {error}"
-        flight.borrowed = self.driver.borrowed()
-        flight.ended = self.driver.mark(place.stream)
-        lane.took_off(flight, place)
+        flight.staging = self.driver.take_staging()
+        flight.end_event = self.driver.record_event(partition.stream)
+        lane.add(flight, partition)
 
-    def _fill(self, flight: InFlightStep, place: StreamPartition) -> None:
+    def _launch_kernels(self, flight: InFlightStep, partition: StreamPartition) -> None:
         step = flight.step
         whole = step.first_layer == 0 and step.last_layer == self.decoder.spec.layers
         if whole and step.work.decode_batch == len(step.segments):
-            self._decode(flight, place)
+            self._launch_decode(flight, partition)
         else:
-            self._layers(flight, place)
+            self._launch_layers(flight, partition)
 
-    def _decode(self, flight: InFlightStep, place: StreamPartition) -> None:
-        """A pass of decodes alone: a graph."""
+    def _launch_decode(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        """A pass of decodes only: one CUDA graph."""
         segments = flight.step.segments
-        graph, feed = self.graphs.launch(place, segments)
-        flight.over = functools.partial(graph.idle.append, feed)
+        graph, buffers = self.decode_graphs.launch(partition, segments)
+        flight.on_done = functools.partial(graph.idle_buffers.append, buffers)
         if graph.logits_BV is None:
-            flight.ids, flight.rows = feed.ids_B, len(segments)
-            if feed.chosen is not None:
-                flight.logprobs = spread_chosen(
-                    feed.chosen, feed.rows_3B[0, : len(segments)], self.tables.sampling
+            flight.sampled_ids, flight.num_rows = buffers.ids_B, len(segments)
+            if buffers.logprobs is not None:
+                flight.logprobs = select_logprobs(
+                    buffers.logprobs,
+                    buffers.inputs_numpy_3B[0, : len(segments)],
+                    self.tables.sampling,
                 )
             return
         rows = make_pass_rows(segments)
@@ -172,33 +181,38 @@ class CudaExecutor:
         self._sample(flight, graph.logits_BV[: len(segments)], rows, sampled)
 
     @torch.inference_mode()
-    def _layers(self, flight: InFlightStep, place: StreamPartition) -> None:
-        """Some layers of any pass."""
+    def _launch_layers(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        """Some layers of a pass that has prompt tokens."""
         step, decoder = flight.step, self.decoder
         if step.first_layer == 0:
             rows = make_pass_rows(step.segments)
-            self.tables.send(step.segments)
-            way = self.passes.start(
-                self.tables.inputs(rows, place.planner, place.decode, self.passes.size)
+            self.tables.upload_pending(step.segments)
+            prefill = self.piecewise_graphs.start_pass(
+                self.tables.make_inputs(
+                    rows,
+                    partition.prefill_planner,
+                    partition.decode_kernel,
+                    self.piecewise_graphs.pad_rows,
+                )
             )
         else:
-            held = self._open.pop(step.pass_id, None)
+            held = self._passes.pop(step.pass_id, None)
             if held is None:
                 raise RuntimeError(
                     f"pass {step.pass_id} has no hidden states before layer {step.first_layer}"
                 )
-            rows, way = held.rows, held.way
-        inputs, every = way.inputs, asks_for_prompts(self.tables, rows)
-        flight.held, flight.over = inputs, inputs.plan.close
-        x_TD = way.run(
-            place, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
+            rows, prefill = held.rows, held.prefill
+        inputs, every = prefill.inputs, wants_prompt_logprobs(self.tables, rows)
+        flight.keep_alive, flight.on_done = inputs, inputs.plan.close
+        x_TD = prefill.run(
+            partition, step.first_layer, step.last_layer, None if every else inputs.last_rows_N
         )
         if x_TD is None:
-            self._open[step.pass_id] = CudaPass(rows, way)
-            flight.over = None  # it goes on
+            self._passes[step.pass_id] = CudaPass(rows, prefill)
+            flight.on_done = None  # the pass continues
             return
         if every:
-            flight.prompt_logprobs = download_prompts(decoder, self.tables, rows, x_TD)
+            flight.prompt_logprobs = download_prompt_logprobs(decoder, self.tables, rows, x_TD)
             x_TD = x_TD[inputs.last_rows_N]
         if len(rows.slot_B):
             self._sample(flight, decoder.head(x_TD)[: len(rows.slot_B)], rows, inputs.sampled)
@@ -207,14 +221,16 @@ class CudaExecutor:
     def _sample(
         self, flight: InFlightStep, logits_BV: Tensor, rows: PassRows, sampled: SampledRows
     ) -> None:
-        ids_B = sample_any(logits_BV, rows, self.tables)
-        self.tables.put_sampled(sampled, ids_B)
-        flight.ids, flight.rows = self.driver.download(ids_B), len(rows.slot_B)
-        flight.logprobs = download_chosen(logits_BV, ids_B, rows, self.tables.sampling, self.driver)
+        ids_B = sample_eagerly(logits_BV, rows, self.tables)
+        self.tables.write_sampled(sampled, ids_B)
+        flight.sampled_ids, flight.num_rows = self.driver.download(ids_B), len(rows.slot_B)
+        flight.logprobs = download_logprobs(
+            logits_BV, ids_B, rows, self.tables.sampling, self.driver
+        )
 
 
 class LaneInFlight:
-    """The steps of one lane on the device, and the thread that waits for them."""
+    """A lane's steps on the device, and the thread that waits for them."""
 
     def __init__(
         self,
@@ -229,28 +245,30 @@ class LaneInFlight:
         self._clock = clock
         self._inbox = inbox
         self._grammars = grammars
-        self._last: tuple[StreamPartition, Any] | None = (
-            None  # where the previous step runs, and its end
+        # Where the previous step runs, and its end event.
+        self._previous: tuple[StreamPartition, Any] | None = None
+        self._steps: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._wait_for_steps, name=f"lane{lane.id}", daemon=True
         )
-        self._flights: queue.SimpleQueue[InFlightStep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name=f"lane{lane.id}", daemon=True)
         self._thread.start()
 
-    def follow(self, place: StreamPartition) -> None:
-        """Let the place's stream wait for the lane's previous step, if that runs elsewhere."""
-        if self._last is not None and self._last[0] is not place:
-            self._driver.follow(place.stream, self._last[1])
+    def wait_for_previous(self, partition: StreamPartition) -> None:
+        """Let the partition's stream wait for the lane's previous step, if that ran on another
+        stream."""
+        if self._previous is not None and self._previous[0] is not partition:
+            self._driver.wait_event(partition.stream, self._previous[1])
 
-    def took_off(self, flight: InFlightStep, place: StreamPartition) -> None:
-        self._last = (place, flight.ended)
-        self._flights.put(flight)
+    def add(self, flight: InFlightStep, partition: StreamPartition) -> None:
+        self._previous = (partition, flight.end_event)
+        self._steps.put(flight)
 
     def close(self) -> None:
-        self._flights.put(None)
+        self._steps.put(None)
         self._thread.join()
 
-    def _wait(self) -> None:
-        while (flight := self._flights.get()) is not None:
+    def _wait_for_steps(self) -> None:
+        while (flight := self._steps.get()) is not None:
             self._inbox.put(self._report(flight))
 
     def _report(self, flight: InFlightStep) -> StepDone:
@@ -258,10 +276,10 @@ class LaneInFlight:
         started_s = ended_s = self._clock.now()
         tokens, chosen, prompts = (), (), ()
         try:
-            self._driver.wait(flight.ended)
-            started_s, ended_s = self._clock.read(flight.started, flight.ended)
-            if flight.ids is not None and not flight.error:
-                ids_B = flight.ids[: flight.rows].numpy()
+            self._driver.synchronize(flight.end_event)
+            started_s, ended_s = self._clock.event_times_s(flight.start_event, flight.end_event)
+            if flight.sampled_ids is not None and not flight.error:
+                ids_B = flight.sampled_ids[: flight.num_rows].numpy()
                 tokens = tuple(ids_B.tolist())
                 chosen = read_chosen(flight.logprobs, ids_B)
                 self._grammars.accept_tokens(
@@ -269,13 +287,13 @@ class LaneInFlight:
                 )
             if not flight.error:
                 prompts = read_prompts(flight.prompt_logprobs, len(step.segments))
-        except Exception as error:  # the device's own errors come up here
+        except Exception as error:  # the device reports its errors here
             log.exception("step %d of lane %d failed on the device", step.id, step.lane)
             flight.error = flight.error or f"{type(error).__name__}: {error}"
             tokens, chosen, prompts = (), (), ()
-        if flight.over is not None:
-            flight.over()
-        self._driver.give_back(flight.borrowed)
+        if flight.on_done is not None:
+            flight.on_done()
+        self._driver.free_staging(flight.staging)
         return StepDone(
             step.id,
             step.lane,
@@ -290,10 +308,10 @@ class LaneInFlight:
 
 
 class DeviceClock:
-    """The device's events on the host's clock.
+    """Converts the device's events to the host's clock.
 
-    Times are counted from the latest known event, and held against the host's clock each time: never in its future, and at most
-    SLACK_S behind. So they keep the device's own precision from event to event, and do not drift.
+    Each time is counted from the latest known event and then clamped to [now - SLACK_S, now]. So
+    times keep the device's precision from event to event and do not drift.
     """
 
     SLACK_S = 1e-3
@@ -302,20 +320,20 @@ class DeviceClock:
         self._driver = driver
         self._host_s = host_s
         self._lock = threading.Lock()
-        self._known: tuple[Any, float] | None = None
+        self._reference: tuple[Any, float] | None = None
 
     def now(self) -> float:
         return self._host_s()
 
-    def read(self, started: Any, ended: Any) -> tuple[float, float]:
-        """When two events were, in seconds. Both have just happened."""
-        now_s, took_s = self._host_s(), self._driver.seconds(started, ended)
+    def event_times_s(self, started: Any, ended: Any) -> tuple[float, float]:
+        """Times of two events that have just completed, in seconds."""
+        now_s, took_s = self._host_s(), self._driver.elapsed_s(started, ended)
         with self._lock:
             ended_s = now_s
-            if self._known is not None:
-                event, at_s = self._known
+            if self._reference is not None:
+                event, at_s = self._reference
                 ended_s = min(
-                    now_s, max(now_s - self.SLACK_S, at_s + self._driver.seconds(event, ended))
+                    now_s, max(now_s - self.SLACK_S, at_s + self._driver.elapsed_s(event, ended))
                 )
-            self._known = (ended, ended_s)
+            self._reference = (ended, ended_s)
         return ended_s - took_s, ended_s

@@ -1,14 +1,16 @@
-"""CudaCopier: copies between KV pools, and pools of other processes, on one GPU (kv_transfer/gpu.py is the seam).
+"""CudaCopier: copies between KV pools on one GPU, also of other processes (kv_transfer/gpu.py).
 
-Owns: a stream of the lowest priority, and the memory that copies pass through. Promises: no copy waits for a step, nor a step for a
-copy, beyond what they share of the GPU; nothing is allocated after `prepare`, so no copy meets a graph that is being captured.
-Must not: know who may write what.
+Owns: a low-priority stream and the staging memory of copies.
+Promises: copies and steps never wait for each other; they only share the GPU. `prepare` allocates
+everything, so no copy interferes with a graph capture.
+Must not: know who may write which page.
 
-A copy gathers rows into a piece of memory and scatters them from there: two kernels for any pages, whatever their order, where one
-copy command for each run of pages would cost the host more than the GPU (a prompt of 4,096 tokens is 16,384 runs at worst).
+A copy gathers rows into staging memory and scatters them from there: two kernels, whatever the
+order of the pages. One copy command per run of pages would cost the host more than the GPU: a
+prompt of 4,096 tokens can be 16,384 runs.
 
-Another process's pool comes by its CUDA IPC handle (CUDA driver API, cuIpcOpenMemHandle). Memory of torch's expandable segments has
-none: they must be off.
+Another process's pool is opened by its CUDA IPC handle (CUDA driver API, cuIpcOpenMemHandle).
+Memory of torch's expandable segments has no handle, so they must be off.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from torch import Tensor
 from counterpoint.kv_transfer.gpu import ROW, GpuKvMemory
 from counterpoint.kv_transfer.transport import TransportError
 
-PIECE_BYTES = 64 << 20
+STAGING_BYTES = 64 << 20
 HANDLE_BYTES = 64
 
 
 class ExportedMemory(msgspec.Struct, frozen=True):
-    """`offset` of the pool in the allocation that `handle` names."""
+    """`offset`: of the pool within the allocation that `handle` names."""
 
     handle: bytes
     offset: int
 
 
 class RawPointer:
-    """Memory at an address, for torch to look at (the CUDA array interface, version 3)."""
+    """Memory at an address, wrapped for torch (CUDA array interface, version 3)."""
 
     def __init__(self, address: int, rows: int, words: int) -> None:
         self.__cuda_array_interface__ = {
@@ -50,7 +52,8 @@ class RawPointer:
 
 
 class CudaCopier:
-    """`staged`: pages go through host memory (`read`, `write`). Raises TransportError if cuda-bindings is missing."""
+    """`staged`: pages go through host memory (`read`, `write`). Raises TransportError without
+    cuda-bindings."""
 
     def __init__(self, device: int = 0, staged: bool = False) -> None:
         try:
@@ -71,17 +74,16 @@ class CudaCopier:
         if self.max_rows:
             return
         words = memory.rows_RW.shape[1]
-        self.max_rows = max(1, PIECE_BYTES // memory.page_bytes)
-        self._piece_NW = torch.empty(self.max_rows, words, dtype=ROW, device=self.device)
+        self.max_rows = max(1, STAGING_BYTES // memory.page_bytes)
+        self._staging_NW = torch.empty(self.max_rows, words, dtype=ROW, device=self.device)
         self._rows_2N = torch.empty(2, self.max_rows, dtype=torch.int64, device=self.device)
         self._host_2N = torch.empty(2, self.max_rows, dtype=torch.int64, pin_memory=True)
         self._host_NW = torch.empty(
             self.max_rows if self._staged else 0, words, dtype=ROW, pin_memory=True
         )
         one = np.zeros(1, np.int64)
-        self.wait(
-            self.start_copy(memory.rows_RW, one, memory.rows_RW, one)
-        )  # the kernels are loaded now, not in someone's capture
+        # Load the kernels now, not during a capture.
+        self.wait(self.start_copy(memory.rows_RW, one, memory.rows_RW, one))
 
     # ------------------------------------------------------------ pools of other processes
 
@@ -105,7 +107,9 @@ class CudaCopier:
         base = int(self._call(self._driver.cuIpcOpenMemHandle, handle, flags))
         address = base + theirs.offset
         rows_RW = torch.as_tensor(RawPointer(address, rows, words))
-        if rows_RW.data_ptr() != address:  # a copy of it, which nobody would ever see
+        if (
+            rows_RW.data_ptr() != address
+        ):  # torch copied it, and the other process would not see writes
             raise TransportError("torch does not take another process's memory as its own")
         self._opened[address] = base
         return rows_RW
@@ -116,11 +120,12 @@ class CudaCopier:
         self._call(self._driver.cuIpcCloseMemHandle, base)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The values of a driver call. Raises TransportError."""
+        """The values of a driver call. Raises TransportError if it failed."""
         result = function(*arguments)
         if int(result[0]):
             raise TransportError(
-                f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's memory, or it is gone"
+                f"{function.__name__}: {result[0]!s}: these two GPUs can't reach each other's "
+                "memory, or the other process has ended"
             )
         return result[1] if len(result) == 2 else result[1:]
 
@@ -138,12 +143,12 @@ class CudaCopier:
         self._host_2N[0, :count] = torch.from_numpy(np.ascontiguousarray(sources))
         self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
         with torch.cuda.stream(self._stream):
-            started = self._mark()
+            started = self._record_event()
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
-            piece_NW = self._piece_NW[:count]
+            piece_NW = self._staging_NW[:count]
             torch.index_select(source_RW, 0, self._rows_2N[0, :count], out=piece_NW)
             target_RW.index_copy_(0, self._rows_2N[1, :count], piece_NW)
-            return started, self._mark()
+            return started, self._record_event()
 
     def wait(self, ticket: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
         ticket[1].synchronize()
@@ -154,10 +159,10 @@ class CudaCopier:
             self._host_2N[0, : len(sources)] = torch.from_numpy(np.ascontiguousarray(sources))
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
             torch.index_select(
-                source_RW, 0, self._rows_2N[0, : len(sources)], out=self._piece_NW[: len(sources)]
+                source_RW, 0, self._rows_2N[0, : len(sources)], out=self._staging_NW[: len(sources)]
             )
-            host_NW.copy_(self._piece_NW[: len(sources)], non_blocking=True)
-            self._mark().synchronize()
+            host_NW.copy_(self._staging_NW[: len(sources)], non_blocking=True)
+            self._record_event().synchronize()
         return host_NW.numpy()
 
     def write_rows(
@@ -168,11 +173,11 @@ class CudaCopier:
             self._host_NW[:count] = torch.from_numpy(content_NW)
             self._host_2N[1, :count] = torch.from_numpy(np.ascontiguousarray(targets))
             self._rows_2N.copy_(self._host_2N, non_blocking=True)
-            self._piece_NW[:count].copy_(self._host_NW[:count], non_blocking=True)
-            target_RW.index_copy_(0, self._rows_2N[1, :count], self._piece_NW[:count])
-            self._mark().synchronize()
+            self._staging_NW[:count].copy_(self._host_NW[:count], non_blocking=True)
+            target_RW.index_copy_(0, self._rows_2N[1, :count], self._staging_NW[:count])
+            self._record_event().synchronize()
 
-    def _mark(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(self._stream)
         return event

@@ -1,10 +1,12 @@
-"""Sampling of a pass on the device, without a look at it.
+"""Sampling of a pass on the device.
 
-Owns: the way from the host's sampling settings to the sampler's tensors on the device, and from log-probabilities on the device to
-TokenLogprobs. Promises: launching never waits; what must be read on the host is a `SamplingDownload`, read when the step's event has come.
-Must not: launch the model (but for the LM head over a prompt whose log-probabilities are asked for).
+Owns: the sampler's device tensors from the host's settings, and TokenLogprobs from the device.
+Promises: launching never waits. Results for the host are a LogprobsDownload, to be read when the
+step's event has completed.
+Must not: run the model, except the LM head for prompt log-probabilities.
 
-Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
+Shapes: B sampled rows, R of them with log-probabilities, V vocabulary, T tokens of the pass, D
+hidden, S segments.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.device_tables import ADJUSTED, DeviceTables
+from counterpoint.device.cuda.device_tables import PROCESSOR_STAGES, DeviceTables
 from counterpoint.device.cuda.driver import Driver
 from counterpoint.device.sampling_tables import SamplingStage, SamplingTables, tensor_column
 from counterpoint.device.slot_tables import PassRows
@@ -34,69 +36,70 @@ from counterpoint.model.sample import (
 )
 from counterpoint.types import TokenLogprobs
 
-BLOCK = 512  # rows of a prompt's logits at a time
-MOST_TOP = 20  # alternatives that a captured step has of each token
+PROMPT_BLOCK_ROWS = 512  # rows of a prompt's logits computed at once
+MAX_TOP_LOGPROBS = 20  # alternatives per token that a graph computes
 
 
 class SamplingMode(enum.Flag):
-    """How the rows of a decode step are sampled: no more than any of them asks for. Nothing of it is the best logit of each. ANY is
-    outside the graph."""
+    """What the rows of a decode step need at most. GREEDY: argmax. EAGER: sampled outside the
+    graph."""
 
     GREEDY = 0
-    DRAWN = enum.auto()
+    RANDOM = enum.auto()
     FILTERED = enum.auto()  # top-k, top-p
-    ADJUSTED = enum.auto()  # penalties, bias, min_tokens
-    LOGPROBS = enum.auto()  # and at most MOST_TOP alternatives
-    ANY = enum.auto()
+    PROCESSED = enum.auto()  # penalties, bias, min_tokens
+    LOGPROBS = enum.auto()  # and at most MAX_TOP_LOGPROBS alternatives
+    EAGER = enum.auto()
 
 
-IN_GRAPH = (
+GRAPH_STAGES = (
     SamplingStage.DRAW
     | SamplingStage.MIN_P
     | SamplingStage.TOP_K
     | SamplingStage.TOP_P
-    | ADJUSTED
+    | PROCESSOR_STAGES
     | SamplingStage.LOGPROBS
     | SamplingStage.PROMPT_LOGPROBS
 )
 
 
-@functools.cache  # it is asked for every step, and flags are slow
-def tail_for(stages: int) -> SamplingMode:
-    """`stages`: what any of the rows asks for, as settings.Stage."""
-    if stages & ~int(IN_GRAPH):  # also what this device has never heard of
-        return SamplingMode.ANY
-    tail = SamplingMode.GREEDY
+@functools.cache  # called for every step, and flags are slow
+def sampling_mode_for(stages: int) -> SamplingMode:
+    """`stages`: the union of the rows' SamplingStage flags."""
+    if stages & ~int(GRAPH_STAGES):  # includes unknown stages
+        return SamplingMode.EAGER
+    mode = SamplingMode.GREEDY
     if stages & SamplingStage.DRAW:
-        tail |= SamplingMode.DRAWN | (
+        mode |= SamplingMode.RANDOM | (
             SamplingMode.FILTERED
             if stages & (SamplingStage.TOP_K | SamplingStage.TOP_P)
             else SamplingMode.GREEDY
         )
-    if stages & ADJUSTED:
-        tail |= SamplingMode.ADJUSTED
-    return tail | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else tail
+    if stages & PROCESSOR_STAGES:
+        mode |= SamplingMode.PROCESSED
+    return mode | SamplingMode.LOGPROBS if stages & SamplingStage.LOGPROBS else mode
 
 
 def sample_in_graph(
-    logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, tail: SamplingMode
+    logits_BV: Tensor, slot_B: Tensor, end_B: Tensor, tables: DeviceTables, mode: SamplingMode
 ) -> Tensor:
-    """Ids by the settings that the device has of each slot, counted where counts are kept; capturable. Not for Tail.ANY."""
+    """Ids by the device's settings of each slot. Also counts tokens for penalties. Capturable. Not
+    for SamplingMode.EAGER."""
     logits_BV = logits_BV[:, : tables.sampling.vocab]
-    if not tail & (SamplingMode.DRAWN | SamplingMode.ADJUSTED):
+    if not mode & (SamplingMode.RANDOM | SamplingMode.PROCESSED):
         return sample(logits_BV, SamplerInputs())
     temperature_B, top_p_B, min_p_B, *penalties = tables.floats[slot_B].unbind(1)
     top_k_B, seed_B, prompt_tokens_B, min_tokens_B = tables.integers[slot_B].unbind(1)
     made_B = end_B - prompt_tokens_B
     finite_B = logits_BV.sum(1).isfinite()
-    if tail & SamplingMode.ADJUSTED:
+    if mode & SamplingMode.PROCESSED:
         repetition_B, presence_B, frequency_B = penalties
         settings = (repetition_B, presence_B, frequency_B, min_tokens_B)
-        logits_BV = tables.adjustments.adjust(logits_BV, slot_B, made_B, settings)
+        logits_BV = tables.logits_processors.apply(logits_BV, slot_B, made_B, settings)
     ids_B = logits_BV.argmax(1)
-    if tail & SamplingMode.DRAWN:
+    if mode & SamplingMode.RANDOM:
         filters = None
-        if tail & SamplingMode.FILTERED:
+        if mode & SamplingMode.FILTERED:
             every_B = torch.arange(slot_B.shape[0], device=slot_B.device)
             filters = Filters(every_B, top_k_B, top_p_B, floor=tables.filter_floor)
         draws_B = temperature_B > 0
@@ -105,19 +108,19 @@ def sample_in_graph(
         )
         ids_B = torch.where(draws_B, draw_tokens(logits_BV, draw), ids_B)
     ids_B = torch.where(finite_B, ids_B, -1)
-    if tail & SamplingMode.ADJUSTED:
-        tables.adjustments.count(slot_B, ids_B)
+    if mode & SamplingMode.PROCESSED:
+        tables.logits_processors.count_tokens(slot_B, ids_B)
     return ids_B
 
 
-def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
-    """Ids by all that the host knows of each slot."""
+def sample_eagerly(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tensor:
+    """Ids by all settings that the host has of each slot."""
     settings = tables.sampling
     if not len(rows.slot_B) or not settings.stages(rows.slot_B) & ~(
         SamplingStage.LOGPROBS | SamplingStage.PROMPT_LOGPROBS
     ):
         return sample(logits_BV, SamplerInputs(), settings.vocab)
-    # The settings index the token table on the host; the device's is put in its place.
+    # The settings index a token table on the host; below, the device's replaces it.
     placeholder = torch.zeros(1, 1, dtype=torch.int64).expand(
         settings.rows.shape[0], int(rows.end_B.max())
     )
@@ -127,7 +130,7 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
         slot_R = rows.slot_B if penalties.rows_R is None else rows.slot_B[penalties.rows_R]
         length = penalties.tokens_RL.shape[1]
         penalties = dataclasses.replace(penalties, tokens_RL=penalties.tokens_RL[:, :0])
-        penalties = on_device(penalties, tables.driver)
+        penalties = upload_tensors(penalties, tables.driver)
         tokens_RL = tables.tokens[:, :length][tables.driver.upload(slot_R.numpy())].long()
         penalties = dataclasses.replace(penalties, tokens_RL=tokens_RL)
     if draw is not None and draw.filters is not None:
@@ -135,20 +138,21 @@ def sample_any(logits_BV: Tensor, rows: PassRows, tables: DeviceTables) -> Tenso
             draw, filters=dataclasses.replace(draw.filters, width=0, floor=tables.filter_floor)
         )
     added, masks, draw = (
-        on_device(part, tables.driver) for part in (choice.logit_bias, choice.masks, draw)
+        upload_tensors(part, tables.driver) for part in (choice.logit_bias, choice.masks, draw)
     )
     return sample(logits_BV, SamplerInputs(penalties, added, masks, draw), settings.vocab)
 
 
-def on_device(value: Any, driver: Driver) -> Any:
-    """The same record, its tensors on the device."""
+def upload_tensors(value: Any, driver: Driver) -> Any:
+    """The same record with its tensors on the device."""
     if isinstance(value, Tensor):
         return driver.upload(value.numpy())
     if isinstance(value, tuple):
-        return tuple(on_device(each, driver) for each in value)
+        return tuple(upload_tensors(each, driver) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: on_device(getattr(value, f.name), driver) for f in dataclasses.fields(value)
+            f.name: upload_tensors(getattr(value, f.name), driver)
+            for f in dataclasses.fields(value)
         }
         return dataclasses.replace(value, **fields)
     return value
@@ -158,21 +162,23 @@ def on_device(value: Any, driver: Driver) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDownload:
-    """Log-probabilities on their way to the host: of R tokens their own, and the `top_R` best alternatives of each. `row` is where
-    they belong: for sampled rows, of each token its row (sampled); for a prompt, the segment of all of them. `spread`: the tensors
-    have all rows of the step, and those of `row` are meant."""
+class LogprobsDownload:
+    """Log-probabilities on their way to the host, of R tokens, with the `top_R` best alternatives
+    of each. `rows`: for sampled tokens, the row of each; for a prompt, the segment of all.
+    `whole_step`: the tensors hold all rows of the step, and only `rows` are wanted."""
 
     own_R: Tensor
     ids_RN: Tensor
     values_RN: Tensor
     top_R: tuple[int, ...]
-    row: tuple[int, ...]
-    spread: bool = False
+    rows: tuple[int, ...]
+    whole_step: bool = False
 
-    def told(self) -> list[TokenLogprobs]:
+    def read(self) -> list[TokenLogprobs]:
         tensors = (self.own_R, self.ids_RN, self.values_RN)
-        own_R, ids_RN, values_RN = (x[list(self.row)] for x in tensors) if self.spread else tensors
+        own_R, ids_RN, values_RN = (
+            (x[list(self.rows)] for x in tensors) if self.whole_step else tensors
+        )
         lists = (own_R.tolist(), ids_RN.tolist(), values_RN.tolist(), self.top_R)
         return [
             TokenLogprobs(own, tuple(ids[:top]), tuple(values[:top]))
@@ -180,10 +186,10 @@ class SamplingDownload:
         ]
 
 
-def download_chosen(
+def download_logprobs(
     logits_BV: Tensor, ids_B: Tensor, rows: PassRows, settings: SamplingTables, driver: Driver
-) -> SamplingDownload | None:
-    """Log-probabilities of the sampled ids of the rows that ask."""
+) -> LogprobsDownload | None:
+    """Log-probabilities of the sampled ids, for rows that ask for them."""
     if not settings.stages(rows.slot_B) & SamplingStage.LOGPROBS:
         return None
     rows_R = settings.rows_with(rows.slot_B, SamplingStage.LOGPROBS)
@@ -192,30 +198,30 @@ def download_chosen(
     own_R, ids_RN, values_RN = map(
         driver.download, logprobs(logits_BV[at_R], ids_B[at_R], max(top_R), settings.vocab)
     )
-    return SamplingDownload(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
+    return LogprobsDownload(own_R, ids_RN, values_RN, tuple(top_R), tuple(rows_R.tolist()))
 
 
-def spread_chosen(
+def select_logprobs(
     chosen: tuple[Tensor, Tensor, Tensor], slot_B: np.ndarray, settings: SamplingTables
-) -> SamplingDownload:
-    """The same from a captured step, whose buffers on the host have all rows: of those that ask."""
+) -> LogprobsDownload:
+    """The same from a graph's host buffers, which hold all rows."""
     rows = settings.rows[slot_B]
     (asking,) = np.nonzero(rows["stages"] & SamplingStage.LOGPROBS)
-    return SamplingDownload(
-        *chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), spread=True
+    return LogprobsDownload(
+        *chosen, tuple(rows["logprobs"][asking].tolist()), tuple(asking.tolist()), whole_step=True
     )
 
 
-def asks_for_prompts(tables: DeviceTables, rows: PassRows) -> bool:
-    """Whether a segment wants log-probabilities of its prompt: then the hidden states of all rows are needed."""
+def wants_prompt_logprobs(tables: DeviceTables, rows: PassRows) -> bool:
+    """Whether a segment asks for prompt log-probabilities, which need all rows' hidden states."""
     return bool(tables.sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS)
 
 
-def download_prompts(
+def download_prompt_logprobs(
     decoder: Decoder, tables: DeviceTables, rows: PassRows, x_TD: Tensor
-) -> list[SamplingDownload]:
-    """Per segment that asks, and block of it: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt
-    goes. `x_TD` are the hidden states behind the last layer."""
+) -> list[LogprobsDownload]:
+    """Per asking segment and block: log-probabilities of the prompt tokens at positions start + 1
+    to start + tokens, up to the prompt's end. `x_TD`: hidden states after the last layer."""
     settings, driver = tables.sampling, tables.driver
     downloads = []
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
@@ -233,38 +239,38 @@ def download_prompts(
             int(rows.start_S[segment]),
             int(first_S[segment]),
         )
-        for at in range(start, last, BLOCK):
-            end = min(at + BLOCK, last)
+        for at in range(start, last, PROMPT_BLOCK_ROWS):
+            end = min(at + PROMPT_BLOCK_ROWS, last)
             hidden_RD = x_TD[first + at - start : first + end - start]
             logits_RV, ids_R = decoder.head(hidden_RD), tables.tokens[slot, at + 1 : end + 1].long()
             own_R, ids_RN, values_RN = map(
                 driver.download, logprobs(logits_RV, ids_R, top, settings.vocab)
             )
             downloads.append(
-                SamplingDownload(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,))
+                LogprobsDownload(own_R, ids_RN, values_RN, (top,) * (end - at), (segment,))
             )
     return downloads
 
 
 def read_chosen(
-    download: SamplingDownload | None, ids_B: np.ndarray
+    download: LogprobsDownload | None, ids_B: np.ndarray
 ) -> tuple[TokenLogprobs | None, ...]:
-    """One entry per sampled row, as StepDone has them."""
+    """One entry per sampled row, as in StepDone."""
     if download is None:
         return ()
     result: list[TokenLogprobs | None] = [None] * len(ids_B)
-    for row, one in zip(download.row, download.told(), strict=True):
+    for row, one in zip(download.rows, download.read(), strict=True):
         result[row] = one if ids_B[row] >= 0 else None
     return tuple(result)
 
 
 def read_prompts(
-    downloads: list[SamplingDownload], segments: int
+    downloads: list[LogprobsDownload], segments: int
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """One entry per segment, as StepDone has them."""
+    """One entry per segment, as in StepDone."""
     if not downloads:
         return ()
     result: list[tuple[TokenLogprobs, ...] | None] = [None] * segments
     for download in downloads:
-        result[download.row[0]] = (result[download.row[0]] or ()) + tuple(download.told())
+        result[download.rows[0]] = (result[download.rows[0]] or ()) + tuple(download.read())
     return tuple(result)

@@ -1,9 +1,10 @@
-"""Places: where on the device a step may run.
+"""StreamPartitions: the streams on which a step may run.
 
-Owns: the choice of a stream for a lane's role and units. Promises: a stream serves one role only, so that all work on it belongs to
-one lane and follows in order (which is what makes memory that torch frees on a stream safe to use again); what a step is given is
-never more units than it was granted, if there is such a split.
-Must not: create a partition (green.py does).
+Owns: the choice of a stream by a lane's role and units.
+Promises: a stream serves one role. So all its work belongs to one lane and runs in order, and
+memory that torch frees on it is safe to reuse. A step gets no more units than granted, if such a
+split exists.
+Must not: create a partition (green_contexts.py does).
 """
 
 from __future__ import annotations
@@ -19,40 +20,42 @@ from counterpoint.types import Role
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamPartition:
-    """A stream on `units` SMs, with its own decode attention kernel (whose workspace no other stream may touch) and the prefill
-    planner of its role (whose workspace belongs to the role's lane). `ops`: the record of its captured decode steps."""
+    """A stream on `units` SMs.
+
+    `decode_kernel` is its own, since no other stream may use its workspace. `prefill_planner` is
+    shared by the partitions of a role, so its workspace belongs to that role's lane. `decode_ops`:
+    the Ops of its captured decode steps.
+    """
 
     name: str
     stream: Any
     units: int
-    decode: DecodeKernel
-    planner: AttentionPlanner
-    ops: Ops
+    decode_kernel: DecodeKernel
+    prefill_planner: AttentionPlanner
+    decode_ops: Ops
 
 
 class StreamPartitions:
-    """`decode` and `prefill`: places by units, the whole device among them."""
+    """`decode` and `prefill`: partitions by units, the whole device among them."""
 
     def __init__(
         self, decode: Mapping[int, StreamPartition], prefill: Mapping[int, StreamPartition]
     ) -> None:
         if not decode or not prefill:
-            raise ValueError(
-                "there must be a decode place and a prefill place: the whole device, at least"
-            )
+            raise ValueError("each role needs at least one partition: the whole device")
         self._decode = dict(sorted(decode.items()))
         self._prefill = dict(sorted(prefill.items()))
 
     def choose(self, role: Role, units: int) -> StreamPartition:
-        """The largest place of the role with at most `units` units; the smallest there is if none is so small."""
-        places = self._decode if role is Role.DECODE else self._prefill
-        fitting = [size for size in places if size <= units]
-        return places[fitting[-1] if fitting else min(places)]
+        """The role's largest partition with at most `units` units, else its smallest."""
+        partitions = self._decode if role is Role.DECODE else self._prefill
+        fitting = [size for size in partitions if size <= units]
+        return partitions[fitting[-1] if fitting else min(partitions)]
 
-    def of(self, role: Role) -> list[StreamPartition]:
-        """All places of a role, the whole device first."""
-        places = self._decode if role is Role.DECODE else self._prefill
-        return [places[units] for units in reversed(places)]
+    def for_role(self, role: Role) -> list[StreamPartition]:
+        """All partitions of a role, the whole device first."""
+        partitions = self._decode if role is Role.DECODE else self._prefill
+        return [partitions[units] for units in reversed(partitions)]
 
 
 def make_stream_partitions(
@@ -62,8 +65,9 @@ def make_stream_partitions(
     kernels: Callable[[int], tuple[DecodeKernel, Ops]],
     planners: tuple[AttentionPlanner, AttentionPlanner],
 ) -> StreamPartitions:
-    """`full`: streams over the whole device; `partitions`: a Partitions (green.py), or None where the device is not split;
-    `kernels` makes the decode kernel and the record of decode steps for so many units. Pairs are (prefill, decode)."""
+    """`full_streams`: two streams over the whole device, for prefill and decode. `partitions`:
+    Partitions, or None for an undivided device. `make_kernels` returns the decode kernel and the
+    decode Ops for a number of units. `planners`: for prefill and decode."""
     sides: tuple[dict[int, StreamPartition], dict[int, StreamPartition]] = ({}, {})
     wanted = [(0, "prefill", full[0], total_units), (1, "decode", full[1], total_units)]
     if partitions is not None and partitions.isolated:

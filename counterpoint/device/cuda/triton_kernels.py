@@ -1,18 +1,20 @@
-"""The small operations of a decoder, fused, in Triton.
+"""A decoder's small operations, fused, in Triton.
 
-Owns: kernels that read and write each element once: norms, SiLU, RoPE with the write to the KV pool, and decode attention for
-shapes that no faster kernel takes. Promises: arithmetic in float32, rounded once; `add_rms_norm` equals an add and then
-`rms_norm` bit for bit; no host synchronisation, so all of it can be captured in a graph.
-Must not: be imported where Triton is not (ops does it, and only when a GPU is asked for).
+Owns: norms, SiLU, RoPE with the write to the KV pool, the gather of a context, and decode attention
+for shapes that no faster kernel supports.
+Promises: each element is read and written once; arithmetic is float32, rounded once. `add_rms_norm`
+equals an add and then `rms_norm`, bit for bit. No host synchronisation, so all can be captured.
+Must not: be imported without Triton (ops.py imports it only for a GPU).
 
-Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, B sequences,
-P pages, C parts of a sequence. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike;
-its elements may be e4m3, under a scale of 1.
- Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv:1805.02867.
+Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E =
+(H + 2 * K) * A, B sequences, P pages, C parts of a sequence. A pool is [pages, page tokens, K, A]
+with any strides of the first three axes, the same for K and V; elements may be e4m3, of scale 1.
+Split-KV decode attention: Flash-Decoding (Dao et al. 2023), softmax as in arXiv:1805.02867.
 """
 
 # Pyright does not know Triton's builtins inside kernels.
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -42,9 +44,8 @@ def add_rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, size, eps, BLOCK: tl.const
     x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = (x + delta).to(
-        x_ptr.dtype.element_ty
-    )  # first rounded, then normed: as if they were two kernels
+    # First rounded, then normed, as if by two kernels.
+    rounded = (x + delta).to(x_ptr.dtype.element_ty)
     total = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / size + eps)
     tl.store(x_ptr + row + at, rounded, mask=inside)
@@ -143,9 +144,10 @@ def turn_heads(
 
 @triton.jit
 def rope_and_append_kernel(
-    x_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, q_ptr, k_ptr, v_ptr, row_ptr, heads, kv_heads, eps,
-    page_tokens, page_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, q_ptr, k_ptr, v_ptr, row_ptr,
+    heads, kv_heads, eps, page_tokens, page_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
@@ -210,17 +212,20 @@ def rope_and_append(
     half = head_dim // 2
     if rows:
         rope_and_append_kernel[(rows,)](
-            x_TE, cos, sin, cos if query_norm_A is None else query_norm_A, cos if key_norm_A is None else key_norm_A,
-            q_THA, k_pages, v_pages, kv_rows_T, heads, kv_heads, eps, k_pages.shape[1], *k_pages.stride()[:3],
+            x_TE, cos, sin, cos if query_norm_A is None else query_norm_A,
+            cos if key_norm_A is None else key_norm_A, q_THA, k_pages, v_pages, kv_rows_T,
+            heads, kv_heads, eps, k_pages.shape[1], *k_pages.stride()[:3],
             HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(kv_heads),
-            HALF=half, HALF_PAD=triton.next_power_of_2(half), NORM=query_norm_A is not None, num_warps=4,
+            HALF=half, HALF_PAD=triton.next_power_of_2(half), NORM=query_norm_A is not None,
+            num_warps=4,
         )  # fmt: skip
     return q_THA
 
 
 @triton.jit
 def gather_kernel(
-    k_ptr, v_ptr, row_ptr, k_out_ptr, v_out_ptr, page_tokens, page_stride, token_stride, head_stride,
+    k_ptr, v_ptr, row_ptr, k_out_ptr, v_out_ptr,
+    page_tokens, page_stride, token_stride, head_stride,
     KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -250,7 +255,8 @@ def gather_kernel(
 def gather_context(
     k_pages: Tensor, v_pages: Tensor, rows_L: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The given rows of the pool (page * page tokens + offset) in one piece each, [L, K, A], in `dtype` (None: the pool's)."""
+    """These pool rows (page * page tokens + offset), contiguous: [L, K, A] of K and of V, in
+    `dtype` (None: the pool's)."""
     page_tokens, kv_heads, head_dim = k_pages.shape[1:]
     k_LKA, v_LKA = (
         k_pages.new_empty(rows_L.shape[0], kv_heads, head_dim, dtype=dtype or k_pages.dtype)
@@ -271,10 +277,11 @@ def gather_context(
 @triton.jit
 def decode_part_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, out_ptr, top_ptr, sum_ptr,
-    scale, heads, kv_heads, parts, page_tokens, table_stride, page_stride, token_stride, head_stride,
+    scale, heads, kv_heads, parts, page_tokens,
+    table_stride, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence, for the query heads of one KV head. Writes softmax numerators and their sums."""
+    """One part of a sequence, for one KV head's queries. Writes softmax numerators and sums."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -353,8 +360,9 @@ def decode_attention(
     units: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Softmax(q K^T / sqrt(A)) V over positions [0, length), every length 1 or more; [B, H * A]. `units`: SMs to fill. How a
-    sequence is cut is settled here, where its parts end on the device: so a captured launch stays right as lengths grow."""
+    """Softmax(q K^T / sqrt(A)) V over positions [0, length), every length at least 1; [B, H * A].
+    `units`: SMs to fill. The host fixes the number of parts, the device where each ends, so a
+    captured launch stays valid as lengths grow."""
     page_tokens, kv_heads, head_dim = k_pages.shape[1:]
     rows, heads = q_BHA.shape[:2]
     parts = max(1, min(64, 4 * units // max(1, rows * kv_heads)))
@@ -365,8 +373,10 @@ def decode_attention(
         size_pad = max(16, triton.next_power_of_2(head_dim))
         decode_part_kernel[(rows, kv_heads, parts)](
             q_BHA, k_pages, v_pages, table_BP, length_B, pieces, tops, sums,
-            head_dim**-0.5, heads, kv_heads, parts, page_tokens, table_BP.stride(0), *k_pages.stride()[:3],
-            GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), SIZE=head_dim, SIZE_PAD=size_pad, BLOCK=64, num_warps=4,
+            head_dim**-0.5, heads, kv_heads, parts, page_tokens,
+            table_BP.stride(0), *k_pages.stride()[:3],
+            GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
+            SIZE=head_dim, SIZE_PAD=size_pad, BLOCK=64, num_warps=4,
         )  # fmt: skip
         decode_merge_kernel[(rows * heads,)](
             pieces,

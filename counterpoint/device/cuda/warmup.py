@@ -1,12 +1,15 @@
-"""The rehearsal: passes that run before the first request, for what CUDA makes when it is first needed.
+"""Warmup: passes run before the first request, for what CUDA creates on first use.
 
-Owns: which passes these are. Promises: afterwards the kernels of greedy passes of any size are loaded, and every place has had the
-memory of the largest; only the spare page is written, and no row stays open. Other ways of sampling are tried with one row, and
-log-probabilities of prompts not at every length: for these something may still have to be made. Must not: measure.
+Owns: the list of warmup passes.
+Promises: afterwards, the kernels of greedy passes of any size are loaded, and every stream has the
+memory of the largest pass. Only the padding page is written, and no slot stays open.
+Must not: measure. Other sampling settings run with one row only, and prompt log-probabilities not
+at every length, so a first such request may still load something.
 
-A kernel is loaded when it is first launched, and memory is got from the driver when there is none left. Both wait until the device
-has nothing to do (CUDA C++ Programming Guide: Lazy Loading, Implicit Synchronization), so in the midst of serving such a launch
-takes as long as the step that runs, and no answer gets on meanwhile: 80 to 330 ms beside steps of 80 ms on an H200.
+CUDA loads a kernel at its first launch, and gets memory from the driver when its pool is empty.
+Both wait until the device is idle (CUDA C++ Programming Guide: Lazy Loading, Implicit
+Synchronization). While serving, such a launch takes as long as the running step and stalls every
+request: 80 to 330 ms beside steps of 80 ms on an H200.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from counterpoint.device.cuda.attention import MOST_GATHERED
+from counterpoint.device.cuda.attention import MAX_GATHERED_TOKENS
 from counterpoint.device.cuda.executor import CudaExecutor
 from counterpoint.device.cuda.piecewise_graphs import next_larger
 from counterpoint.device.cuda.stream_partitions import StreamPartition
@@ -37,46 +40,55 @@ from counterpoint.types import (
 log = logging.getLogger(__name__)
 
 LANES = (Lane(0, Role.DECODE), Lane(1, Role.PREFILL))
-IN_FLIGHT = 4  # passes on their way at once: each needs a plan and pinned memory of its own
-FEW = 2  # tokens of a prompt: one alone is a decode's row
-SHORT = 512  # tokens of the prompts of a large pass, where its rows are what matters
-EVERYTHING = Sampling(
-    max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias=((0, -1.0),), logprobs=2,
+MAX_IN_FLIGHT = 4  # passes at once: each needs an attention plan and pinned memory
+SHORT_PROMPT_TOKENS = 2  # a prompt of one token would be a decode row
+PROMPT_TOKENS = 512  # of each prompt in a large pass, where only the row count matters
+ALL_SAMPLING = Sampling(
+    max_tokens=1,
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.1,
+    logit_bias=((0, -1.0),),
+    logprobs=2,
     prompt_logprobs=2,
-)  # fmt: skip
+)
 
 
 def warm_up(
-    make: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
-    places: Sequence[tuple[Role, StreamPartition]],
-    tokens: int,
+    make_executor: Callable[[Sequence[Lane], WallClockEventQueue], CudaExecutor],
+    partitions: Sequence[tuple[Role, StreamPartition]],
+    max_tokens: int,
 ) -> str:
-    """Play all passes in these places; `tokens`: of the largest. What was played, as a note."""
+    """Run all warmup passes on these partitions; `max_tokens`: of the largest pass. Returns a note
+    for the log."""
     began_s, inbox = time.perf_counter(), WallClockEventQueue()
-    executor = make(LANES, inbox)
-    player = WarmupRunner(executor, inbox)
+    executor = make_executor(LANES, inbox)
+    runner = WarmupRunner(executor, inbox)
     try:
-        for role, place in places:
-            for segments, layers in passes(executor, tokens):
-                player.play(role, place, segments, layers)
-        player.wait(0)
-        player.play_sampled(*places[0])
+        for role, partition in partitions:
+            for segments, layers in warmup_passes(executor, max_tokens):
+                runner.submit(role, partition, segments, layers)
+        runner.wait_until_at_most(0)
+        runner.submit_sampled(*partitions[0])
     finally:
         executor.close()
-    return f"{player.played} passes rehearsed in {time.perf_counter() - began_s:.1f} s"
+    return f"{runner.num_passes} warmup passes in {time.perf_counter() - began_s:.1f} s"
 
 
-def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
-    """The segments of each pass, and how many layers of it are played. First the largest, so that the others find its memory; then
-    those launched operation by operation; then any number of sampled rows behind graphs; then the longest contexts."""
+def warmup_passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment], int]]:
+    """Segments of each pass, and how many layers to run. First the largest, so that later ones
+    reuse its memory; then eager passes; then every number of sampled rows after graphs; then the
+    longest contexts."""
     tables, layers = executor.tables, executor.decoder.spec.layers
     context = tables.tokens.shape[1] - 1
-    captured = max(executor.passes.sizes, default=0)
-    for rows in sizes_between(captured, tokens):
-        yield prompts(rows, context if rows == tokens else min(context, SHORT)), 1
+    captured = max(executor.piecewise_graphs.sizes, default=0)
+    for rows in eager_sizes(captured, tokens):
+        yield prompt_segments(rows, context if rows == tokens else min(context, PROMPT_TOKENS)), 1
     for bucket in tables.buckets:
-        decodes = min(bucket, tables.spare_slot, tokens) - 1
-        prompt = min(FEW, tokens - decodes, context)
+        decodes = min(bucket, tables.padding_slot, tokens) - 1
+        prompt = min(SHORT_PROMPT_TOKENS, tokens - decodes, context)
         yield (
             [
                 *(Segment(slot, 0, 1, True) for slot in range(decodes)),
@@ -84,11 +96,11 @@ def passes(executor: CudaExecutor, tokens: int) -> Iterator[tuple[list[Segment],
             ],
             layers,
         )
-    yield long_contexts(tokens, context), 1
+    yield long_context_segments(tokens, context), 1
 
 
-def sizes_between(captured: int, tokens: int) -> list[int]:
-    """Numbers of rows of passes that are no graphs, the largest first."""
+def eager_sizes(captured: int, tokens: int) -> list[int]:
+    """Padded row counts of passes that are not graphs, largest first."""
     sizes, rows = list[int](), captured + 1
     while rows <= tokens:
         sizes.append(min(next_larger(rows), tokens))
@@ -96,63 +108,66 @@ def sizes_between(captured: int, tokens: int) -> list[int]:
     return sizes[::-1]
 
 
-def prompts(rows: int, context: int) -> list[Segment]:
-    """So many rows, as prompts as long as a context may be. A slot may have several: nobody reads what they compute."""
+def prompt_segments(rows: int, context: int) -> list[Segment]:
+    """`rows` rows, as prompts of up to `context` tokens. They may share a slot: nobody reads the
+    results."""
     return [Segment(0, 0, min(context, rows - at), False) for at in range(0, rows, context)]
 
 
-def long_contexts(tokens: int, context: int) -> list[Segment]:
-    """The ends of the longest prompts, as many as are gathered at once."""
-    few = min(FEW, tokens, context)
+def long_context_segments(tokens: int, context: int) -> list[Segment]:
+    """The last tokens of the longest prompts, as many prompts as are gathered at once."""
+    few = min(SHORT_PROMPT_TOKENS, tokens, context)
     return [Segment(0, context - few, few, False)] * max(
-        1, min(MOST_GATHERED // context, tokens // few)
+        1, min(MAX_GATHERED_TOKENS // context, tokens // few)
     )
 
 
 class WarmupRunner:
-    """Steps by hand, some at once. A step that fails is logged: what it was to make ready is made when it is needed."""
+    """Submits steps, several in flight. A failed step is only logged: serving then creates what it
+    needs."""
 
     def __init__(self, executor: CudaExecutor, inbox: WallClockEventQueue) -> None:
         self.executor = executor
         self.inbox = inbox
-        self.played = 0
-        self._serial = itertools.count(1)
-        self._running: dict[int, bool] = {}  # by step: whether its pass is left unfinished
+        self.num_passes = 0
+        self._step_ids = itertools.count(1)
+        self._running: dict[int, bool] = {}  # by step: its pass is unfinished
 
-    def play(
-        self, role: Role, place: StreamPartition, segments: Sequence[Segment], layers: int
+    def submit(
+        self, role: Role, partition: StreamPartition, segments: Sequence[Segment], layers: int
     ) -> None:
-        """Submit the first `layers` layers of a pass, once few enough others are on their way."""
-        self.wait(IN_FLIGHT - 1)
+        """Submit the first `layers` layers of a pass, once at most MAX_IN_FLIGHT - 1 others are in
+        flight."""
+        self.wait_until_at_most(MAX_IN_FLIGHT - 1)
         lane = next(lane.id for lane in LANES if lane.role is role)
-        number = next(self._serial)
+        number = next(self._step_ids)
         self._running[number] = layers < self.executor.decoder.spec.layers
         work = BatchShape(prefill_tokens=sum(segment.tokens for segment in segments))
         self.executor.submit(
-            Step(number, lane, number, 0, layers, place.units, tuple(segments), work)
+            Step(number, lane, number, 0, layers, partition.units, tuple(segments), work)
         )
-        self.played += 1
+        self.num_passes += 1
 
-    def play_sampled(self, role: Role, place: StreamPartition) -> None:
-        """A pass of which everything is asked that can be asked of a token."""
-        tokens = min(FEW, self.executor.tables.tokens.shape[1] - 1)
-        self.executor.submit(InitSlot(0, (0,) * tokens, tokens, (), EVERYTHING))
-        self.play(
+    def submit_sampled(self, role: Role, partition: StreamPartition) -> None:
+        """A pass with every sampling setting."""
+        tokens = min(SHORT_PROMPT_TOKENS, self.executor.tables.tokens.shape[1] - 1)
+        self.executor.submit(InitSlot(0, (0,) * tokens, tokens, (), ALL_SAMPLING))
+        self.submit(
             role,
-            place,
-            [Segment(0, 0, tokens, True, (self.executor.tables.spare_page,))],
+            partition,
+            [Segment(0, 0, tokens, True, (self.executor.tables.padding_page,))],
             self.executor.decoder.spec.layers,
         )
-        self.wait(0)
+        self.wait_until_at_most(0)
         self.executor.submit(FreeSlot(0))
 
-    def wait(self, few: int) -> None:
-        """Until no more than so many are on their way."""
+    def wait_until_at_most(self, few: int) -> None:
+        """Wait until at most `steps` steps are in flight."""
         while len(self._running) > few:
             got = self.inbox.get()
             for done in got[1] if got else ():
                 assert isinstance(done, StepDone)
                 if done.error:
-                    log.warning("a pass could not be rehearsed: %s", done.error)
+                    log.warning("a warmup pass failed: %s", done.error)
                 if self._running.pop(done.step):
                     self.executor.submit(DiscardPass(done.step))

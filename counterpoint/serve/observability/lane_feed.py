@@ -23,7 +23,7 @@ from counterpoint.serve.observability.pool_lanes import describe_workers, worker
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.worker.engine_client import EngineClient
 from counterpoint.serve.worker.pool import Pool
-from counterpoint.types import LaneStep
+from counterpoint.stats import LaneStep
 
 FRAME_S = 0.2
 SPLITS, GUARDS = 3, 3  # shown: the splits longest in force, the highest guards

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from counterpoint.serve.observability.rolling_stats import RollingStats
-from counterpoint.types import Stats
+from counterpoint.stats import Stats
 
 LONG_STEP_S = 10.0
 MOST_SPLITS = 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.types import PolicyReport, Stats
+from counterpoint.stats import PolicyReport, Stats
 
 GAUGES = ("waiting", "running", "pages_total", "pages_free", "pages_cached", "units_total")
 TIMES = ("split_s", "lane_s", "step_s")  # rows whose last column is seconds

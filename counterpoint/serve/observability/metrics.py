@@ -17,7 +17,8 @@ from counterpoint.serve.api.limits import AdmissionQueue
 from counterpoint.serve.observability.metric_specs import COUNTERS, DISTRIBUTIONS, GAUGES
 from counterpoint.serve.observability.pool_metrics import PoolMetrics
 from counterpoint.serve.worker.wire import EngineInfo
-from counterpoint.types import FinishReason, RequestTiming, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import FinishReason, RequestTiming
 
 
 class Metrics(Collector):

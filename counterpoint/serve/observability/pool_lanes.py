@@ -14,7 +14,7 @@ import msgspec
 from counterpoint.serve.observability.merge_stats import add_rows
 from counterpoint.serve.observability.pool_metrics import WorkerState
 from counterpoint.serve.worker.registry import RegisteredWorker, WorkerRegistry
-from counterpoint.types import LaneStep, Stats
+from counterpoint.stats import LaneStep, Stats
 
 LANES = 2  # of one worker, at most
 MAX_WORKERS = 1 << 10  # keeps the pass ids of several workers apart

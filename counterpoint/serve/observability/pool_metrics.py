@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from counterpoint.disagg.handoff_events import HandoffEnded, HandoffTimes
 from counterpoint.disagg.load_tracker import LoadTracker
 from counterpoint.serve.worker.wire import HandoffStats
-from counterpoint.types import Stats
+from counterpoint.stats import Stats
 
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 PREFIX = "counterpoint_"

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from counterpoint.serve.worker.wire import EngineOutputs
-from counterpoint.types import AddRequest, LaneStep, OutputDelta, Stats
+from counterpoint.stats import LaneStep, Stats
+from counterpoint.types import AddRequest, OutputDelta
 
 WINDOW_S = 60
 # Windows of the rates. A prompt counts in full when it is admitted, so its window is longer.

@@ -28,7 +28,8 @@ from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.serve.worker.engine_runner import EngineRunner, EngineSetup
 from counterpoint.serve.worker.streams import EngineLost, EngineStreams
-from counterpoint.types import Abort, AddRequest, Output, OutputDelta, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, Output, OutputDelta
 
 MAX_CONCURRENT = 512  # choices that are with the engine, where there are many
 Outputs = queue.SimpleQueue[OutputDelta | EngineLost]

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from counterpoint.core.life import RequestLifetime
+from counterpoint.core.request import RequestLifetime
 from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished
 from counterpoint.disagg.messages import SampledToken
 from counterpoint.disagg.pool_frontend import ToClient, ToWorker

@@ -22,7 +22,8 @@ from counterpoint.serve.worker.streams import (
 )
 from counterpoint.serve.worker.supervisor import EngineFailed
 from counterpoint.serve.worker.wire import EngineFailure, EngineInfo, EngineOutputs, WorkerReady
-from counterpoint.types import AddRequest, RequestTiming, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import AddRequest, RequestTiming
 
 SHUTTING_DOWN = "the server is shutting down"
 OnTiming = Callable[[RequestTiming], None]

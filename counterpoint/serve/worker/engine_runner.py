@@ -26,7 +26,8 @@ from counterpoint.device.timeline import Timeline, run
 from counterpoint.serve.structured_output.grammar import make_vocabulary
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 from counterpoint.serve.worker.wire import EngineInfo
-from counterpoint.types import Output, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Output
 
 if TYPE_CHECKING:
     from counterpoint.build import System, WorkerPlacement

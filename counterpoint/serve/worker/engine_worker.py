@@ -24,7 +24,8 @@ from counterpoint.serve.worker.wire import (
     WorkerOrder,
     WorkerReady,
 )
-from counterpoint.types import Abort, AddRequest, Output, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, Output
 
 
 class EngineWorker:

@@ -60,7 +60,8 @@ from counterpoint.serve.worker.wire import (
     WorkerReady,
 )
 from counterpoint.spec.source import ModelSource
-from counterpoint.types import AddRequest, FinishReason, OutputDelta, RequestTiming, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import AddRequest, FinishReason, OutputDelta, RequestTiming
 
 log = logging.getLogger("counterpoint")
 

@@ -43,7 +43,8 @@ from counterpoint.serve.worker.wire import (
     WorkerOrder,
     WorkerReady,
 )
-from counterpoint.types import AddRequest, Output, OutputDelta, Release, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import AddRequest, Output, OutputDelta, Release
 
 POLL_S = 0.1
 STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendState.RELEASED.value})

@@ -34,7 +34,8 @@ from counterpoint.serve.worker.wire import (
     WorkerLeaving,
     WorkerReady,
 )
-from counterpoint.types import Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Role
 
 log = logging.getLogger("counterpoint")
 

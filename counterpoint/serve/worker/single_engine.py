@@ -33,7 +33,8 @@ from counterpoint.serve.worker.streams import (
 )
 from counterpoint.serve.worker.supervisor import ProcessLauncher, WorkerPlan, WorkerSlot
 from counterpoint.serve.worker.wire import EngineFailure, EngineOutputs, EngineRequests, WorkerReady
-from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role
 
 FROZEN_S = 4.0
 LOST_S = 10.0

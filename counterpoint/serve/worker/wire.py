@@ -33,7 +33,8 @@ from counterpoint.disagg.peer_connection import (
     Refusal,
     WithProof,
 )
-from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import Abort, AddRequest, OutputDelta, RequestTiming, Role
 
 HEARTBEAT_S = 0.5  # between two heartbeats of a worker
 MAX_FRAME_BYTES = 64 << 20  # from a worker

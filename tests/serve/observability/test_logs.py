@@ -14,7 +14,7 @@ from serve_process import Running, poll
 
 from counterpoint.serve.observability.logs import JsonLines, has_activity, load_between
 from counterpoint.serve.observability.rolling_stats import RollingStats
-from counterpoint.types import LaneStep, Stats
+from counterpoint.stats import LaneStep, Stats
 
 Start = Callable[..., Running]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from counterpoint.serve.observability.merge_stats import merge, without_gauges
-from counterpoint.types import Stats
+from counterpoint.stats import Stats
 
 
 def test_counters_do_not_fall_when_a_worker_goes():

@@ -21,16 +21,8 @@ from counterpoint.serve.observability.pool_metrics import PoolMetrics, WorkerSta
 from counterpoint.serve.worker.wire import EngineInfo, HandoffStats
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
-from counterpoint.types import (
-    AddRequest,
-    DisaggRole,
-    FinishReason,
-    PolicyReport,
-    RequestTiming,
-    Role,
-    Sampling,
-    Stats,
-)
+from counterpoint.stats import PolicyReport, Stats
+from counterpoint.types import AddRequest, DisaggRole, FinishReason, RequestTiming, Role, Sampling
 
 RECORD = RequestTiming(
     id="a",

@@ -16,7 +16,7 @@ from counterpoint.serve.observability.pool_lanes import (
     lanes_of_worker,
     worker_lane_times,
 )
-from counterpoint.types import LaneStep, Stats
+from counterpoint.stats import LaneStep, Stats
 
 BODY = {
     "prompt": "what two workers do " * 3,

@@ -28,7 +28,8 @@ from counterpoint.serve.worker.registry import RegisteredWorker
 from counterpoint.serve.worker.wire import EngineInfo, EngineOutputs, KvEndpoint, WorkerReady
 from counterpoint.spec.presets import PRESETS
 from counterpoint.spec.source import ModelSource
-from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role, Stats
+from counterpoint.stats import Stats
+from counterpoint.types import DisaggRole, FinishReason, OutputDelta, Role
 
 SPEC, SOURCE, TEXT = (
     PRESETS["smollm2-135m"],

@@ -1,1 +1,2 @@
-"""Kernels for partitions of a few SMs: CUDA C++ built at first use, called through ctypes on torch's current stream."""
+"""CUDA C++ kernels for partitions of few SMs, built at first use, called through ctypes on torch's
+current stream."""

@@ -1,22 +1,25 @@
-// Decode attention over a paged KV cache, for a partition of a few SMs.
+// Decode attention over a paged KV cache, for a partition of few SMs.
 //
-// Owns: one kernel and its launcher. One query token per sequence; grouped-query heads, up to 8 query heads per KV head.
-// Promises: the work is divided on the device from `lengths`, so that a captured graph stays right when lengths change;
-// no block waits for another (safe in any partition); every row of `out` is written (zeros for length 0).
-// Must not: allocate, synchronise, or read pages that hold no token of a sequence.
+// Owns: one kernel and its launcher. One query token per sequence, up to 8 query heads per KV head.
+// Promises: the device divides the work by `lengths`, so a captured graph stays valid when lengths
+// change. No block waits for another, so it is safe in any partition. Every row of `out` is written
+// (zeros for length 0).
+// Must not: allocate, synchronise, or read pages without tokens of a sequence.
 //
-// How it goes. A row is one KV head of one sequence; a unit is UNIT tokens of a row. All units of the batch, in the order (sequence,
-// head, position), are cut into equal runs, one per warp ("stream-K", Osama et al. 2023): a partition of n SMs is balanced to
-// one unit, whatever the lengths.
-// A warp is its own pipeline: it keeps a ring of half units (K, V, K, ...) in flight into its part of shared memory, across the
-// borders of rows, and never waits for another warp.
-// Scores are computed transposed (tokens x queries), so that the 8 columns of mma.m16n8k16 hold the query group and every
-// byte of K and V crosses shared memory once. Softmax is the online one (Milakov and Gimelshein 2018), in float32, base 2.
-// Of a row shared by several warps each fragment leaves a partial result, and the last fragment to arrive merges them.
+// A row is one KV head of one sequence; a unit is UNIT tokens of a row. All units of the batch, in
+// the order (sequence, head, position), are cut into equal runs, one per warp ("stream-K", Osama et
+// al. 2023): so the load of n SMs differs by at most one unit, whatever the lengths.
+// Each warp is its own pipeline: it keeps a ring of half units (K, V, K, ...) in flight into its
+// part of shared memory, across rows, and never waits for another warp.
+// Scores are computed transposed (tokens x queries): the 8 columns of mma.m16n8k16 hold the query
+// group, and every byte of K and V crosses shared memory once. Softmax is online (Milakov and
+// Gimelshein 2018), in float32, base 2.
+// If several warps share a row, each of its fragments leaves a partial result, and the last fragment
+// to arrive merges them.
 //
-//
-// A cache of e4m3 (KV 1) is widened to float16 in registers, which holds all of it, and multiplied as such; queries and weights of the
-// softmax are float16 too. Its bytes come in pairs, so the order of a head's elements in a fragment differs: see `widen`.
+// An e4m3 cache (KV 1) is widened to float16 in registers, exactly, and multiplied as such; queries
+// and softmax weights are float16 too. Bytes come in pairs, so the order of a head's elements in a
+// fragment differs: see `widen`.
 //
 // Fragment legend (PTX ISA, mma.m16n8k16): lane = 4 g + t, g = 0..7, t = 0..3.
 
@@ -28,16 +31,16 @@
 
 namespace {
 
-#ifndef WARPS  // of a block, one block to an SM: 12 where it has 227 KiB of shared memory, 6 where it has about 100
+#ifndef WARPS  // per block, one block per SM: 12 with 227 KiB of shared memory, 6 with about 100
 #define WARPS 12
 #endif
 
 constexpr int TILE = 16;   // tokens of one mma; a page holds a multiple of it
 constexpr int TILES = 2;   // of a unit
 constexpr int UNIT = TILES * TILE;
-constexpr int GROUP = 8;   // most query heads per KV head
-constexpr int LEAST = 4;   // units of a run, in the mean: shorter ones cost more to merge than they save
-constexpr int FAN = 16;    // partial results that are merged at a time
+constexpr int GROUP = 8;   // maximum query heads per KV head
+constexpr int LEAST = 4;   // mean units of a run: shorter runs cost more to merge than they save
+constexpr int FAN = 16;    // partial results merged at a time
 
 struct Args {  // mirrored in attention.py
   const void* q;
@@ -53,9 +56,9 @@ struct Args {  // mirrored in attention.py
   int64_t page_stride, head_stride, token_stride;  // elements, of K and V alike
   int table_stride, seqs, kv_heads, group, page_tokens, pages;
   float scale_log2;  // softmax scale x log2(e), x the scale of K
-  float per_v_scale;  // 1 / the scale of V: sums of weights are in its units, so that what is divided by them comes out right
+  float per_v_scale;  // 1 / the scale of V, applied to the sums of weights that the output is divided by
   int head_dim, is_bf16, kv_fp8, sms;
-  int chained;  // start before the kernel ahead in the stream has ended (programmatic dependent launch)
+  int chained;  // start before the previous kernel of the stream has ended (programmatic dependent launch)
 };
 
 struct Spot {
@@ -131,7 +134,7 @@ __device__ __forceinline__ float over_tokens_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 16);
 }
 
-// ---- where work lies -------------------------------------------------------------------------------------------------
+// ---- division of work -------------------------------------------------------------------------------------------------
 
 // cum[s] is the number of units of one row in the sequences before s. Requires 0 <= x < heads * cum[seqs].
 __device__ __forceinline__ Spot locate(int x, const int* cum, int seqs, int heads) {
@@ -152,7 +155,7 @@ __device__ __forceinline__ int run_of(int x, int total, int runs) { return int((
 // A tile is [row bytes / 128][16 tokens][128 bytes], each 128-byte row's 16-byte chunks permuted by (chunk ^ (token & 7)), which frees
 // ldmatrix of bank conflicts. A half unit is the unit's tiles of K, or of V.
 
-// Half units in a warp's ring: 16 KiB at every size of a row. An even number, so that a slot holds K, or V, for good.
+// Half units in a warp's ring: 16 KiB for every row size. Even, so a slot always holds K or always V.
 constexpr __host__ __device__ int halves(int row_bytes) { return 512 / row_bytes; }
 
 template <int ELEMENT, int ROW_BYTES>  // bytes
@@ -161,7 +164,7 @@ struct Copier {
   const char *k, *v;
   uint32_t to;      // this lane's place in a tile, first copy
   uint32_t stride;  // bytes between tokens
-  uint64_t policy;  // the cache is read once: what others keep in the L2 (weights of norms, tables, code) should stay
+  uint64_t policy;  // the cache is read once and should not evict others' data from the L2
   __device__ Copier(const Args& p, int lane) {
     int row = lane / CHUNKS, chunk = lane % CHUNKS;
     stride = uint32_t(p.token_stride) * ELEMENT;
@@ -295,7 +298,7 @@ struct Fragment {
   int row, run, first, last;  // first and last: runs of the row's first and last fragment
 };
 
-// Count in the fragments that this warp has written, one in each of the first `count` lanes; merge the rows (and the groups of FAN
+// Register the fragments that this warp has written, one in each of the first `count` lanes; merge the rows (and the groups of FAN
 // fragments of a long row) that are complete with them.
 template <typename T, int D, int PIECES>
 __device__ __noinline__ void count_in(const Args& p, const Fragment mine, int count, int lane) {
@@ -359,7 +362,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
   constexpr int ELEMENT = FP8 ? 1 : 2, ROW_BYTES = D * ELEMENT, TILE_BYTES = TILE * ROW_BYTES, HALF_BYTES = TILES * TILE_BYTES;
   constexpr int HALVES = halves(ROW_BYTES), STEPS = D / 16;
   using Copy = Copier<ELEMENT, ROW_BYTES>;
-  using Wide = typename Select<FP8, __half, T>::type;  // what is multiplied
+  using Wide = typename Select<FP8, __half, T>::type;  // operand type
   extern __shared__ char raw[];
   const uint32_t base = (uint32_t(__cvta_generic_to_shared(raw)) + 127) & ~127u;
   int* const cum = reinterpret_cast<int*>(raw + (base - uint32_t(__cvta_generic_to_shared(raw))) + WARPS * HALVES * HALF_BYTES);
@@ -379,7 +382,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
     if (lens[s] <= 0)
       for (int i = threadIdx.x; i < kv_heads * group * D; i += WARPS * 32) out[s * p.out_stride + i] = T(0.0f);
 
-  // This warp's run. Neighbouring runs are on different SMs, so that a small batch uses all of them.
+  // This warp's run. Neighbouring runs are on different SMs, so a small batch uses all SMs.
   const int total = kv_heads * cum[seqs], runs = min(int(gridDim.x) * WARPS, (total + LEAST - 1) / LEAST);
   const int run = warp * gridDim.x + blockIdx.x;
   if (run >= runs) return;
@@ -534,7 +537,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
               Element<Wide>::mma(o[s], a, b[i][0], b[i][1]);
             }
           }
-      } else {  // what lies beyond the sequence may be anything, NaN too
+      } else {  // memory beyond the sequence may hold anything, also NaN
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
           const int rest = left - i * TILE;
@@ -590,7 +593,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) decode_attention(const __grid_c
           if (g == 0) reinterpret_cast<float2*>(entry + group * D)[2 * t + i] = make_float2(m[i], l[i]);
         }
       if (lane == written) mine = {row, run, run_of(row_begin, total, runs), run_of(row_end - 1, total, runs)};
-      ++written;  // 2 at most: a row begun before, a row left open
+      ++written;  // at most 2: a row that started in an earlier run, and one that continues in the next
     }
   }
   if (written && group * 2 > GROUP) count_in<T, D, GROUP * D / 128>(p, mine, written, lane);

@@ -1,11 +1,13 @@
-// The smallest logit that top-k and top-p leave, without a sort.
+// The smallest logit that top-k and top-p keep, without a sort.
 //
-// Owns: one kernel. Promises: exact in the order of the logits (ties at the floor stay); a row's floor depends on that row alone.
+// Owns: one kernel. Promises: exact in the order of the logits (ties at the floor stay); a row's
+// floor depends only on that row.
 // Must not: allocate, synchronise.
 //
-// A block per row. Logits are at most 0 (the row's best is 0), so the bits of their magnitude, as integers, are ordered against them:
-// smaller key, larger logit. The floor is found by cutting the range of keys in four, again and again: 16 times over the row, which
-// lies in the L2 cache. Top-k asks how many keys are smaller, top-p how much mass they have: both grow with the key.
+// One block per row. Logits are at most 0 (the row's maximum is 0), so the bits of their magnitude,
+// as integers, order them in reverse: smaller key, larger logit. The search cuts the range of keys in
+// four, 16 times over the row, which stays in the L2. Top-k asks how many keys are smaller, top-p how
+// much mass they have: both grow with the key.
 
 #include <cuda_runtime.h>
 #include <stdint.h>

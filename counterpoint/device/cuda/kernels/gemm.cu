@@ -1,14 +1,17 @@
-// out[M, N] = x[M, K] * w[N, K]^T in bfloat16 for M <= 128: the products of a decode step, in a partition of a few SMs. With FP8_HERE,
-// x and w are e4m3 and a row of each has a scale; out is bfloat16 all the same.
+// out[M, N] = x[M, K] * w[N, K]^T in bfloat16 for M <= 128: the products of a decode step, in a
+// partition of few SMs. With FP8_HERE, x and w are e4m3 with a scale per row; out is still bfloat16.
 //
-// Owns: one kernel and its launcher. Promises: float32 accumulation (of e4m3, as the tensor cores have it: some 14 bits of it); the height of the weight tile is fitted to the partition so that
-// every SM gets the same number of rows (see gemm.py), and no tile is split along K; no block waits for another.
+// Owns: one kernel and its launcher.
+// Promises: float32 accumulation (for e4m3, the tensor cores keep some 14 bits). The height of the
+// weight tile is fitted to the partition, so every SM gets the same number of rows (gemm.py). No tile
+// is split along K, and no block waits for another.
 // Must not: allocate or synchronise.
 //
-// At M = 64 a weight tile is worth as much tensor-core time as it takes to arrive in the SM, so every byte that crosses the SM's
-// borders counts: weights are the wide operand of wgmma (B, up to 256 rows, read from shared memory once), activations the
-// narrow one (A, 64 rows). One warp drives the copy engine (TMA, 128-byte swizzle) through a ring of stages of 128
-// bytes of K; one or two warpgroups multiply. Two split the tile's weight rows (M <= 64), or the activations' rows (M <= 128).
+// At M = 64, loading a weight tile takes as long as multiplying it, so every byte into the SM counts:
+// weights are the wide operand of wgmma (B, up to 256 rows, read from shared memory once),
+// activations the narrow one (A, 64 rows). One warp drives the copy engine (TMA, 128-byte swizzle)
+// through a ring of stages of 128 bytes of K; one or two warpgroups multiply. Two warpgroups split
+// the tile's weight rows (M <= 64) or the activations' rows (M <= 128).
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -22,8 +25,8 @@ namespace {
 constexpr int ELEMENT = FP8_HERE ? 1 : 2;  // bytes
 constexpr uint32_t ROW = 128;           // bytes: one swizzle row
 constexpr int BK = ROW / ELEMENT;       // columns of K in a stage
-constexpr int STEPS = 4;                // of 32 bytes in it: what one wgmma takes
-constexpr int SHARED = 225 * 1024;      // bytes to build stages from
+constexpr int STEPS = 4;                // per stage, of 32 bytes: one wgmma each
+constexpr int SHARED = 225 * 1024;      // bytes available for stages
 
 struct Args {  // mirrored in gemm.py
   const void* x;
@@ -32,7 +35,7 @@ struct Args {  // mirrored in gemm.py
   const float *x_scale, *w_scale;          // of the rows, if e4m3
   int64_t x_stride, w_stride, out_stride;  // elements between rows
   int m, n, k, sms, height, groups;        // height: weight rows per warpgroup; groups: warpgroups
-  int chained;                             // start before the kernel ahead in the stream has ended (programmatic dependent launch)
+  int chained;                             // start before the previous kernel of the stream has ended (programmatic dependent launch)
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -106,7 +109,7 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1)
         for (int i = 0; i < S::ROWS / HEIGHT; ++i)
           copy_tile(base + stage * S::STAGE + i * HEIGHT * ROW, &w_map, step * BK, tile * S::ROWS + i * HEIGHT, full + stage * 8);
       };
-      // Weights are nobody's output: the ring is filled with them before the kernel ahead has ended, with x after.
+      // No kernel writes weights: they fill the ring before the previous kernel has ended, x after it.
       const int early = min(S::STAGES, steps);
       for (int i = 0; i < early; ++i) copy_w(i, blockIdx.x, i);
       asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1)
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) Wgmma<HEIGHT>::run(acc, a + i * 2, b + i * 2, step > 0 || i > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      if (step > 0) {  // the stage before is read
+      if (step > 0) {  // the previous stage has been read
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (lane == 0) barrier_arrive(empty + (stage == 0 ? S::STAGES - 1 : stage - 1) * 8);
       }

@@ -1,23 +1,29 @@
-"""Matrix products of a decode step, for a partition of a few SMs (kernel: gemm.cu).
+"""Matrix products of a decode step, for a partition of few SMs (kernel: gemm.cu).
 
 Owns: the choice of the weight tile and the generated wgmma wrappers.
-Promises: one call is one kernel launch on the current stream, without synchronising or allocating when `out` is given, so it can be
-captured. Must not: be asked for more than 128 rows.
+Promises: a call is one kernel launch on the current stream. It does not synchronise, and does not
+allocate if `out` is given, so it can be captured.
+Must not: be called with more than 128 rows.
 
-Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a multiple of 64, N of 8. On Hopper.
-Or x and w are Scaled (model/fp8.py) and K a multiple of 128: e4m3 times e4m3, times both scales.
+Shapes: x [M, K] @ w [N, K]^T = out [M, N], bfloat16, accumulated in float32; M at most 128, K a
+multiple of 64, N of 8; on Hopper. Or x and w are ScaledWeight (model/fp8.py) and K a multiple of
+128: e4m3 times e4m3, times both scales.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import (
+    architecture,
+    check_launch,
+    load_library,
+    struct_fields,
+)
 from counterpoint.model.fp8 import FP8, ScaledWeight
 
 MAX_ROWS = 128
@@ -28,7 +34,8 @@ Rows = torch.Tensor | ScaledWeight
 
 
 class Tile(NamedTuple):
-    """How weight rows are dealt out: `height` rows to each of `groups` warpgroups (M > 64: the groups share the rows)."""
+    """`height` weight rows for each of `groups` warpgroups (M > 64: the groups share the weight
+    rows)."""
 
     height: int
     groups: int
@@ -39,16 +46,17 @@ class Tile(NamedTuple):
 
 class _GemmArgs(ctypes.Structure):  # struct Args of gemm.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "w", "out", "x_scale", "w_scale")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "w_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "sms", "height", "groups", "chained")),
+        *struct_fields("void_p", "x w out x_scale w_scale"),
+        *struct_fields("int64", "x_stride w_stride out_stride"),
+        *struct_fields("int", "m n k sms height groups chained"),
     ]
 
 
-def fit(n: int, sms: int, m: int) -> Tile:
-    """The tile that makes the busiest of `sms` SMs load the fewest rows for a weight of n rows.
+def fit_tile(n: int, sms: int, m: int) -> Tile:
+    """The tile with which the busiest of `sms` SMs loads the fewest rows, for a weight of n rows.
 
-    An SM loads, for each of its tiles, the tile's weight rows and the m rows of x again: cost = tiles per SM x (rows + m).
+    For each of its tiles, an SM loads the tile's weight rows and the m rows of x: cost = tiles per
+    SM x (rows + m).
     """
     wide = m > 64
 
@@ -62,7 +70,8 @@ def fit(n: int, sms: int, m: int) -> Tile:
 
 
 def wgmma_header(height: int, fp8: bool = False) -> str:
-    """C++ for one wgmma shape: m64 n`height` and 32 bytes of K, both operands in shared memory (PTX ISA, wgmma.mma_async)."""
+    """C++ of one wgmma shape: m64 n`height` and 32 bytes of K, both operands in shared memory (PTX
+    ISA, wgmma.mma_async)."""
     count = height // 2
     kind, layout = ("k32.f32.e4m3.e4m3", "") if fp8 else ("k16.f32.bf16.bf16", ", 0, 0")
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -71,12 +80,15 @@ def wgmma_header(height: int, fp8: bool = False) -> str:
 #include <stdint.h>
 template <int N> struct Wgmma;
 template <> struct Wgmma<{height}> {{
-  static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
+  static __device__ __forceinline__ void run(float (&d)[{count}], uint64_t a, \
+uint64_t b, int add) {{
     asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{height}{kind} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}\\n"
+      "wgmma.mma_async.sync.aligned.m64n{height}{kind} \
+{{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}\\n"
       : {outputs} : "l"(a), "l"(b), "r"(add));
   }}
-  static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  // no use of d moves above this
+  static __device__ __forceinline__ void settle(float (&d)[{count}]) {{  \
+// no use of d moves above this
     asm volatile("" : {outputs} :: "memory");
   }}
 }};
@@ -86,13 +98,12 @@ template <> struct Wgmma<{height}> {{
 
 
 class SkinnyGemm:
-    """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a weight tile's kernel when it is first needed (seconds, then cached)."""
+    """x [M, K] @ w [N, K]^T on `sms` SMs. Compiles a tile's kernel on first use (seconds, then
+    cached)."""
 
-    def __init__(
-        self, sms: int, device: int = 0, chained: bool = False, cache: Path | None = None
-    ) -> None:
+    def __init__(self, sms: int, device: int = 0, chained: bool = False) -> None:
         self.sms, self.chained = sms, chained
-        self._arch, self._cache = architecture(device), cache
+        self._arch = architecture(device)
         self._launches: dict[tuple[int, bool], Callable[[Any, Any], int]] = {}
         self._tiles: dict[tuple[int, int], Tile] = {}
         if self._arch != "90a":
@@ -101,16 +112,17 @@ class SkinnyGemm:
             )
 
     def tile(self, n: int, m: int) -> Tile:
-        """The tile used for a weight of n rows and m rows of x."""
+        """The tile for a weight of n rows and m rows of x."""
         if (n, m) not in self._tiles:
-            self._tiles[n, m] = fit(n, self.sms, m)
+            self._tiles[n, m] = fit_tile(n, self.sms, m)
         return self._tiles[n, m]
 
     def __call__(self, x_MK: Rows, w_NK: Rows, out_MN: torch.Tensor | None = None) -> torch.Tensor:
-        """x_MK @ w_NK^T. Rows may be strided, columns are contiguous. Raises ValueError for a tensor that doesn't fit."""
+        """x_MK @ w_NK^T. Rows may be strided, columns must be contiguous. Raises ValueError for a
+        tensor that doesn't fit."""
         fp8 = isinstance(w_NK, ScaledWeight)
-        x, x_scale = plain(x_MK)
-        w, w_scale = plain(w_NK)
+        x, x_scale = values_and_scales(x_MK)
+        w, w_scale = values_and_scales(w_NK)
         (m, k), n = x.shape, w.shape[0]
         out = x.new_empty(m, n, dtype=torch.bfloat16) if out_MN is None else out_MN
         dtype = FP8 if fp8 else torch.bfloat16
@@ -129,7 +141,8 @@ class SkinnyGemm:
         if not 1 <= m <= MAX_ROWS or k * w.itemsize % STAGE_BYTES or n % 8:
             multiple = STAGE_BYTES // w.itemsize
             raise ValueError(
-                f"M = {m}, N = {n}, K = {k}: M is 1 to {MAX_ROWS}, N a multiple of 8, K of {multiple}"
+                f"M = {m}, N = {n}, K = {k}: M must be 1 to {MAX_ROWS}, "
+                f"N a multiple of 8, K of {multiple}"
             )
         tile = self.tile(n, m)
         args = _GemmArgs(
@@ -150,16 +163,13 @@ class SkinnyGemm:
             chained=int(self.chained),
         )
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        check(self._kernel(tile.height, fp8)(ctypes.byref(args), stream), "skinny GEMM")
+        check_launch(self._kernel(tile.height, fp8)(ctypes.byref(args), stream), "skinny GEMM")
         return out
 
     def _kernel(self, height: int, fp8: bool) -> Callable[[Any, Any], int]:
         if (height, fp8) not in self._launches:
-            library = load(
-                "gemm",
-                self._arch,
-                headers={"wgmma.cuh": wgmma_header(height, fp8)},
-                cache=self._cache,
+            library = load_library(
+                "gemm", self._arch, headers={"wgmma.cuh": wgmma_header(height, fp8)}
             )
             launch = library.counterpoint_skinny_gemm
             launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -167,8 +177,8 @@ class SkinnyGemm:
         return self._launches[height, fp8]
 
 
-def plain(rows: Rows) -> tuple[torch.Tensor, int | None]:
-    """The matrix, and where the scales of its rows are, if it has them."""
+def values_and_scales(rows: Rows) -> tuple[torch.Tensor, int | None]:
+    """The matrix, and the address of its row scales if it is quantised."""
     if isinstance(rows, ScaledWeight):
         return rows.values_RK, rows.scale_R.data_ptr()
     return rows, None

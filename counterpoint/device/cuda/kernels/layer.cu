@@ -1,15 +1,16 @@
-// What stands between the matrix products of a decoder layer, and products of a few rows.
+// The operations between a decoder layer's matrix products, and products of few rows.
 //
-// Owns: norms, SwiGLU, their forms that quantise, RoPE with the write to the paged KV pool, the gather of a context, matrix times a few
-// vectors.
-// Promises: elements are read and written once, 16 bytes at a time; arithmetic in float32, rounded once; `add_rms_norm` equals an add
-// and then `rms_norm` bit for bit. A launch may be chained: it then starts before the kernel ahead in the stream has ended and reads
-// nothing that one writes until it has (programmatic dependent launch).
+// Owns: norms, SwiGLU, their quantising forms, RoPE with the write to the paged KV pool, the gather
+// of a context, and a matrix times a few vectors.
+// Promises: elements are read and written once, 16 bytes at a time; arithmetic is float32, rounded
+// once. `add_rms_norm` equals an add and then `rms_norm`, bit for bit. A launch may be chained: it
+// starts before the previous kernel of the stream has ended, and reads that kernel's output only
+// after it has (programmatic dependent launch).
 // Must not: allocate, synchronise.
 //
-// Elements are bfloat16 or float16, those of a KV pool also e4m3 with one scale for K and one for V. Sizes of rows are multiples of 8
-// elements. Quantised rows (y8, e4m3, with scales) are those of the plain result, rounded to its elements first: fused or not, the
-// bits are the same.
+// Elements are bfloat16 or float16; those of a KV pool may also be e4m3, with one scale for K and one
+// for V. Row sizes are multiples of 8 elements. Quantised rows (y8, e4m3, with scales) are made from
+// the plain result rounded to its dtype, so fused and separate kernels give the same bits.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,7 +20,7 @@
 
 namespace {
 
-struct Args {  // mirrored in layer.py; which fields a kernel reads is said at its head
+struct Args {  // mirrored in layer.py; each kernel's comment names the fields it reads
   const void *x, *weight, *weight2;
   const float *cos, *sin;
   void *y, *k, *v;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void quantise_row(const Args& p, const Eight (&f)[VEC
 }
 
 // ---- norms. One block per row. x [count, size], weight [size]; y [count, size]. With ADD, y is delta on the way in, and x += delta.
-// With QUANTISE, the result is not y but y8 and scales.
+// With QUANTISE, the result is y8 and scales instead of y.
 
 constexpr int NORM_THREADS = 512;
 
@@ -362,7 +363,7 @@ __global__ void __launch_bounds__(256) gather_kernel(const Args p) {
 }
 
 // ---- a few rows. x [ROWS, size], weight [n, size], y [ROWS, n] = x weight^T. A warp takes one row of the weight after another; its
-// first loads are under way before the kernel ahead has ended, because weights do not change.
+// first loads start before the previous kernel has ended, because no kernel writes weights.
 
 constexpr int FEW_THREADS = 512, AHEAD = 8;
 

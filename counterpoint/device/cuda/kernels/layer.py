@@ -1,90 +1,74 @@
-"""What stands between the matrix products of a decoder layer, and products of a few rows (kernels: layer.cu).
+"""The operations between a decoder layer's matrix products, and products of few rows (layer.cu).
 
-Owns: the kernels' calling convention. Promises: the operations of model/ops.py, up to rounding, each in one launch on the current
-stream, without synchronising, so that they can be captured; a call costs the host a few microseconds.
+Owns: the kernels' calling convention.
+Promises: model/ops.py's operations, up to rounding, each one launch on the current stream without
+synchronising, so they can be captured. A call costs the host a few microseconds.
 Must not: hold state between calls.
 
-Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E = (H + 2 * K) * A, N outputs,
-R rows. A pool is [pages, page tokens, K, A] with any strides of the first three axes, K's and V's alike; its elements are the
-activations' or e4m3. A quantised result is a Scaled (model/fp8.py) of the plain one, to the bit.
+Shapes: T tokens, L context tokens, D features, F ffn, H query heads, K KV heads, A head size, E =
+(H + 2 * K) * A, N outputs, R rows. A pool is [pages, page tokens, K, A] with any strides of the
+first three axes, the same for K and V; its elements are the activations' dtype or e4m3. A quantised
+result is the plain result as a ScaledWeight (model/fp8.py), bit for bit.
 """
 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.device.cuda.kernels.nvcc import architecture, check, load
+from counterpoint.device.cuda.kernels.nvcc import (
+    architecture,
+    check_launch,
+    load_library,
+    struct_fields,
+)
 from counterpoint.model.fp8 import FP8, KV_SCALE, ScaledWeight
 
 HEAD_DIMS = (64, 128, 256)
-MOST_FEATURES = 16384  # of a norm's row
-MOST_QUANTISED = 32768  # features of a row that is quantised
+MAX_FEATURES = 16384  # of a norm's row
+MAX_QUANTISED_FEATURES = 32768  # features of a row that is quantised
 FEW_ROWS = (1, 2, 4)
 FEW_BYTES = 200 * 1024  # of the rows together
 
 
 class _LayerArgs(ctypes.Structure):  # struct Args of layer.cu
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "x",
-                "weight",
-                "weight2",
-                "cos",
-                "sin",
-                "y",
-                "k",
-                "v",
-                "rows",
-                "y8",
-                "scales",
-            )
-        ),
-        *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "count",
-                "size",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "page_tokens",
-                "n",
-                "units",
-            )
-        ),
-        *((name, ctypes.c_float) for name in ("eps", "k_scale", "v_scale")),
-        *((name, ctypes.c_int) for name in ("is_bf16", "chained", "kv_fp8")),
+        *struct_fields("void_p", "x weight weight2 cos sin y k v rows y8 scales"),
+        *struct_fields("int64", "page_stride token_stride head_stride"),
+        *struct_fields("int", "count size heads kv_heads head_dim page_tokens n units"),
+        *struct_fields("float", "eps k_scale v_scale"),
+        *struct_fields("int", "is_bf16 chained kv_fp8"),
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """`dtype`: bfloat16 or float16. `hidden`: features of a row. `head_dim`: of a head."""
+
+    dtype: torch.dtype
+    hidden: int
+    head_dim: int
+
+
 class LayerKernels:
-    """For a model of `dtype` (bfloat16 or float16), rows of `hidden` features and heads of `head_dim`. `units`: SMs that products
-    of a few rows fill. `chained`: each launch starts before the kernel ahead in the stream has ended, and waits in the kernel.
-    Raises ValueError for a shape that the kernels don't have, KernelError if they can't be built."""
+    """`units`: SMs that products of few rows fill. `chained`: a launch may start before the
+    stream's previous kernel has ended, and waits for it on the device. Raises ValueError for an
+    unsupported shape, KernelError if the kernels can't be built."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        hidden: int,
-        head_dim: int,
-        units: int,
-        device: int = 0,
-        chained: bool = False,
-        cache: Path | None = None,
+        self, shape: LayerShape, units: int, device: int = 0, chained: bool = False
     ) -> None:
+        dtype, hidden, head_dim = shape.dtype, shape.hidden, shape.head_dim
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}: these kernels take bfloat16 or float16")
-        if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MOST_FEATURES:
+        if head_dim not in HEAD_DIMS or hidden % 8 or hidden > MAX_FEATURES:
             raise ValueError(
-                f"head_dim is {head_dim}, hidden {hidden}: these kernels take {HEAD_DIMS}, and multiples of 8"
+                f"head_dim is {head_dim}, hidden {hidden}: "
+                f"these kernels take {HEAD_DIMS}, and multiples of 8 up to {MAX_FEATURES}"
             )
         self._device = device
         self._dtype = dtype
@@ -94,7 +78,7 @@ class LayerKernels:
             "units": units,
         }
         self._common |= {"k_scale": KV_SCALE, "v_scale": KV_SCALE}
-        library = load("layer", architecture(device), cache=cache)
+        library = load_library("layer", architecture(device))
         names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_append", "gather", "few_rows")
         names += ("add_rms_norm_quantised", "quantise", "silu_mul_quantised")
         self._launches = {name: getattr(library, f"counterpoint_{name}") for name in names}
@@ -139,10 +123,16 @@ class LayerKernels:
         return y_TF
 
     def quantise(self, x_RK: Tensor) -> ScaledWeight:
-        """Of at most MOST_QUANTISED features, a multiple of 8."""
+        """At most MAX_QUANTISED_FEATURES features, a multiple of 8."""
         x_RK = x_RK.contiguous()
         rows = self._scaled(x_RK, *x_RK.shape)
-        self._run("quantise", x_RK.shape[0], x=x_RK.data_ptr(), size=x_RK.shape[1], **into(rows))
+        self._run(
+            "quantise",
+            x_RK.shape[0],
+            x=x_RK.data_ptr(),
+            size=x_RK.shape[1],
+            **output_pointers(rows),
+        )
         return rows
 
     def add_rms_norm_quantised(
@@ -152,13 +142,17 @@ class LayerKernels:
         rows, size = x_TD.shape
         normed = self._scaled(x_TD, rows, size)
         inputs = {"x": x_TD.data_ptr(), "weight": weight_D.data_ptr(), "y": delta_TD.data_ptr()}
-        self._run("add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **into(normed))
+        self._run(
+            "add_rms_norm_quantised", rows, **inputs, size=size, eps=eps, **output_pointers(normed)
+        )
         return x_TD, normed
 
     def silu_mul_quantised(self, x_T2F: Tensor) -> ScaledWeight:
         rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
         gated = self._scaled(x_T2F, rows, size)
-        self._run("silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **into(gated))
+        self._run(
+            "silu_mul_quantised", rows, x=x_T2F.data_ptr(), size=size, **output_pointers(gated)
+        )
         return gated
 
     @staticmethod
@@ -212,7 +206,8 @@ class LayerKernels:
     def gather_context(
         self, k_pages: Tensor, v_pages: Tensor, rows_L: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The given rows of the pool (page * page tokens + offset, int32) in one piece each, [L, K, A]."""
+        """These pool rows (page * page tokens + offset, int32), contiguous: [L, K, A] of K and of
+        V."""
         _, page_tokens, kv_heads, head_dim = k_pages.shape
         page_stride, token_stride, head_stride, _ = k_pages.stride()
         count = rows_L.shape[0]
@@ -236,7 +231,7 @@ class LayerKernels:
         return k_LKA, v_LKA
 
     def few_rows(self, x_RD: Tensor, weight_ND: Tensor) -> Tensor:
-        """x weight^T, of FEW_ROWS rows and at most FEW_BYTES of them. Both are contiguous."""
+        """x weight^T for FEW_ROWS rows of at most FEW_BYTES in all. Both are contiguous."""
         (rows, size), outputs = x_RD.shape, weight_ND.shape[0]
         y_RN = x_RD.new_empty(rows, outputs)
         pointers = {"x": x_RD.data_ptr(), "weight": weight_ND.data_ptr(), "y": y_RN.data_ptr()}
@@ -246,10 +241,10 @@ class LayerKernels:
     def _run(self, name: str, count: int, **fields: Any) -> None:
         if count:
             args = _LayerArgs(count=count, **fields, **self._common)
-            # As torch's own generated code asks; torch.cuda.current_stream takes ten times as long.
+            # As torch's generated code does it: torch.cuda.current_stream takes ten times as long.
             stream = torch._C._cuda_getCurrentRawStream(self._device)
-            check(self._launches[name](ctypes.byref(args), stream), name)
+            check_launch(self._launches[name](ctypes.byref(args), stream), name)
 
 
-def into(rows: ScaledWeight) -> dict[str, int]:
+def output_pointers(rows: ScaledWeight) -> dict[str, int]:
     return {"y8": rows.values_RK.data_ptr(), "scales": rows.scale_R.data_ptr()}

@@ -1,9 +1,9 @@
 """Builds and loads this folder's CUDA sources.
 
 Owns: the cache of shared objects.
-Promises: a source is compiled once per content, architecture and flags, with `nvcc`, in seconds (no torch headers); the result is
-found again by later processes. Nothing happens on import.
-Must not: launch anything.
+Promises: `nvcc` compiles a source once per content, architecture and flags, in seconds (no torch
+headers). Later processes reuse the result. Importing does nothing.
+Must not: launch kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,16 +28,17 @@ CACHE = Path.home() / ".cache" / "counterpoint" / "kernels"
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be built, loaded or launched; the message says why and what to do."""
+    """A kernel could not be built, loaded or launched. The message says why and how to fix it."""
 
 
 def architecture(device: int) -> str:
-    """The compiler's name of the GPU's instruction set, e.g. "90a" (with the features of that very chip, from Hopper on)."""
+    """The compiler's name of the GPU's instruction set, e.g. "90a" ("a": chip-specific features,
+    from Hopper on)."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def load(
+def load_library(
     name: str,
     arch: str,
     *,
@@ -44,10 +46,10 @@ def load(
     flags: Sequence[str] = (),
     cache: Path | None = None,
 ) -> ctypes.CDLL:
-    """The shared object of `name`.cu for `arch`, compiled unless the cache has it.
+    """The shared object of `name`.cu for `arch`, compiled unless cached.
 
-    `headers` are generated files (name: text) that the source includes. Raises KernelError with the compiler's output, or with how
-    to get a compiler.
+    `headers`: generated files (name: text) that the source includes. Raises KernelError with the
+    compiler's output, or with how to get a compiler.
     """
     source = SOURCES / f"{name}.cu"
     headers = dict(headers or {})
@@ -68,24 +70,30 @@ def load(
         _compile(source, headers, recipe, built)
     try:
         return ctypes.CDLL(str(built))
-    except OSError as error:  # made on another system: make it here
+    except OSError as error:  # built on another system
         log.warning("%s does not load (%s): building it again", built, error)
         _compile(source, headers, recipe, built)
         return ctypes.CDLL(str(built))
 
 
-def check(code: int, what: str) -> None:
+def check_launch(code: int, what: str) -> None:
     """Raise KernelError unless `code`, a cudaError_t, is success."""
     if code:
         raise KernelError(f"{what}: {torch.cuda.CudaError(code)}")
+
+
+def struct_fields(kind: str, names: str) -> list[tuple[str, Any]]:
+    """Consecutive fields of a ctypes.Structure, all of C type `kind`, e.g. int64."""
+    return [(name, getattr(ctypes, f"c_{kind}")) for name in names.split()]
 
 
 def _compile(source: Path, headers: Mapping[str, str], recipe: Sequence[str], built: Path) -> None:
     compiler = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if compiler is None:
         raise KernelError(
-            f"{source.name} must be compiled and there is no nvcc on PATH or in /usr/local/cuda/bin: install the CUDA toolkit "
-            f"(12.4 or newer), or copy {built.name} from a machine that has one to {built.parent}"
+            f"{source.name} must be compiled and there is no nvcc on PATH or in "
+            f"/usr/local/cuda/bin: install the CUDA toolkit (12.4 or newer), or copy "
+            f"{built.name} from a machine that has one to {built.parent}"
         )
     try:
         built.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-// Reads memory as fast as the SMs can, and does nothing with it: the ceiling that other kernels are measured against.
+// Reads memory as fast as the SMs can: the ceiling that other kernels are measured against.
 //
-// Owns: one kernel and its launcher. Promises: every piece of the buffer is read once per launch. Pieces are dealt out to the warps in
-// turn, or claimed by them from a counter: with claims an SM that is farther from memory takes fewer.
+// Owns: one kernel and its launcher. Promises: each launch reads every piece of the buffer once.
+// Pieces are assigned to warps in advance, or taken by warps from a counter; then SMs farther from
+// memory read fewer.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, 2) read(const char* from, int pieces,
     }
     piece = CLAIMED ? __shfl_sync(~0u, next, 0) : next;
   }
-  if (mixed == 0x9e3779b9u) scratch[1] = 1;  // so that nothing is optimised away
+  if (mixed == 0x9e3779b9u) scratch[1] = 1;  // keeps the loads from being optimised away
 }
 
 }  // namespace

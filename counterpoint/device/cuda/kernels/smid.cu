@@ -1,5 +1,5 @@
-// Which SM a block runs on. Owns: nothing. Promises: block i writes its SM's number to out[i], then stays `cycles` clock cycles,
-// so that a grid of several times the SMs spreads over every SM that the stream may use.
+// The SM that a block runs on. Promises: block i writes its SM's number to out[i], then spins for
+// `cycles` clock cycles, so that a grid of several times the SMs covers every SM of the stream.
 
 #include <cuda_runtime.h>
 
