@@ -21,7 +21,7 @@ from counterpoint.config import Config, ConfigError, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import EventLog
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.device.grammar_gate import GrammarGate
+from counterpoint.device.grammar import GrammarGate
 from counterpoint.device.timeline import Timeline, run
 from counterpoint.serve.structured_output.grammar import make_vocabulary
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
@@ -100,7 +100,7 @@ class EngineRunner:
 
         system = self.system
         try:
-            run(system.engine, self.inbox, system.executor, take, self._log, self.timeline)
+            run(system.engine, (self.inbox, system.executor), take, self._log, self.timeline)
         finally:
             self.gate.close()
             if self._log is not None:
