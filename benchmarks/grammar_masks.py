@@ -1,7 +1,9 @@
-"""What grammars cost on the host: `python benchmarks/grammar_masks.py [MODEL]`, with the model's own vocabulary.
+"""What grammars cost on the host, with a model's own vocabulary.
 
-Walks random answers, and times each mask, and the sampling of a batch with masks against the same without. Times are of the
-thread's own CPU, so that a busy machine changes them little.
+    python benchmarks/grammar_masks.py [MODEL]
+
+Walks random answers. Times each bitmask, and the sampling of a batch with and without bitmasks.
+Times are CPU time of the thread, so a busy machine changes them little.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -53,30 +57,74 @@ GRAMMARS = {
 }
 
 
-def cpu_us(work) -> tuple[float, object]:
-    begun = time.thread_time_ns()
+Result = TypeVar("Result")
+
+
+def cpu_us(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Microseconds of this thread's CPU time, and the result."""
+    began_ns = time.thread_time_ns()
     result = work()
-    return (time.thread_time_ns() - begun) / 1e3, result
+    return (time.thread_time_ns() - began_ns) / 1e3, result
 
 
-def walk(grammars: Grammars, grammar: str, tokens: int, ends: set[int]) -> list[float]:
-    chance, spent = random.Random(1), []
+def time_masks(grammars: Grammars, grammar: str, tokens: int, ends: set[int]) -> list[float]:
+    """Of each bitmask, in microseconds, along random answers."""
+    rng, spent_us = random.Random(1), []
     sampling = Sampling(max_tokens=tokens, grammar=grammar)
     grammars.init_slot(0, sampling)
     for count in range(tokens):
         us, bits = cpu_us(lambda n=count: grammars.compute_bitmasks([0], [n]))
-        spent.append(us)
-        allowed = np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist()  # type: ignore[index]
-        going_on = [id for id in allowed if id not in ends]
-        if going_on:
-            grammars.accept_tokens([0], [chance.choice(going_on)])
+        spent_us.append(us)
+        allowed = np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist()
+        others = [id for id in allowed if id not in ends]
+        if others:
+            grammars.accept_tokens([0], [rng.choice(others)])
         else:
             grammars.init_slot(0, sampling)
-    return spent
+    return spent_us
+
+
+def time_sampling(tables: SamplingTables, rows: int) -> float:
+    logits_BV = torch.randn(rows, tables.vocab)
+    slot_B, end_B = torch.arange(rows), torch.full((rows,), 4)
+    tokens = torch.zeros(rows, 8)
+    return cpu_us(
+        lambda: sample(logits_BV, tables.sampler_inputs(slot_B, end_B, tokens), tables.vocab)
+    )[0]
+
+
+def show_masks(tables: SamplingTables, tokens: int) -> None:
+    print("grammar            compile ms   mask us: mean   p99   max")
+    for name, grammar in GRAMMARS.items():
+        compile_us, _ = cpu_us(lambda g=grammar: tables.grammars.compile(g))
+        ends = set(tables.eos_token_ids)
+        spent_us = sorted(time_masks(tables.grammars, grammar, tokens, ends))
+        p99_us = spent_us[int(0.99 * len(spent_us))]
+        print(
+            f"{name:18} {compile_us / 1e3:10.1f} {statistics.mean(spent_us):14.0f} "
+            f"{p99_us:5.0f} {spent_us[-1]:5.0f}"
+        )
+
+
+def show_sampling(tables: SamplingTables) -> None:
+    print(
+        "rows   greedy us   drawn us   greedy, masked us   drawn, masked us   "
+        "(the masks themselves included)"
+    )
+    for rows in (1, 8, 32):
+        spent_us = []
+        for grammar in ("", GRAMMARS["JSON object"]):
+            for temperature in (0.0, 1.0):
+                sampling = Sampling(max_tokens=99, temperature=temperature, grammar=grammar)
+                for slot in range(rows):
+                    tables.set_row(slot, sampling, 4)
+                spent_us.append(statistics.median(time_sampling(tables, rows) for _ in range(20)))
+        greedy, drawn, greedy_masked, drawn_masked = spent_us
+        print(f"{rows:4} {greedy:11.0f} {drawn:10.0f} {greedy_masked:19.0f} {drawn_masked:18.0f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1000)
     asked = parser.parse_args()
@@ -84,46 +132,16 @@ def main() -> None:
     source = build.find_model(Config().replace(model=asked.model))
     spec = load_spec(source, None)
     us, vocabulary = cpu_us(lambda: make_vocabulary(load_tokenizer(source)))
-    more_us, _ = cpu_us(lambda: make_tokenizer(vocabulary, spec.vocab, spec.eos_token_ids))  # type: ignore[arg-type]
+    more_us, _ = cpu_us(lambda: make_tokenizer(vocabulary, spec.vocab, spec.eos_token_ids))
     print(
-        f"{source.name}, vocabulary of {spec.vocab:,}: read in {us / 1e3:.0f} ms, made ready in {more_us / 1e3:.0f} ms"
+        f"{source.name}, vocabulary of {spec.vocab:,}: read in {us / 1e3:.0f} ms, "
+        f"made ready in {more_us / 1e3:.0f} ms"
     )
-    settings = SamplingTables(64, spec.vocab, spec.eos_token_ids)
-    settings.grammars.set_vocabulary_loader(lambda: vocabulary)  # type: ignore[arg-type,return-value]
-    settings.grammars.compile(from_choice(["warm"]))
-    print("grammar            compile ms   mask us: mean   p99   max")
-    for name, grammar in GRAMMARS.items():
-        compile_us, _ = cpu_us(lambda g=grammar: settings.grammars.compile(g))
-        spent = sorted(walk(settings.grammars, grammar, asked.tokens, set(spec.eos_token_ids)))
-        p99 = spent[int(0.99 * len(spent))]
-        print(
-            f"{name:18} {compile_us / 1e3:10.1f} {statistics.mean(spent):14.0f} {p99:5.0f} {spent[-1]:5.0f}"
-        )
-    print(
-        "rows   greedy us   drawn us   greedy, masked us   drawn, masked us   (the masks themselves included)"
-    )
-    for rows in (1, 8, 32):
-        spent = []
-        for grammar in ("", GRAMMARS["JSON object"]):
-            for temperature in (0.0, 1.0):
-                for slot in range(rows):
-                    settings.set_row(
-                        slot, Sampling(max_tokens=99, temperature=temperature, grammar=grammar), 4
-                    )
-                spent.append(
-                    statistics.median(sampled_us(settings, rows, spec.vocab) for _ in range(20))
-                )
-        print(f"{rows:4} {spent[0]:11.0f} {spent[1]:10.0f} {spent[2]:19.0f} {spent[3]:18.0f}")
-
-
-def sampled_us(settings: SamplingTables, rows: int, vocab: int) -> float:
-    logits_BV = torch.randn(rows, vocab)
-    slot_B, end_B = torch.arange(rows), torch.full((rows,), 4)
-    return cpu_us(
-        lambda: sample(
-            logits_BV, settings.sampler_inputs(slot_B, end_B, torch.zeros(rows, 8)), vocab
-        )
-    )[0]
+    tables = SamplingTables(64, spec.vocab, spec.eos_token_ids)
+    tables.grammars.set_vocabulary_loader(lambda: vocabulary)
+    tables.grammars.compile(from_choice(["warm"]))
+    show_masks(tables, asked.tokens)
+    show_sampling(tables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""How fast the movers are between two processes of this machine: `python benchmarks/kv_transfer_speed.py [--kinds shm tcp nixl]`."""
+"""Speed of the transports between two processes of this machine.
+
+python benchmarks/kv_transfer_speed.py [--kinds shm tcp nixl]
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from counterpoint.kv_transfer.memory import KvMemory
+from counterpoint.kv_transfer.memory import KvMemory, Spans
 from counterpoint.kv_transfer.nixl import NixlTransport
 from counterpoint.kv_transfer.shm import ShmTransport
+from counterpoint.kv_transfer.staged import allocate_host_memory
 from counterpoint.kv_transfer.tcp import TcpTransport
 from counterpoint.kv_transfer.transport import Completed, Transport, TransportError
 
@@ -22,25 +26,34 @@ KINDS = {"shm": ShmTransport, "tcp": TcpTransport, "nixl": NixlTransport}
 
 
 def make(kind: str, wake) -> tuple[Transport, KvMemory, bytes]:
-    link: Transport = KINDS[kind](wake)
-    if isinstance(link, ShmTransport):
-        memory = link.allocate(PAGES, PAGE_BYTES, REGIONS)
-    else:
-        memory = KvMemory(
-            tuple(np.zeros(PAGES * PAGE_BYTES, np.uint8) for _ in range(REGIONS)), PAGE_BYTES
-        )
-    return link, memory, link.register(memory)
+    transport: Transport = KINDS[kind](wake)
+    shared = isinstance(transport, ShmTransport)
+    allocate = transport.allocate if shared else allocate_host_memory
+    memory = allocate(PAGES, PAGE_BYTES, REGIONS)
+    return transport, memory, transport.register(memory)
 
 
 def read(pipe: Connection, kind: str) -> None:
-    link, memory, blob = make(kind, lambda: None)
-    pipe.send(blob)
-    link.connect(2, 1, pipe.recv(), False)
-    link.grant(2, 1, range(PAGES))
+    """The reading process."""
+    transport, memory, metadata = make(kind, lambda: None)
+    pipe.send(metadata)
+    transport.connect(2, 1, pipe.recv(), False)
+    transport.grant(2, 1, range(PAGES))
     pipe.send("granted")
     pipe.recv()
     pipe.send(all((region == number + 1).all() for number, region in enumerate(memory.regions)))
-    link.close()
+    transport.close()
+
+
+def write_s(transport: Transport, woken: threading.Event, spans: Spans, op: int) -> float:
+    began_s = time.perf_counter()
+    transport.write(1, 1, spans, op)
+    while not (notices := transport.poll()):
+        woken.wait(1)
+        woken.clear()
+    took_s = time.perf_counter() - began_s
+    assert isinstance(notices[0], Completed) and not notices[0].error, notices
+    return took_s
 
 
 def measure(kind: str, rounds: int) -> None:
@@ -48,14 +61,14 @@ def measure(kind: str, rounds: int) -> None:
     pipe, theirs = context.Pipe()
     reader = context.Process(target=read, args=(theirs, kind))
     reader.start()
-    bell = threading.Event()
-    link, memory, blob = make(kind, bell.set)
+    woken = threading.Event()
+    transport, memory, metadata = make(kind, woken.set)
     for number, region in enumerate(memory.regions):
         region[:] = number + 1
-    theirs_blob = pipe.recv()
-    pipe.send(blob)
+    peer_metadata = pipe.recv()
+    pipe.send(metadata)
     pipe.recv()
-    link.connect(1, 2, theirs_blob, True)
+    transport.connect(1, 2, peer_metadata, True)
     shuffled = np.random.default_rng(0).permutation(PAGES)
     cases = {
         "one page of one layer (32 KiB)": (0, 1, [0], [0]),
@@ -65,32 +78,23 @@ def measure(kind: str, rounds: int) -> None:
     op = 0
     for name, (first, last, here, there) in cases.items():
         spans = memory.spans(first, last, here, there)
-        took = []
-        for _ in range(rounds):
-            op += 1
-            began = time.perf_counter()
-            link.write(1, 1, spans, op)
-            while not (notices := link.poll()):
-                bell.wait(1)
-                bell.clear()
-            took.append(time.perf_counter() - began)
-            assert notices == [Completed(op)] or (
-                isinstance(notices[0], Completed) and not notices[0].error
-            ), notices
-        best, middle = min(took), statistics.median(took)
-        size = int(spans[:, 3].sum())
+        took_s = [write_s(transport, woken, spans, op + number) for number in range(1, rounds + 1)]
+        op += rounds
+        best_s, middle_s = min(took_s), statistics.median(took_s)
+        speed = int(spans[:, 3].sum()) / best_s / 1e9
         print(
-            f"{kind:5} {name:32} {len(spans):5} spans  median {middle * 1e3:8.2f} ms  best {size / best / 1e9:6.2f} GB/s",
+            f"{kind:5} {name:32} {len(spans):5} spans  "
+            f"median {middle_s * 1e3:8.2f} ms  best {speed:6.2f} GB/s",
             flush=True,
         )
     pipe.send("done")
     assert pipe.recv(), "the bytes are not there"
-    link.close()
+    transport.close()
     reader.join()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()

@@ -181,8 +181,7 @@ def cpu_system(
 ) -> System:
     from counterpoint.device.cores import binding_warning, cpu_name, lane_cores, usable_cores
     from counterpoint.device.cpu import CpuExecutor
-    from counterpoint.device.kv_memory import pool_memory
-    from counterpoint.device.memory import available_bytes, choose_pages
+    from counterpoint.device.kv_memory import available_bytes, choose_pages, pool_memory
     from counterpoint.device.slot_tables import SlotTables
     from counterpoint.model.invariance import require_invariant_gemms
     from counterpoint.model.kv import KVPool, page_bytes

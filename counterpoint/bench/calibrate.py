@@ -41,7 +41,7 @@ from counterpoint.cost_model.calibration import (
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.device.step_probe import PROMPT_SLOTS, ProbePrompt, ProbeTiming, StepProbe
+from counterpoint.device.step_probe import PROMPT_SLOTS, CoRun, ProbePrompt, ProbeTiming, StepProbe
 from counterpoint.flags import config_flags
 from counterpoint.interfaces import Estimator
 from counterpoint.types import BatchShape
@@ -355,7 +355,7 @@ class CalibrationRun:
             assert prefill is not None and decode is not None
             prices, rest = self._current_estimator(), probe.units - job.units
             guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
-            took = probe.time_co_running(decode, job.units, prefill, job.prompts, guess)
+            took = probe.time_co_running(CoRun(decode, job.units, prefill, job.prompts, guess))
         for (work, units, beside), each in zip(self._point_keys(job), took, strict=True):
             self.table.points.append(
                 CalibrationPoint(
@@ -400,7 +400,7 @@ class CalibrationRun:
         prices, rest = self._current_estimator(), self.probe.units - job.units
         guess = (prices.seconds(decode, job.units), prices.seconds(prefill, rest))
         short, long = (
-            self.probe.time_co_running(decode, job.units, prefill, job.prompts, guess, s)
+            self.probe.time_co_running(CoRun(decode, job.units, prefill, job.prompts, guess), s)
             for s in (0.0, for_s)
         )
         return math.sqrt(long[0].seconds / short[0].seconds * long[1].seconds / short[1].seconds)

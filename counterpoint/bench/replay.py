@@ -285,7 +285,7 @@ def replay_engine(
     warm = [(0.0, _make_add_request(query, tokens, seed)) for query in warmup]
     arrives = [(query.arrival_s, _make_add_request(query, tokens, seed)) for query in queries]
     player = EnginePlayer(
-        inbox, lambda deliver: run(engine, inbox, executor, deliver, timeline=timeline)
+        inbox, lambda deliver: run(engine, (inbox, executor), deliver, timeline=timeline)
     )
     before = engine.stats()
     player.start()

@@ -1,4 +1,4 @@
-"""Devices: what runs a step. Real ones keep wall time, the simulated one keeps its own.
+"""Devices: they run steps. Real ones keep wall-clock time, the simulated one its own.
 
-This room's torch-free half (wall, sim, cores, memory) can be imported without the other.
+Torch-free, and imported without the rest: event_queue, sim, contract_checker, timeline, cores.
 """

@@ -1,11 +1,14 @@
-"""Watch: every command held against what the device was told before.
+"""ContractChecker: checks every command against what the device was sent before.
 
-Owns: a shadow of the executor's tables. Promises: raises Violation at the first command or completion that breaks the contract of
-`types` and `ports.Executor`, naming it; passes everything on unchanged. Must not: be needed for anything to run.
+Owns: a shadow of the executor's tables.
+Promises: raises ContractViolation, naming the fault, at the first command or completion that breaks
+the contract of types.py and interfaces.Executor. Passes everything on unchanged.
+Must not: be needed for anything to run.
 
-It stands on both sides of an executor, as an Executor and as an Inbox:
+It wraps both sides of a device, as an Executor and as an EventQueue:
 
-    watch = Watch(executor, inbox, ...);  run(engine, watch, watch, deliver)
+    checker = ContractChecker(executor, inbox, limits)
+    run(engine, checker, checker, deliver)
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from counterpoint.core.limits import EngineLimits
 from counterpoint.interfaces import EventQueue, Executor
 from counterpoint.types import (
     Command,
@@ -35,21 +39,21 @@ class ContractViolation(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class SlotRow:
-    """A slot. Positions [0, computed) are in the cache, [computed, scheduled) in flight; the first `shared` pages are only read.
-    `names` are chained hashes of its full computed pages."""
+    """A slot. Positions [0, computed) are in the cache, [computed, scheduled) in flight. The first
+    `shared` pages are only read. `hashes`: chained, of its full computed pages."""
 
     tokens: list[int]
     pages: list[int]
     shared: int
     scheduled: int
     computed: int
-    names: list[int] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)  # batches that are not complete
+    hashes: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)  # those not complete
 
 
 @dataclass(slots=True, eq=False)
-class OpenBatch:
-    """A pass under way: layers [0, cursor) were launched, `in_flight` steps of it are on the device."""
+class OpenPass:
+    """Layers [0, cursor) were launched; `in_flight` of its steps are on the device."""
 
     lane: int
     segments: tuple[Segment, ...]
@@ -58,88 +62,80 @@ class OpenBatch:
 
 
 class ContractChecker:
-    """Of a device with `units` units, for a model of `layers` layers and a pool of `pages` pages of `page_tokens` tokens.
-    `overlap`: steps of two lanes may share units. `lanes`, if given, bounds the steps in flight per lane."""
+    """Of a device and model as `limits` has them. `lanes`, if given, bound the steps in flight."""
 
     def __init__(
         self,
         executor: Executor,
         inbox: EventQueue,
-        *,
-        units: int,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        overlap: bool = False,
+        limits: EngineLimits,
         lanes: Sequence[Lane] = (),
     ) -> None:
-        self.executor, self.inbox = executor, inbox
-        self.units, self.layers, self.overlap = units, layers, overlap
-        self.pages, self.page_tokens = pages, page_tokens
+        self.executor, self.inbox, self.limits = executor, inbox, limits
         self.depth = {lane.id: lane.depth for lane in lanes}
         self.rows: dict[int, SlotRow] = {}
-        self.batches: dict[int, OpenBatch] = {}
+        self.passes: dict[int, OpenPass] = {}
         self.in_flight: dict[int, list[Step]] = {}  # by lane, oldest first
         self.writer: dict[int, int] = {}  # page -> the open slot that may write it
         self.readers: dict[int, int] = {}  # page -> open slots that share it
-        self.content: dict[int, int] = {}  # page -> name of the whole page it holds
+        self.page_hash: dict[int, int] = {}  # page -> hash of the full page it holds
 
     # ------------------------------------------------------------ both sides
 
     def submit(self, command: Command) -> None:
         if isinstance(command, Step):
-            self._step(command)
+            self._on_step(command)
         elif isinstance(command, InitSlot):
-            self._open(command)
+            self._on_init_slot(command)
         elif isinstance(command, FreeSlot):
-            self._close(command.slot)
+            self._on_free_slot(command.slot)
         else:
-            self._drop(command)
+            self._on_discard(command)
         self.executor.submit(command)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
         got = self.inbox.get()
         for event in got[1] if got else ():
             if isinstance(event, StepDone):
-                self._done(event)
+                self._on_done(event)
         return got
 
     def close(self) -> None:
         self.executor.close()
 
     def check_idle(self) -> None:
-        """Raise unless nothing is open and nothing in flight."""
-        for name, left in (("slots are open", self.rows), ("passes are unfinished", self.batches)):
-            if left:
-                raise ContractViolation(f"at the end {name}: {sorted(left)}")
+        """Raise unless no slot is open and nothing is in flight."""
+        open_things = (("slots are open", self.rows), ("passes are unfinished", self.passes))
+        for what, numbers in open_things:
+            if numbers:
+                raise ContractViolation(f"at the end {what}: {sorted(numbers)}")
         if self.writer or self.readers:
-            raise ContractViolation(
-                f"at the end pages are held: {sorted({*self.writer, *self.readers})}"
-            )
+            pages = sorted({*self.writer, *self.readers})
+            raise ContractViolation(f"at the end pages are held: {pages}")
 
     # ------------------------------------------------------------ slots and pages
 
-    def _open(self, command: InitSlot) -> None:
-        slot, size = command.slot, self.page_tokens
-        self._must(slot not in self.rows, f"slot {slot} is opened but is open already")
-        cached = len(command.pages) * size
-        self._must(
+    def _on_init_slot(self, command: InitSlot) -> None:
+        slot = command.slot
+        require(slot not in self.rows, f"slot {slot} is opened but is open already")
+        cached = len(command.pages) * self.limits.page_tokens
+        require(
             cached < len(command.tokens),
             f"slot {slot}: all {len(command.tokens)} tokens are cached, none is left to compute",
         )
         row = SlotRow(list(command.tokens), list(command.pages), len(command.pages), cached, cached)
-        self._name(row, cached)
-        for page, name in zip(command.pages, row.names, strict=True):
-            self._must(
-                self.content.get(page) == name,
+        self._extend_hashes(row, cached)
+        for page, hashed in zip(command.pages, row.hashes, strict=True):
+            require(
+                self.page_hash.get(page) == hashed,
                 f"slot {slot} shares page {page}, which does not hold that prefix",
             )
             self.readers[page] = self.readers.get(page, 0) + 1
         self.rows[slot] = row
 
-    def _close(self, slot: int) -> None:
+    def _on_free_slot(self, slot: int) -> None:
         row = self._row(slot, "closed")
-        self._must(not row.passes, f"slot {slot} is closed while passes {row.passes} name it")
+        require(not row.passes, f"slot {slot} is closed while passes {row.passes} name it")
         for index, page in enumerate(row.pages):
             if index >= row.shared:
                 del self.writer[page]
@@ -149,172 +145,148 @@ class ContractChecker:
                 del self.readers[page]
         del self.rows[slot]
 
-    def _take(self, slot: int, row: SlotRow, page: int) -> None:
-        """`page` becomes the slot's own, to write."""
-        self._must(
-            0 <= page < self.pages, f"slot {slot} is given page {page}; there are {self.pages}"
-        )
-        self._must(
-            page not in self.writer,
-            f"page {page} is given to slot {slot} but slot {self.writer.get(page)} writes it",
-        )
-        self._must(
-            page not in self.readers,
-            f"page {page} is given to slot {slot} but other slots share it",
-        )
+    def _append_page(self, slot: int, row: SlotRow, page: int) -> None:
+        """The slot may write it from now on."""
+        pages, given = self.limits.pages, f"page {page} is given to slot {slot}"
+        require(0 <= page < pages, f"slot {slot} is given page {page}; there are {pages}")
+        require(page not in self.writer, f"{given} but slot {self.writer.get(page)} writes it")
+        require(page not in self.readers, f"{given} but other slots share it")
         self.writer[page] = slot
-        self.content.pop(page, None)
+        self.page_hash.pop(page, None)
         row.pages.append(page)
 
-    def _name(self, row: SlotRow, computed: int) -> None:
-        """Extend the names of `row` to all full pages of [0, computed)."""
-        size = self.page_tokens
-        for index in range(len(row.names), computed // size):
-            before = row.names[-1] if row.names else 0
-            row.names.append(hash((before, *row.tokens[index * size : (index + 1) * size])))
+    def _extend_hashes(self, row: SlotRow, computed: int) -> None:
+        """To all full pages of [0, computed)."""
+        size = self.limits.page_tokens
+        for index in range(len(row.hashes), computed // size):
+            before = row.hashes[-1] if row.hashes else 0
+            row.hashes.append(hash((before, *row.tokens[index * size : (index + 1) * size])))
 
     # ------------------------------------------------------------ steps
 
-    def _step(self, step: Step) -> None:
-        where = f"step {step.id}"
-        self._must(bool(step.segments), f"{where} has no segments")
-        self._must(
-            0 <= step.first_layer < step.last_layer <= self.layers,
-            f"{where}: layers [{step.first_layer}, {step.last_layer})",
+    def _on_step(self, step: Step) -> None:
+        where, first = f"step {step.id}", step.first_layer
+        require(bool(step.segments), f"{where} has no segments")
+        require(
+            0 <= first < step.last_layer <= self.limits.layers,
+            f"{where}: layers [{first}, {step.last_layer})",
         )
-        self._fits(step)
-        batch = self.batches.get(step.pass_id)
-        if batch is None:
-            self._must(
-                step.first_layer == 0,
-                f"{where} starts pass {step.pass_id} at layer {step.first_layer}",
-            )
-            self._priced(step)
-            batch = self.batches[step.pass_id] = OpenBatch(step.lane, step.segments)
+        self._check_units(step)
+        current = self.passes.get(step.pass_id)
+        if current is None:
+            require(first == 0, f"{where} starts pass {step.pass_id} at layer {first}")
+            self._check_work(step)
+            current = self.passes[step.pass_id] = OpenPass(step.lane, step.segments)
             for segment in step.segments:
-                self._segment(step, segment)
-        self._must(
-            step.first_layer == batch.cursor,
-            f"{where}: pass {step.pass_id} stands at layer {batch.cursor}",
-        )
-        self._must(
-            step.lane == batch.lane, f"{where}: pass {step.pass_id} belongs to lane {batch.lane}"
-        )
-        self._must(
-            step.segments == batch.segments, f"{where} changes the segments of pass {step.pass_id}"
-        )
-        batch.cursor = step.last_layer
-        batch.in_flight += 1
+                self._add_segment(step, segment)
+        number = step.pass_id
+        require(first == current.cursor, f"{where}: pass {number} stands at layer {current.cursor}")
+        require(step.lane == current.lane, f"{where}: pass {number} belongs to lane {current.lane}")
+        require(step.segments == current.segments, f"{where} changes the segments of pass {number}")
+        current.cursor = step.last_layer
+        current.in_flight += 1
         self.in_flight.setdefault(step.lane, []).append(step)
 
-    def _fits(self, step: Step) -> None:
-        here = self.in_flight.get(step.lane, [])
-        self._must(
-            1 <= step.units <= self.units, f"step {step.id} asks {step.units} of {self.units} units"
+    def _check_units(self, step: Step) -> None:
+        here, total = self.in_flight.get(step.lane, []), self.limits.units
+        require(1 <= step.units <= total, f"step {step.id} asks {step.units} of {total} units")
+        count = len(here) + 1
+        depth = self.depth.get(step.lane, count)
+        require(
+            count <= depth,
+            f"step {step.id} makes {count} in flight on lane {step.lane}, which holds {depth}",
         )
-        depth = self.depth.get(step.lane, len(here) + 1)
-        self._must(
-            len(here) < depth,
-            f"step {step.id} makes {len(here) + 1} in flight on lane {step.lane}, which holds {depth}",
-        )
-        if self.overlap:
+        if self.limits.overlap:
             return
         taken = sum(
             max(s.units for s in steps)
             for lane, steps in self.in_flight.items()
             if steps and lane != step.lane
         )
-        self._must(
-            taken + step.units <= self.units,
+        require(
+            taken + step.units <= total,
             f"step {step.id} on {step.units} units overlaps other lanes, which hold {taken}",
         )
 
-    def _priced(self, step: Step) -> None:
-        """The work that is priced is the work that is done."""
-        work, segments = step.work, step.segments
+    def _check_work(self, step: Step) -> None:
+        """`work` must be the shape of the segments."""
+        work, segments, where = step.work, step.segments, f"step {step.id}: work says"
         tokens, samples = sum(s.tokens for s in segments), sum(s.sample for s in segments)
-        self._must(
+        require(
             work.prefill_tokens + work.decode_batch == tokens,
-            f"step {step.id}: work says other tokens than its segments",
+            f"{where} other tokens than its segments",
         )
-        self._must(
+        require(
             work.samples == samples,
-            f"step {step.id}: work says {work.samples} samples, segments {samples}",
+            f"{where} {work.samples} samples, segments {samples}",
         )
-        self._must(
+        require(
             work.prefill_requests + work.decode_batch == len(segments),
-            f"step {step.id}: work says other requests",
+            f"{where} other requests",
         )
         layers = (work.first_layer, work.last_layer, work.layers)
-        self._must(
-            layers == (step.first_layer, step.last_layer, self.layers),
-            f"step {step.id}: work says layers {layers}",
-        )
+        expected = (step.first_layer, step.last_layer, self.limits.layers)
+        require(layers == expected, f"{where} layers {layers}")
 
-    def _segment(self, step: Step, segment: Segment) -> None:
+    def _add_segment(self, step: Step, segment: Segment) -> None:
         slot, end = segment.slot, segment.start + segment.tokens
         row = self._row(slot, f"named by step {step.id}")
-        where = f"step {step.id}, slot {slot}"
-        self._must(segment.tokens > 0, f"{where}: no tokens")
-        self._must(
+        where, known = f"step {step.id}, slot {slot}", len(row.tokens)
+        require(segment.tokens > 0, f"{where}: no tokens")
+        require(
             segment.start == row.scheduled,
             f"{where}: starts at {segment.start}, but {row.scheduled} tokens were scheduled",
         )
-        self._must(
-            end <= len(row.tokens),
-            f"{where}: ends at {end}, but there are {len(row.tokens)} tokens",
-        )
-        self._must(
-            not segment.sample or end == len(row.tokens),
-            f"{where}: samples after {end} of {len(row.tokens)} known tokens",
+        require(end <= known, f"{where}: ends at {end}, but there are {known} tokens")
+        require(
+            not segment.sample or end == known,
+            f"{where}: samples after {end} of {known} known tokens",
         )
         for earlier in row.passes:
-            before = self.batches[earlier]
-            follows = before.lane == step.lane and before.cursor == self.layers
-            self._must(
-                follows,
+            before = self.passes[earlier]
+            require(
+                before.lane == step.lane and before.cursor == self.limits.layers,
                 f"{where}: pass {earlier} of lane {before.lane} has not computed what comes before",
             )
         for page in segment.pages:
-            self._take(slot, row, page)
-        room = len(row.pages) * self.page_tokens
-        self._must(end <= room, f"{where}: ends at {end}, but its block table holds {room} tokens")
+            self._append_page(slot, row, page)
+        room = len(row.pages) * self.limits.page_tokens
+        require(end <= room, f"{where}: ends at {end}, but its block table holds {room} tokens")
         row.scheduled = end
         row.passes.append(step.pass_id)
         if segment.sample:
             row.tokens.append(UNKNOWN)
 
-    def _drop(self, command: DiscardPass) -> None:
-        batch = self.batches.get(command.pass_id)
-        if batch is None:
+    def _on_discard(self, command: DiscardPass) -> None:
+        dropped = self.passes.get(command.pass_id)
+        if dropped is None:
             raise ContractViolation(f"pass {command.pass_id} is dropped but is not under way")
-        self._must(
-            not batch.in_flight,
-            f"pass {command.pass_id} is dropped with {batch.in_flight} steps in flight",
+        require(
+            not dropped.in_flight,
+            f"pass {command.pass_id} is dropped with {dropped.in_flight} steps in flight",
         )
-        del self.batches[command.pass_id]
-        for segment in batch.segments:
+        del self.passes[command.pass_id]
+        for segment in dropped.segments:
             row = self.rows[segment.slot]
             row.passes.remove(command.pass_id)
             row.scheduled = segment.start
             if segment.sample:
                 row.tokens.pop()
 
-    def _done(self, done: StepDone) -> None:
+    def _on_done(self, done: StepDone) -> None:
         oldest = self.in_flight.get(done.lane, [])
-        self._must(
+        require(
             bool(oldest) and oldest[0].id == done.step,
             f"step {done.step} came back, which is not lane {done.lane}'s oldest",
         )
         step = oldest.pop(0)
-        batch = self.batches[step.pass_id]
-        batch.in_flight -= 1
-        if step.last_layer < self.layers:
-            self._must(not done.tokens, f"step {step.id} has tokens before the last layer")
+        self.passes[step.pass_id].in_flight -= 1
+        if step.last_layer < self.limits.layers:
+            require(not done.tokens, f"step {step.id} has tokens before the last layer")
             return
-        del self.batches[step.pass_id]
+        del self.passes[step.pass_id]
         sampled = sum(s.sample for s in step.segments)
-        self._must(
+        require(
             bool(done.error) or len(done.tokens) == sampled,
             f"step {step.id}: {len(done.tokens)} tokens of {sampled}",
         )
@@ -323,18 +295,20 @@ class ContractChecker:
             row, end = self.rows[segment.slot], segment.start + segment.tokens
             row.passes.remove(step.pass_id)
             row.computed = end
-            if segment.sample and not done.error:
+            if done.error:
+                continue
+            if segment.sample:
                 row.tokens[end] = next(tokens)
-            if not done.error:
-                self._name(row, end)
-                for index in range(row.shared, len(row.names)):
-                    self.content[row.pages[index]] = row.names[index]
+            self._extend_hashes(row, end)
+            for index in range(row.shared, len(row.hashes)):
+                self.page_hash[row.pages[index]] = row.hashes[index]
 
     def _row(self, slot: int, doing: str) -> SlotRow:
         if slot not in self.rows:
             raise ContractViolation(f"slot {slot} is {doing} but is not open")
         return self.rows[slot]
 
-    def _must(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise ContractViolation(otherwise)
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContractViolation(otherwise)

@@ -1,13 +1,15 @@
 """CpuExecutor: lanes as threads on cores.
 
-Owns: the lanes' threads, the token and block tables, the hidden states of unfinished passes. Promises: the steps of a lane run in
-order, also when their units differ; steps of two lanes run at the same time, over one KV pool and one copy of the weights (torch
-lets go of the interpreter lock in its operations); two steps that would share a core are never run together: the later one fails.
-What goes wrong in a step is its StepDone.error, and the executor lives on.
-Must not: decide anything, free pages, keep a request's text.
+Owns: the lanes' threads, the slot tables, the hidden states of unfinished passes.
+Promises: the steps of a lane run in order, also when their units differ. Steps of two lanes run at
+the same time, over one KV pool and one copy of the weights (torch releases the GIL in its
+operations). Two steps that would share a core never run together: the later one fails. An error in
+a step is its StepDone.error, and the executor goes on.
+Must not: free pages, or keep a request's text.
 
-One thread per lane and number of units, made when it is first needed and pinned for its life, together with the OpenMP threads that
-torch starts in it: changing the split costs a hand-over between threads, and no thread is ever moved.
+There is one thread for each lane and number of units. It is made when first needed and pinned for
+its life, with the OpenMP threads that torch starts in it. So another split costs a hand-over
+between threads, and no thread is ever moved.
 """
 
 from __future__ import annotations
@@ -45,19 +47,22 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CpuStep:
-    """A step on its way through a worker. `after` is set when the lane's previous step has been reported. `refused` says why
-    the step must not run; `running` ends before the step is reported, `reported` is set after."""
+    """A step in a lane's thread. `previous_reported` is set when the lane's previous step has been
+    reported. `rejection`: why the step must not run. `running` ends before the step is reported,
+    `reported` is set after."""
 
     step: Step
     cores: frozenset[int]
-    after: threading.Event | None
-    refused: str = ""
+    previous_reported: threading.Event | None
+    rejection: str = ""
     running: bool = True
     reported: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuPass:
+    """An unfinished pass: `x_TD` are its hidden states."""
+
     rows: PassRows
     batch: PassTensors
     x_TD: Tensor
@@ -65,7 +70,7 @@ class CpuPass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has to say: the fields of StepDone."""
+    """Fields of StepDone."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -75,38 +80,35 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredCores:
-    """Where the steps of a lane with so many units really run; `cores` is None where threads cannot be bound."""
+    """Where the steps of a lane with so many units really run. `cores`: None where threads can't be
+    bound."""
 
     lane: int
     units: int
     cores: tuple[int, ...] | None
 
 
+@dataclasses.dataclass(eq=False)
 class CpuExecutor:
-    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed."""
+    """`submit` from one thread. Completions go to `inbox`, on whose clock the steps are timed.
+    `cores`: of the device, in the order in which lanes count them (`cores.usable_cores`)."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVPool,
-        tables: SlotTables,
-        lanes: Sequence[Lane],
-        cores: Sequence[int],
-        inbox: WallClockEventQueue,
-    ) -> None:
-        """`cores`: of the device, in the order in which lanes count them (`cores.usable_cores`)."""
-        self.decoder = decoder
-        self.kv = kv
-        self.tables = tables
-        self.lanes = {lane.id: lane for lane in lanes}
-        self.cores = tuple(cores)
-        self.inbox = inbox
-        self._workers: dict[tuple[int, int], LaneThread] = {}
-        self._in_flight: dict[int, list[CpuStep]] = {lane.id: [] for lane in lanes}
+    decoder: Decoder
+    kv: KVPool
+    tables: SlotTables
+    lanes: Sequence[Lane]
+    cores: Sequence[int]
+    inbox: WallClockEventQueue
+
+    def __post_init__(self) -> None:
+        self._lanes = {lane.id: lane for lane in self.lanes}
+        self._threads: dict[tuple[int, int], LaneThread] = {}  # by lane and units
+        self._in_flight: dict[int, list[CpuStep]] = {lane.id: [] for lane in self.lanes}
         self._passes: dict[int, CpuPass] = {}
 
     def submit(self, command: Command) -> None:
-        """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page there is not."""
+        """Raises KeyError, ValueError or IndexError if a command names a lane, slot or page that
+        does not exist."""
         match command:
             case InitSlot():
                 self.tables.init_slot(command)
@@ -117,62 +119,64 @@ class CpuExecutor:
             case FreeSlot():
                 self.tables.free_slot(command.slot)
 
-    def realised(self) -> list[MeasuredCores]:
+    def measured_cores(self) -> list[MeasuredCores]:
         """The cores of every (lane, units) that has run."""
-        for worker in self._workers.values():
-            worker.ready.wait()
-        return [worker.realised for worker in self._workers.values()]
+        for thread in self._threads.values():
+            thread.ready.wait()
+        return [thread.measured for thread in self._threads.values()]
 
     def close(self) -> None:
-        """Ends the threads and gives the pool's memory back, also if someone still holds this object."""
-        for worker in self._workers.values():
-            worker.jobs.put(None)
-        for worker in self._workers.values():
-            worker.thread.join()
-        self._workers.clear()
+        """End the threads and free the pool's memory, even if this object is still referenced."""
+        for thread in self._threads.values():
+            thread.jobs.put(None)
+        for thread in self._threads.values():
+            thread.thread.join()
+        self._threads.clear()
         self._passes.clear()
         self.kv.release()
 
     # ------------------------------------------------------------ the submitting thread
 
     def _enqueue(self, step: Step) -> None:
-        lane = self.lanes[step.lane]
+        lane = self._lanes[step.lane]
         if step.first_layer == 0:
             self.tables.append_pages(step.segments)
         units = min(max(step.units, 1), len(self.cores))
         cores = frozenset(lane_cores(lane.role, units, self.cores))
-        refused = self._refusal(step, cores)
+        rejection = self._rejection(step, cores)
         before = self._in_flight[lane.id]
-        job = CpuStep(step, cores, before[-1].reported if before else None, refused)
-        self._in_flight[lane.id] = [other for other in before if not other.reported.is_set()] + [
-            job
-        ]
-        worker = self._workers.get((lane.id, units))
-        if worker is None:
-            worker = self._workers[lane.id, units] = LaneThread(self, lane, units)
-        worker.jobs.put(job)
+        job = CpuStep(step, cores, before[-1].reported if before else None, rejection)
+        unreported = [other for other in before if not other.reported.is_set()]
+        self._in_flight[lane.id] = [*unreported, job]
+        thread = self._threads.get((lane.id, units))
+        if thread is None:
+            thread = self._threads[lane.id, units] = LaneThread(self, lane, units)
+        thread.jobs.put(job)
 
-    def _refusal(self, step: Step, cores: frozenset[int]) -> str:
+    def _rejection(self, step: Step, cores: frozenset[int]) -> str:
         if not 0 < step.units <= len(self.cores):
             return f"step {step.id} asks for {step.units} units of {len(self.cores)}"
         for lane, jobs in self._in_flight.items():
             for job in jobs:
-                if lane != step.lane and job.running and not job.refused and job.cores & cores:
-                    shared = sorted(job.cores & cores)
-                    return f"step {step.id} of lane {step.lane} would share cores {shared} with step {job.step.id} of lane {lane}"
+                shared = sorted(job.cores & cores)
+                if lane != step.lane and job.running and not job.rejection and shared:
+                    return (
+                        f"step {step.id} of lane {step.lane} would share cores {shared} "
+                        f"with step {job.step.id} of lane {lane}"
+                    )
         return ""
 
-    # ------------------------------------------------------------ a worker's thread
+    # ------------------------------------------------------------ a lane's thread
 
     def run(self, job: CpuStep) -> None:
-        """Run one step when its turn has come, and report it. Called by the workers."""
+        """Run one step after the lane's previous one, and report it. Called by LaneThread."""
         step = job.step
-        if job.after is not None:
-            job.after.wait()
+        if job.previous_reported is not None:
+            job.previous_reported.wait()
         started_s = self.inbox.clock()
         try:
-            if job.refused:
-                raise RuntimeError(job.refused)
+            if job.rejection:
+                raise RuntimeError(job.rejection)
             result = self._compute(step)
         except Exception as error:
             log.exception("step %d of lane %d failed", step.id, step.lane)
@@ -189,7 +193,7 @@ class CpuExecutor:
             units=step.units,
             error=result.error,
         )
-        job.running = False  # before the report: what follows from it may take these cores
+        job.running = False  # before the report: a step that follows from it may take these cores
         self.inbox.put(done)
         job.reported.set()
 
@@ -210,56 +214,50 @@ class CpuExecutor:
         if step.last_layer < decoder.spec.layers:
             self._passes[step.pass_id] = CpuPass(rows, batch, x_TD)
             return StepResult()
-        return self._finish(rows, batch, x_TD)
+        return self._sample(rows, batch, x_TD)
 
-    def _finish(self, rows: PassRows, batch: PassTensors, x_TD: Tensor) -> StepResult:
-        """Sample behind the last layer."""
-        settings = self.tables.sampling
-        about_prompts = prompt_logprobs(self.decoder, self.tables, rows, batch, x_TD)
+    def _sample(self, rows: PassRows, batch: PassTensors, x_TD: Tensor) -> StepResult:
+        """After the last layer."""
+        sampling = self.tables.sampling
+        of_prompts = prompt_logprobs(self.decoder, self.tables, rows, batch, x_TD)
         if not len(rows.slot_B):
-            return StepResult(prompt_logprobs=about_prompts)
+            return StepResult(prompt_logprobs=of_prompts)
         logits_BV = self.decoder.logits(x_TD, batch)
-        ids_B = sample(logits_BV, self.tables.sampler_inputs(rows), settings.vocab)
+        ids_B = sample(logits_BV, self.tables.sampler_inputs(rows), sampling.vocab)
         self.tables.put_sampled(rows, ids_B)
         ids = ids_B.tolist()
-        settings.grammars.accept_tokens(rows.slot_B.tolist(), ids)
-        return StepResult(
-            tuple(ids), chosen_logprobs(settings, rows.slot_B, logits_BV, ids_B), about_prompts
-        )
+        sampling.grammars.accept_tokens(rows.slot_B.tolist(), ids)
+        of_chosen = chosen_logprobs(sampling, rows.slot_B, logits_BV, ids_B)
+        return StepResult(tuple(ids), of_chosen, of_prompts)
 
 
 class LaneThread:
-    """One thread on the cores of a lane with a number of units."""
+    """The thread of one lane and number of units."""
 
     def __init__(self, executor: CpuExecutor, lane: Lane, units: int) -> None:
         self.executor = executor
         self.lane = lane
         self.units = units
         self.jobs: queue.SimpleQueue[CpuStep | None] = queue.SimpleQueue()
-        self.realised = MeasuredCores(lane.id, units, None)
+        self.measured = MeasuredCores(lane.id, units, None)
         self.ready = threading.Event()
-        self.thread = threading.Thread(
-            target=self._live, name=f"lane{lane.id}-units{units}", daemon=True
-        )
+        name = f"lane{lane.id}-units{units}"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def _live(self) -> None:
-        cores = lane_cores(self.lane.role, self.units, self.executor.cores)
+    def _run(self) -> None:
+        lane, cores = self.lane, lane_cores(self.lane.role, self.units, self.executor.cores)
         try:
-            self.realised = MeasuredCores(self.lane.id, self.units, pin(cores))
+            self.measured = MeasuredCores(lane.id, self.units, pin(cores))
         except OSError as error:
-            log.warning("lane %d: cannot bind a thread to cores %s: %s", self.lane.id, cores, error)
-        # The first look at a thread's count overwrites it with the process's; only a count set after that is the thread's own.
+            log.warning("lane %d: cannot bind a thread to cores %s: %s", lane.id, cores, error)
+        # The first read of a thread's count overwrites it with the process's. Only a count set
+        # after that is the thread's own.
         torch.get_num_threads()
         torch.set_num_threads(self.units)
         self.ready.set()
-        log.info(
-            "lane %d (%s), %d units: cores %s",
-            self.lane.id,
-            self.lane.role,
-            self.units,
-            self.realised.cores or "not bound",
-        )
+        bound = self.measured.cores or "not bound"
+        log.info("lane %d (%s), %d units: cores %s", lane.id, lane.role, self.units, bound)
         with torch.inference_mode():
             while (job := self.jobs.get()) is not None:
                 self.executor.run(job)

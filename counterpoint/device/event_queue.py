@@ -1,8 +1,7 @@
-"""WallClockEventQueue: events on the wall clock.
+"""WallClockEventQueue: events from any thread for the engine's one thread, on the wall clock.
 
-Owns: the queue between the world's threads and the engine's one. Promises: events come out in the order in which they were put;
-the time of a `get` is not before that of any event it returns; what was put before `stop` still comes out.
-Must not: look into an event.
+Promises: events come out in the order in which they were put. The time of a `get` is not before
+that of any event it returns. What was put before `stop` still comes out.
 """
 
 from __future__ import annotations
@@ -17,52 +16,55 @@ from counterpoint.types import Event
 
 class Signal(enum.Enum):
     STOP = "stop"
-    NUDGE = "nudge"
+    WAKE = "wake"
 
 
 class WallClockEventQueue:
-    """`put`, `nudge` and `stop` from any thread, `get` from one. `turns` counts the calls of `get`: one that does not change though
-    the inbox was nudged means that whoever calls `get` is stuck in its turn. `busy_s`: seconds between a `get` and the next."""
+    """`put`, `wake` and `stop` from any thread, `get` from one. `num_gets` counts calls of `get`:
+    if a `wake` does not change it, the thread that calls `get` is stuck. `busy_s`: seconds that it
+    spent between a `get` and the next."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event | Signal] = queue.SimpleQueue()
         self._stopped = False
         self.num_gets = 0
         self.busy_s = 0.0
-        self._left_s: float | None = None
+        self._returned_s: float | None = None  # when `get` last returned
 
     def clock(self) -> float:
-        """Seconds since an arbitrary moment, the same for all threads of the machine; never goes back."""
+        """Monotonic seconds, the same for all threads of the machine."""
         return time.monotonic()
 
     def put(self, event: Event) -> None:
         self._queue.put(event)
 
     def stop(self) -> None:
-        """Let `get` return None once the events already put are out. Later ones are not looked at."""
+        """Make `get` return None once it has returned the events put before. Later ones are
+        lost."""
         self._queue.put(Signal.STOP)
 
     def wake(self) -> None:
-        """Let `get` return, if need be without events."""
-        self._queue.put(Signal.NUDGE)
+        """Make `get` return, if need be without events."""
+        self._queue.put(Signal.WAKE)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
-        """Block until there are events or a nudge; the time now and all events that wait, or None after `stop`."""
+        """Block until there are events or a wake. Returns the time and all events that wait, or
+        None after `stop`."""
         self.num_gets += 1
-        if self._left_s is not None:
-            self.busy_s += self.clock() - self._left_s
+        if self._returned_s is not None:
+            self.busy_s += self.clock() - self._returned_s
         events: list[Event] = []
-        nudged = False
+        woken = False
         while not self._stopped:
             try:
-                item = self._queue.get(block=not events and not nudged)
+                item = self._queue.get(block=not events and not woken)
             except queue.Empty:
                 break
             if item is Signal.STOP:
                 self._stopped = True
-            elif item is Signal.NUDGE:
-                nudged = True
+            elif item is Signal.WAKE:
+                woken = True
             else:
                 events.append(item)
-        self._left_s = self.clock()
-        return (self._left_s, events) if events or nudged else None
+        self._returned_s = self.clock()
+        return (self._returned_s, events) if events or woken else None

@@ -1,10 +1,9 @@
-"""Log-probabilities, as the client sees them.
+"""Log-probabilities on the CPU, as the client gets them.
 
-Owns: the way from logits to TokenLogprobs. Promises: rows that do not ask cost nothing; no more than BLOCK rows of logits of a
-prompt exist at once.
-Must not: sample.
+Promises: rows that do not ask cost nothing. At most BLOCK rows of a prompt's logits exist at once.
 
-Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S segments.
+Shapes: B sampled rows, R of them that ask, V vocabulary, T tokens of the pass, D hidden, S
+segments.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ BLOCK = 64  # rows of logits at a time
 
 
 def chosen_logprobs(
-    settings: SamplingTables, slot_B: Tensor, logits_BV: Tensor, ids_B: Tensor
+    sampling: SamplingTables, slot_B: Tensor, logits_BV: Tensor, ids_B: Tensor
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Of the sampled ids, one per sampled row; None where not asked for or not sampled; () if no row asks."""
-    if not settings.stages(slot_B) & SamplingStage.LOGPROBS:
+    """Of the sampled ids, one per sampled row. None where not asked for or not sampled; () if no
+    row asks."""
+    if not sampling.stages(slot_B) & SamplingStage.LOGPROBS:
         return ()
-    rows_R = settings.rows_with(slot_B, SamplingStage.LOGPROBS)
-    tops = settings.rows["logprobs"][slot_B[rows_R].numpy()].tolist()
-    told = _told(logits_BV[rows_R], ids_B[rows_R], tops, settings.vocab)
+    rows_R = sampling.rows_with(slot_B, SamplingStage.LOGPROBS)
+    counts = sampling.rows["logprobs"][slot_B[rows_R].numpy()].tolist()
+    found = _token_logprobs(logits_BV[rows_R], ids_B[rows_R], counts, sampling.vocab)
     result: list[TokenLogprobs | None] = [None] * len(slot_B)
-    for row, token, one in zip(rows_R.tolist(), ids_B[rows_R].tolist(), told, strict=True):
+    for row, token, one in zip(rows_R.tolist(), ids_B[rows_R].tolist(), found, strict=True):
         result[row] = one if token >= 0 else None
     return tuple(result)
 
@@ -40,46 +40,45 @@ def chosen_logprobs(
 def prompt_logprobs(
     decoder: Decoder, tables: SlotTables, rows: PassRows, batch: PassTensors, x_TD: Tensor
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """One entry per segment: of the prompt tokens at positions start + 1 to start + tokens, as far as the prompt goes; None where
-    not asked for; () if no segment asks. `x_TD` are the hidden states behind the last layer."""
-    settings = tables.sampling
-    if not settings.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS:
+    """One entry per segment: of the prompt tokens at positions [start + 1, start + tokens], up to
+    the prompt's end. None where not asked for; () if no segment asks. `x_TD`: hidden states after
+    the last layer."""
+    sampling = tables.sampling
+    if not sampling.stages(rows.slot_S) & SamplingStage.PROMPT_LOGPROBS:
         return ()
     result: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows.slot_S)
     first_S = rows.tokens_S.cumsum(0) - rows.tokens_S
-    asking_R = settings.rows_with(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
-    settings_R = settings.rows[rows.slot_S[asking_R].numpy()]
-    last_R = torch.minimum(
-        rows.start_S[asking_R] + rows.tokens_S[asking_R],
-        tensor_column(settings_R, "prompt_tokens") - 1,
-    )
-    for segment, last, top in zip(
-        asking_R.tolist(), last_R.tolist(), settings_R["prompt_logprobs"].tolist(), strict=True
+    asking_R = sampling.rows_with(rows.slot_S, SamplingStage.PROMPT_LOGPROBS)
+    slot_R, start_R = rows.slot_S[asking_R], rows.start_S[asking_R]
+    params_R = sampling.rows[slot_R.numpy()]
+    last_prompt_R = tensor_column(params_R, "prompt_tokens") - 1
+    last_R = torch.minimum(start_R + rows.tokens_S[asking_R], last_prompt_R)
+    asked = (asking_R, slot_R, start_R, first_S[asking_R], last_R)
+    counts = params_R["prompt_logprobs"].tolist()
+    for segment, slot, start, first, last, count in zip(
+        *(each.tolist() for each in asked), counts, strict=True
     ):
-        slot, start, first = (
-            int(rows.slot_S[segment]),
-            int(rows.start_S[segment]),
-            int(first_S[segment]),
-        )
         if last <= start:
             continue  # a decode
-        told: list[TokenLogprobs] = []
+        found: list[TokenLogprobs] = []
         for at in range(start, last, BLOCK):
             end = min(at + BLOCK, last)
-            logits = decoder.logits(
-                x_TD, batch, torch.arange(first + at - start, first + end - start)
-            )
-            ids = tables.tokens[slot, at + 1 : end + 1].long()
-            told += _told(logits, ids, [top] * (end - at), settings.vocab)
-        result[segment] = tuple(told)
+            wanted = torch.arange(first + at - start, first + end - start)
+            logits_RV = decoder.logits(x_TD, batch, wanted)
+            ids_R = tables.tokens[slot, at + 1 : end + 1].long()
+            found += _token_logprobs(logits_RV, ids_R, [count] * (end - at), sampling.vocab)
+        result[segment] = tuple(found)
     return tuple(result)
 
 
-def _told(logits_RV: Tensor, ids_R: Tensor, tops: list[int], vocab: int) -> list[TokenLogprobs]:
+def _token_logprobs(
+    logits_RV: Tensor, ids_R: Tensor, counts: list[int], vocab: int
+) -> list[TokenLogprobs]:
+    """Of `ids_R`, each with its row's number of alternatives (`counts`)."""
     chosen, top_ids, top_values = (
-        each.tolist() for each in logprobs(logits_RV, ids_R, max(tops), vocab)
+        each.tolist() for each in logprobs(logits_RV, ids_R, max(counts), vocab)
     )
     return [
-        TokenLogprobs(value, tuple(ids[:top]), tuple(values[:top]))
-        for value, ids, values, top in zip(chosen, top_ids, top_values, tops, strict=True)
+        TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count]))
+        for value, ids, values, count in zip(chosen, top_ids, top_values, counts, strict=True)
     ]

@@ -1,10 +1,10 @@
-"""The executor's tables: one row per slot, of what a step needs and its integers do not say.
+"""SlotTables: one row per slot of the CPU executor, with what a step needs beyond its integers.
 
-Owns: token ids and block tables of the open slots, as tensors. Promises: no Python loop over tokens; over
-segments only to read their integers; a step reads positions before its end alone, so that a table may grow under a step in flight.
-Must not: run a model, know a thread.
+Owns: token ids and block tables of the open slots, as tensors; their sampling parameters.
+Promises: no Python loop over tokens, and over segments only to read their integers. A step reads
+only positions before its end, so a table may grow under a step in flight.
 
-Memory: 4 bytes per slot and position: 8 MiB for 256 slots of 8,192 tokens.
+Memory: 4 bytes per slot and position, 8 MiB for 256 slots of 8,192 tokens.
 
 Shapes: S segments, T tokens of the pass, P pages of the longest segment, B sampled segments.
 """
@@ -26,8 +26,8 @@ from counterpoint.types import InitSlot, Segment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassRows:
-    """The integers of a pass, on the host, int64: of each segment its slot, first position and number of tokens; of each sampled
-    one its slot and the position of the new token."""
+    """The integers of a pass, on the host, int64: of each segment its slot, first position and
+    number of tokens; of each sampled one its slot and the position of the new token."""
 
     slot_S: Tensor
     start_S: Tensor
@@ -43,9 +43,8 @@ def make_pass_rows(segments: Sequence[Segment]) -> PassRows:
     )
     slot_S, start_S, tokens_S, sample_S = integers_S4.unbind(1)
     sampled_B = sample_S.nonzero()[:, 0]
-    return PassRows(
-        slot_S, start_S, tokens_S, sampled_B, slot_S[sampled_B], (start_S + tokens_S)[sampled_B]
-    )
+    end_B = (start_S + tokens_S)[sampled_B]
+    return PassRows(slot_S, start_S, tokens_S, sampled_B, slot_S[sampled_B], end_B)
 
 
 class SlotTables:
@@ -61,9 +60,8 @@ class SlotTables:
     ) -> None:
         """`vocab`: ids from there on are never sampled."""
         self.page_tokens = page_tokens
-        self.tokens = torch.zeros(
-            slots, max_context_tokens + 1, dtype=torch.int32
-        )  # one more for the last sampled token
+        # One more position: the last sampled token of a full context.
+        self.tokens = torch.zeros(slots, max_context_tokens + 1, dtype=torch.int32)
         self.pages = torch.zeros(slots, -(-max_context_tokens // page_tokens), dtype=torch.int32)
         self.sampling = SamplingTables(slots, vocab, eos_token_ids)
         self._pages_used = [0] * slots
@@ -74,16 +72,16 @@ class SlotTables:
         self.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self._pages_used[slot] = 0
         self._append(slot, command.pages)
-        self.sampling.set_row(
-            slot, command.sampling, command.prompt_tokens, command.tokens[command.prompt_tokens :]
-        )
+        output = tokens[command.prompt_tokens :]
+        self.sampling.set_row(slot, command.sampling, command.prompt_tokens, output)
 
     def free_slot(self, slot: int) -> None:
-        """The next `open` overwrites the row; what takes memory beside it goes now."""
+        """Free the slot's grammar; the next `init_slot` overwrites the rest."""
         self.sampling.grammars.free_slot(slot)
 
     def append_pages(self, segments: Sequence[Segment]) -> None:
-        """Append the segments' new pages to their block tables: once per pass, before its first step."""
+        """Append the segments' new pages to their block tables: once per pass, before its first
+        step."""
         for segment in segments:
             if segment.pages:
                 self._append(segment.slot, segment.pages)
@@ -96,9 +94,8 @@ class SlotTables:
         position_T = torch.arange(total) + (rows.start_S - first_S)[segment_T]
         tokens_T = self.tokens[rows.slot_S[segment_T], position_T].long()
         width = -(-int((rows.start_S + rows.tokens_S).max()) // self.page_tokens)
-        pages_SP = self.pages[:, :width][
-            rows.slot_S
-        ].long()  # beyond a request's pages: an earlier one's, or 0
+        # Entries beyond a request's own pages are 0 or an earlier request's: nothing reads them.
+        pages_SP = self.pages[:, :width][rows.slot_S].long()
         return make_batch(
             tokens_T, rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP, self.page_tokens, ops
         )
@@ -108,8 +105,8 @@ class SlotTables:
         return self.sampling.sampler_inputs(rows.slot_B, rows.end_B, self.tokens)
 
     def put_sampled(self, rows: PassRows, ids_B: Tensor) -> None:
-        """Write the sampled ids behind their segments. A row that could not be sampled (-1) gets id 0: a step already queued
-        may still run over it."""
+        """Write the sampled ids after their segments. A row that could not be sampled (-1) gets id
+        0, since a step already queued may still run over it."""
         self.tokens[rows.slot_B, rows.end_B] = ids_B.clamp(min=0).to(torch.int32)
 
     def _append(self, slot: int, pages: Sequence[int]) -> None:

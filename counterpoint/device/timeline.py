@@ -1,16 +1,17 @@
-"""Timeline: what ran on each lane and when, as a Chrome trace (open it in Perfetto or chrome://tracing).
+"""Timeline: what ran on each lane and when, as a Chrome trace (for Perfetto or chrome://tracing).
 
-Owns: the spans and the file format. Promises: the same file from the simulator and from a real device; what it records it gets
-from the commands and events that pass through it, so nothing else has to know of it. Must not: change what passes.
+Owns: the spans and the file format.
+Promises: the simulator and a real device write the same file. All that it records comes from
+commands and events that pass through it, unchanged.
 
-It stands on both sides of an executor, as an Executor and as an Inbox:
+It wraps both sides of a device, as an Executor and as an EventQueue:
 
     timeline = Timeline(executor, inbox, lanes)
-    run(engine, inbox, executor, deliver, timeline=timeline)
+    run(engine, (inbox, executor), deliver, timeline=timeline)
     timeline.write("out.json")
 
-Tracks: one per lane (a span per step), one for KV that goes to other workers (`sent`), and counters for the units of each lane, the
-queue and the KV cache.
+Tracks: one per lane (a span per step), one for KV sent to other workers (`record_transfer`), and
+counters for the units of each lane, the queue and the KV cache.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from counterpoint.types import Command, Event, Lane, Output, Step, StepDone
 
 
 class TimelineSpan(msgspec.Struct, frozen=True, gc=False):
-    """One step on a lane, in seconds on the inbox's clock. `kind` is prefill, decode or mixed; `context` is the sum of the decodes'
-    context lengths; layers are [first_layer, last_layer)."""
+    """One step on a lane, in seconds on the event queue's clock. `kind`: prefill, decode or mixed;
+    `context`: sum of the decodes' context lengths; layers [first_layer, last_layer)."""
 
     lane: int
     kind: str
@@ -57,7 +58,8 @@ class GaugeSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
-    """KV that went to another worker `to`, in seconds on the inbox's clock; of layers [first_layer, last_layer)."""
+    """KV of layers [first_layer, last_layer) that went to worker `to` over the transport `kind`, in
+    seconds on the event queue's clock."""
 
     to: str
     kind: str
@@ -70,8 +72,8 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Timeline:
-    """Records every step between `executor` and `inbox`; `sample_s` is the least time between two readings of the gauges.
-    `lanes`: those that have a title, their role."""
+    """Records every step between `executor` and `inbox`. `lanes`: those that are titled by their
+    role. `sample_s`: the least time between two samples of the gauges."""
 
     def __init__(
         self,
@@ -88,13 +90,21 @@ class Timeline:
         self.gauges: list[GaugeSample] = []
         self.transfers: list[KvTransfer] = []
         self._now = 0.0
-        self._sent: dict[int, Step] = {}
+        self._in_flight: dict[int, Step] = {}
+
+    def record_transfer(self, transfer: KvTransfer) -> None:
+        """From any thread."""
+        self.transfers.append(transfer)
+
+    def write(self, path: str | Path) -> None:
+        with name_file_in_errors(path):
+            Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
 
     # ------------------------------------------------------------ what passes
 
     def submit(self, command: Command) -> None:
         if isinstance(command, Step):
-            self._sent[command.id] = command
+            self._in_flight[command.id] = command
         self.executor.submit(command)
 
     def get(self) -> tuple[float, Sequence[Event]] | None:
@@ -103,30 +113,27 @@ class Timeline:
             self._now = got[0]
             for event in got[1]:
                 if isinstance(event, StepDone):
-                    self.spans.append(span(self._sent.pop(event.step), event))
+                    self.spans.append(make_span(self._in_flight.pop(event.step), event))
         return got
 
     def close(self) -> None:
         self.executor.close()
 
-    def deliver_to(self, deliver: DeliverOutputs) -> DeliverOutputs:
-        """`deliver`, with the gauges read on the way."""
+    def sampling_gauges(self, deliver: DeliverOutputs) -> DeliverOutputs:
+        """`deliver`, with the gauges sampled before."""
 
-        def reading(outputs: list[Output], engine: Engine) -> None:
+        def sample_and_deliver(outputs: list[Output], engine: Engine) -> None:
             if not self.gauges or self._now - self.gauges[-1].at_s >= self.sample_s:
-                self.gauges.append(gauge(self._now, engine.stats()))
+                self.gauges.append(make_gauge(self._now, engine.stats()))
             deliver(outputs, engine)
 
-        return reading
-
-    def record_transfer(self, transfer: KvTransfer) -> None:
-        """From any thread."""
-        self.transfers.append(transfer)
+        return sample_and_deliver
 
     # ------------------------------------------------------------ the file
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace in Chrome's JSON format ("Trace Event Format", object form); times in microseconds from the first one."""
+        """The trace in Chrome's "Trace Event Format" (object form), in microseconds from the first
+        time."""
         times = (
             [s.started_s for s in self.spans]
             + [g.at_s for g in self.gauges]
@@ -138,22 +145,16 @@ class Timeline:
             _meta("thread_name", lane, self._title(lane))
             for lane in sorted({s.lane for s in self.spans})
         ]
-        for one in self.spans:
-            events.append(_span_event(one, start_s))
+        events += [_span_event(one, start_s) for one in self.spans]
         for number, transfer in enumerate(self.transfers):
             events += _transfer_events(number, transfer, start_s)
         events += self._unit_counters(start_s)
-        for reading in self.gauges:
-            at = _us(reading.at_s, start_s)
-            events.append(
-                _counter("requests", at, {"waiting": reading.waiting, "running": reading.running})
-            )
-            events.append(_counter("KV pages", at, {"in use": reading.pages_used}))
+        for gauge in self.gauges:
+            at_us = _us(gauge.at_s, start_s)
+            requests = {"waiting": gauge.waiting, "running": gauge.running}
+            events.append(_counter("requests", at_us, requests))
+            events.append(_counter("KV pages", at_us, {"in use": gauge.pages_used}))
         return {"displayTimeUnit": "ms", "traceEvents": events}
-
-    def write(self, path: str | Path) -> None:
-        with name_file_in_errors(path):
-            Path(path).write_bytes(msgspec.json.encode(self.chrome_trace()))
 
     def _title(self, lane: int) -> str:
         return self._titles.get(lane, f"lane {lane}")
@@ -167,32 +168,26 @@ class Timeline:
         for index, (at_s, starts, one) in enumerate(edges):
             now[one.lane] = one.units if starts else 0
             if index + 1 == len(edges) or edges[index + 1][0] > at_s:
-                found.append(
-                    _counter(
-                        "units",
-                        _us(at_s, start_s),
-                        {self._title(lane): units for lane, units in now.items()},
-                    )
-                )
+                units = {self._title(lane): units for lane, units in now.items()}
+                found.append(_counter("units", _us(at_s, start_s), units))
         return found
 
 
 def run(
     engine: Engine,
-    inbox: EventQueue,
-    executor: Executor,
+    device: tuple[EventQueue, Executor],
     deliver: DeliverOutputs,
     log: EventLog | None = None,
     timeline: Timeline | None = None,
 ) -> None:
-    """The core's loop, recorded by `timeline` if there is one (over this inbox and this executor)."""
+    """The engine's loop, recorded by `timeline` if there is one (over this `device`)."""
     if timeline is None:
-        loop.run(engine, inbox, executor, deliver, log)
+        loop.run(engine, *device, deliver, log)
     else:
-        loop.run(engine, timeline, timeline, timeline.deliver_to(deliver), log)
+        loop.run(engine, timeline, timeline, timeline.sampling_gauges(deliver), log)
 
 
-def span(step: Step, done: StepDone) -> TimelineSpan:
+def make_span(step: Step, done: StepDone) -> TimelineSpan:
     work = step.work
     return TimelineSpan(
         lane=done.lane,
@@ -211,10 +206,9 @@ def span(step: Step, done: StepDone) -> TimelineSpan:
     )
 
 
-def gauge(now: float, stats: Stats) -> GaugeSample:
-    return GaugeSample(
-        now, stats.waiting, stats.running, stats.pages_total - stats.pages_free - stats.pages_cached
-    )
+def make_gauge(now: float, stats: Stats) -> GaugeSample:
+    used = stats.pages_total - stats.pages_free - stats.pages_cached
+    return GaugeSample(now, stats.waiting, stats.running, used)
 
 
 def _span_event(one: TimelineSpan, start_s: float) -> dict[str, Any]:
@@ -227,13 +221,13 @@ def _span_event(one: TimelineSpan, start_s: float) -> dict[str, Any]:
     args["layers"] = f"[{one.first_layer}, {one.last_layer})"
     if one.error:
         args["error"] = one.error
-    start = _us(one.started_s, start_s)
+    start_us = _us(one.started_s, start_s)
     return {
         "name": f"{one.kind}: {amount}",
         "cat": one.kind,
         "ph": "X",
-        "ts": start,
-        "dur": _us(one.ended_s, start_s) - start,
+        "ts": start_us,
+        "dur": _us(one.ended_s, start_s) - start_us,
         "pid": 1,
         "tid": one.lane,
         "args": args,
@@ -241,7 +235,7 @@ def _span_event(one: TimelineSpan, start_s: float) -> dict[str, Any]:
 
 
 def _transfer_events(number: int, one: KvTransfer, start_s: float) -> list[dict[str, Any]]:
-    """A span of its own track: several may be under way at once."""
+    """A span on a track of its own, since several may be under way at once."""
     args = {"bytes": one.bytes, "layers": f"[{one.first_layer}, {one.last_layer})", "by": one.kind}
     if one.error:
         args["error"] = one.error

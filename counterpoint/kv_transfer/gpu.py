@@ -1,8 +1,8 @@
-"""GpuKvMemory: a KV pool in a GPU's memory, as the bytes that movers see; and what a mover asks of a GPU.
+"""GpuKvMemory: a KV pool in a GPU's memory, as transports see it, and what they ask of a GPU.
 
-Owns: the view, the seam, and where the bytes of a span are in units that a GPU copies at once. Promises: a span of whole pages is
-that many rows, in the pool's order (memory.py). Must not: touch a GPU: whoever is behind `GpuCopier` does (device/cuda/ipc.py), so that
-the movers are tested without one.
+Owns: the view, and the rows (pages of one region) that a span covers. Rows are in the pool's order
+(memory.py).
+Must not: touch a GPU. A GpuCopier does (device/cuda/ipc.py), so transports are tested without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterpoint.kv_transfer.memory import KvMemory, Spans
 
-ROW = torch.int64  # a page's bytes are copied as elements of this type
+ROW = torch.int64  # a page's bytes are copied as words of this type
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,38 +28,37 @@ class GpuKvMemory(KvMemory):
 
     @classmethod
     def from_tensor(cls, regions_RB: Tensor, pages: int) -> GpuKvMemory:
-        """`regions_RB`: uint8, contiguous. Raises ValueError if a page is no whole number of words."""
+        """`regions_RB`: uint8, contiguous. Raises ValueError if words do not divide a page."""
         page_bytes = regions_RB.shape[1] // pages
         if page_bytes % ROW.itemsize:
             raise ValueError(
-                f"a page of {page_bytes} bytes in a layer is no multiple of {ROW.itemsize}: set another page_tokens"
+                f"a page of {page_bytes} bytes in a layer is no multiple of {ROW.itemsize}: "
+                "set another page_tokens"
             )
-        return cls(
-            tuple(regions_RB.unbind(0)),
-            page_bytes,
-            regions_RB.view(ROW).view(-1, page_bytes // ROW.itemsize),
-        )  # type: ignore[arg-type]
+        rows_RW = regions_RB.view(ROW).view(-1, page_bytes // ROW.itemsize)
+        return cls(tuple(regions_RB.unbind(0)), page_bytes, rows_RW)  # type: ignore[arg-type]
 
 
 class GpuCopier(Protocol):
-    """`open`, `copy`, `read` and `write` are each called by one thread of a mover. Rows are those of GpuKvMemory."""
+    """Copies rows (as of GpuKvMemory). One thread of a transport calls `map_pool`, one (maybe
+    another) all that copies."""
 
     max_rows: int  # of one copy
 
     def prepare(self, memory: GpuKvMemory) -> None:
-        """Make room for copies of this pool's pages. Once, and before all else."""
+        """Allocate what copies of this pool's pages need. Once, before all else."""
         ...
 
     def export_pool(self, memory: GpuKvMemory) -> bytes:
-        """What another process needs to `open` the pool. Raises LinkError."""
+        """What another process needs for `map_pool`. Raises TransportError."""
         ...
 
     def map_pool(self, exported: bytes, rows: int, words: int) -> Tensor:
-        """Another process's pool, [rows, words] as GpuKvMemory has them. Raises LinkError."""
+        """Another process's pool, [rows, words] as `rows_RW`. Raises TransportError."""
         ...
 
     def unmap_pool(self, rows_RW: Tensor) -> None:
-        """Let go of what was opened. Nothing copies to it."""
+        """No copy to it runs. Raises TransportError."""
         ...
 
     def start_copy(
@@ -69,12 +68,12 @@ class GpuCopier(Protocol):
         target_RW: Tensor,
         targets: NDArray[np.int64],
     ) -> Any:
-        """Begin to copy rows `sources` of one pool to `targets` of another, beside whatever the GPU does; a ticket for `wait`.
-        The copy before it is over."""
+        """Start to copy rows `sources` of one pool to rows `targets` of another. Returns a ticket
+        for `wait`. The copy before it has ended."""
         ...
 
     def wait(self, ticket: Any) -> None:
-        """Block until no byte of that copy moves any more. Raises RuntimeError if the GPU is lost."""
+        """Block until that copy moves no more bytes. Raises RuntimeError if the GPU is lost."""
         ...
 
     def read_rows(self, source_RW: Tensor, sources: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -88,10 +87,11 @@ class GpuCopier(Protocol):
         ...
 
 
-def rows_of(
+def page_rows(
     spans: Spans, pages: tuple[int, int], page_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows here and there of `spans`, where the pools have `pages` (here, there). Raises ValueError for parts of pages."""
+    """Rows here and there of `spans`, where the pools have `pages` (here, there). Raises ValueError
+    for parts of pages."""
     if (spans[:, 1:] % page_bytes).any():
         raise ValueError("a GPU's pool is copied in whole pages")
     counts = spans[:, 3] // page_bytes

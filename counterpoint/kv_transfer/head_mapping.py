@@ -1,12 +1,12 @@
-"""Which heads go from which prefill rank to which decode rank, when the two workers are cut differently (tensor parallelism).
+"""Which KV heads go from which prefill rank to which decode rank (tensor parallelism).
 
-Owns: the layout of KV heads over ranks, and the plan. Promises: pure; every head that a decode rank holds comes from exactly one
-prefill rank, and replicas share the work.
-Must not: know bytes (kv_transfer/memory.py turns slices into spans).
+Owns: the layout of KV heads over ranks, and the plan. Promises: pure; each head of a decode rank
+comes from exactly one prefill rank, and replicas share the work.
+Must not: know bytes (sharded.py turns slices into spans).
 
-With `kv_heads` heads over `tp` ranks, rank r holds heads [r * n, (r + 1) * n), n = kv_heads / tp; with more ranks than heads,
-head h is replicated on ranks [h * c, (h + 1) * c), c = tp / kv_heads. Latent attention (MLA) keeps one latent "head" on every rank:
-kv_heads = 1.
+With `kv_heads` heads over `tp` ranks, rank r holds heads [r * n, (r + 1) * n), n = kv_heads / tp.
+With more ranks than heads, head h is replicated on ranks [h * c, (h + 1) * c), c = tp / kv_heads.
+Latent attention (MLA) keeps one latent "head" on every rank: kv_heads = 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 
 class HeadSlice(NamedTuple):
-    """`heads` heads, from index `source` of the prefill rank's pool to index `target` of the decode rank's."""
+    """`heads` heads, from index `source` of the prefill rank to index `target` of the decode
+    rank."""
 
     source: int
     heads: int
@@ -38,8 +39,21 @@ class HeadLayout(NamedTuple):
         return range(first, first + count)
 
 
-def check(source_tp: int, target_tp: int, kv_heads: int) -> None:
-    """Raises ValueError, naming the numbers, unless they divide each other."""
+def plan_slices(
+    source: HeadLayout, target: HeadLayout, source_rank: int, target_rank: int
+) -> list[HeadSlice]:
+    """What prefill rank `source_rank` writes to decode rank `target_rank`: one run of heads, or
+    none. Raises ValueError for sizes that do not divide."""
+    check_divisible(source.tp, target.tp, source.kv_heads)
+    here, there = source.heads(source_rank), target.heads(target_rank)
+    first, last = max(here.start, there.start), min(here.stop, there.stop)
+    if first >= last or source_rank % source.copies != chosen_copy(source, target, target_rank):
+        return []
+    return [HeadSlice(first - here.start, last - first, first - there.start)]
+
+
+def check_divisible(source_tp: int, target_tp: int, kv_heads: int) -> None:
+    """Raises ValueError, naming the numbers, unless one of each pair divides the other."""
     for name, a, b in (
         ("prefill and decode tensor parallelism", source_tp, target_tp),
         ("prefill tensor parallelism and KV heads", source_tp, kv_heads),
@@ -49,30 +63,8 @@ def check(source_tp: int, target_tp: int, kv_heads: int) -> None:
             raise ValueError(f"{name} are {a} and {b}: one must be a multiple of the other")
 
 
-def plan_slices(
-    source_tp: int,
-    target_tp: int,
-    source_rank: int,
-    target_rank: int,
-    kv_heads: int,
-    mla: bool = False,
-) -> list[HeadSlice]:
-    """What prefill rank `source_rank` of `source_tp` writes to decode rank `target_rank` of `target_tp`: runs of heads, maybe none.
-    Raises ValueError for sizes that do not divide."""
-    kv_heads = 1 if mla else kv_heads
-    check(source_tp, target_tp, kv_heads)
-    source, target = HeadLayout(kv_heads, source_tp), HeadLayout(kv_heads, target_tp)
-    here, there = source.heads(source_rank), target.heads(target_rank)
-    first, last = max(here.start, there.start), min(here.stop, there.stop)
-    if first >= last or source_rank % source.copies != chosen_copy(source, target, target_rank):
-        return []
-    return [HeadSlice(first - here.start, last - first, first - there.start)]
-
-
 def chosen_copy(source: HeadLayout, target: HeadLayout, target_rank: int) -> int:
-    """Which of the prefill ranks that hold a head serves `target_rank`: its copies of the head are dealt out evenly."""
-    return (
-        target_rank % target.copies * source.copies // target.copies
-        if target.copies > 1
-        else target_rank % source.copies
-    )
+    """Which of the prefill ranks that hold a head serves `target_rank`. The replicas take turns."""
+    if target.copies > 1:
+        return target_rank % target.copies * source.copies // target.copies
+    return target_rank % source.copies

@@ -1,7 +1,8 @@
-"""IoLoop: one thread that serves the sockets of a mover.
+"""IoLoop: one thread that serves the sockets of a transport.
 
-Owns: the thread, the selector, the sockets given to it. Promises: handlers run one at a time, under the lock that it was given;
-when `remove` has returned under that lock, no handler of that socket runs any more. Must not: know what is on a socket.
+Owns: the thread, the selector, the sockets given to it.
+Promises: handlers run one at a time, under the lock given at construction. When `remove` has
+returned under that lock, no handler of that socket runs any more.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class IoLoop:
         self._lock = lock
         self._selector = selectors.DefaultSelector()
         self._handlers: dict[socket.socket, Handler] = {}
-        self._ear, self._mouth = socket.socketpair()  # to end the thread
-        self._selector.register(self._ear, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
+        self._stop_receiver, self._stop_sender = socket.socketpair()  # ends the thread
+        self._selector.register(self._stop_receiver, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="kv-tcp", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -33,7 +34,8 @@ class IoLoop:
         self._selector.register(sock, events)
 
     def wants_write(self, sock: socket.socket, yes: bool = True) -> None:
-        """Whether the handler of a socket is called when it can take bytes. No harm if the socket is gone."""
+        """Whether to call the socket's handler when it can take bytes. Unknown sockets are
+        ignored."""
         if sock not in self._handlers:
             return
         events = self._selector.get_key(sock).events
@@ -42,25 +44,25 @@ class IoLoop:
             self._selector.modify(sock, wanted)
 
     def remove(self, sock: socket.socket) -> None:
-        """Close a socket and forget it. No harm if that was done."""
+        """Close a socket and forget it; again does no harm."""
         if self._handlers.pop(sock, None) is not None:
             self._selector.unregister(sock)
         sock.close()
 
     def close(self) -> None:
         """End the thread and close every socket."""
-        self._mouth.close()
+        self._stop_sender.close()
         if self._thread.is_alive():
             self._thread.join()
         for sock in tuple(self._handlers):
             self.remove(sock)
-        self._ear.close()
+        self._stop_receiver.close()
         self._selector.close()
 
     def _run(self) -> None:
         while True:
             for key, events in self._selector.select():
-                if key.fileobj is self._ear:
+                if key.fileobj is self._stop_receiver:
                     return
                 with self._lock:
                     handler = self._handlers.get(key.fileobj)  # type: ignore[arg-type]

@@ -1,9 +1,10 @@
-"""Memory: a worker's KV pool as plain bytes.
+"""A worker's KV pool as plain bytes.
 
-Owns: where page p of layer l is. Promises: spans are as few as contiguous pages allow; no tensor library is needed.
-Must not: know who owns a page.
+Owns: where page p of layer l is. Promises: as few spans as contiguous pages allow; no tensor
+library.
 
-A pool is a list of regions, two per layer (region 2l: keys, 2l + 1: values), each `pages` pages of `page_bytes` bytes.
+A pool is a list of regions, two per layer: region 2l holds the keys of layer l, 2l + 1 its values.
+Each region has `pages` pages of `page_bytes` bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Spans = NDArray[np.int64]  # [n, 4]: region, offset here, offset there, bytes
 
 
 class PagedMemory(Protocol):
-    """What a courier asks of a pool, which may be in several pieces (kv_transfer/sharded.py)."""
+    """What a handoff asks of a pool, which may be in several shards (sharded.py)."""
 
     @property
     def pages(self) -> int: ...
@@ -40,7 +41,8 @@ class PagedMemory(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KvMemory:
-    """`regions`: writable 1-D uint8 arrays of one size, in order of layers. Raises ValueError if they do not fit `page_bytes`."""
+    """`regions`: writable 1-D uint8 arrays of one size, in order of layers. Raises ValueError if
+    they do not fit `page_bytes`."""
 
     regions: tuple[NDArray[np.uint8], ...]
     page_bytes: int
@@ -63,12 +65,26 @@ class KvMemory:
     def spans(
         self, first_layer: int, last_layer: int, sources: Sequence[int], destinations: Sequence[int]
     ) -> Spans:
-        """As page_spans."""
+        """Layers [first_layer, last_layer) of pages `sources` here to `destinations` there."""
         return page_spans(self.page_bytes, first_layer, last_layer, sources, destinations)
 
+    def is_granted(self, spans: Spans, granted: NDArray[np.bool_]) -> bool:
+        """Whether every destination byte of `spans` lies in this pool, in a page that `granted`
+        (by page) marks."""
+        region, start, size = spans[:, 0], spans[:, 2], spans[:, 3]
+        end, limit = start + size, self.regions[0].nbytes
+        if not len(spans) or (region < 0).any() or (region >= len(self.regions)).any():
+            return False
+        outside = (size <= 0) | (start < 0) | (start > limit) | (end > limit) | (end < start)
+        if outside.any():
+            return False
+        before = np.concatenate(([0], np.cumsum(granted)))
+        first, last = start // self.page_bytes, (end - 1) // self.page_bytes + 1
+        return bool((before[last] - before[first] == last - first).all())
+
     def checksum(self, spans: Spans) -> int:
-        """Of the bytes of `spans` here. Sums of parts add up, modulo 2^63: each page of each region counts by itself, so that it
-        does not matter how spans were cut."""
+        """Of the bytes of `spans` here: the sum of the CRC-32 of each page of each region, modulo
+        2^63. So sums of parts add up, however the spans were split."""
         total = 0
         for region, start, _, size in spans.tolist():
             view = self.regions[region][start : start + size]
@@ -87,8 +103,8 @@ def page_spans(
     sources: Sequence[int],
     destinations: Sequence[int],
 ) -> Spans:
-    """Layers [first_layer, last_layer) of pages `sources` here to `destinations`
-    there, each of `page_bytes`. Runs of pages that follow each other on both sides are one span."""
+    """Layers [first_layer, last_layer) of pages `sources` here to `destinations` there. Pages that
+    follow each other on both sides are one span."""
     if not sources:
         return np.empty((0, 4), np.int64)
     here, there = np.asarray(sources, np.int64), np.asarray(destinations, np.int64)
@@ -105,29 +121,34 @@ def page_spans(
     return spans
 
 
-def is_granted(
-    spans: Spans, page_bytes: int, region_bytes: int, regions: int, allowed: NDArray[np.bool_]
-) -> bool:
-    """Whether every destination byte of `spans` lies in a page that `allowed` (by page) marks, of an existing region."""
-    region, start, size = spans[:, 0], spans[:, 2], spans[:, 3]
-    end = start + size
-    if not len(spans) or (region < 0).any() or (region >= regions).any():
-        return False
-    if (
-        (size <= 0).any()
-        or (start < 0).any()
-        or (start > region_bytes).any()
-        or (end > region_bytes).any()
-        or (end < start).any()
-    ):
-        return False
-    before = np.concatenate(([0], np.cumsum(allowed)))
-    first, last = start // page_bytes, (end - 1) // page_bytes + 1
-    return bool((before[last] - before[first] == last - first).all())
+def split_spans(spans: Spans, max_bytes: int, max_spans: int | None = None) -> list[Spans]:
+    """Consecutive groups of `spans`, each of at most so many bytes and spans. A span over
+    `max_bytes` is cut."""
+    if (spans[:, 3] > max_bytes).any():
+        spans = np.concatenate([_cut_span(span, max_bytes) for span in spans])
+    groups, start = [], 0
+    ends = np.cumsum(spans[:, 3])
+    while start < len(spans):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+        if max_spans is not None:
+            end = min(end, start + max_spans)
+        groups.append(spans[start:end])
+        start = end
+    return groups
+
+
+def _cut_span(span: NDArray[np.int64], max_bytes: int) -> Spans:
+    at = np.arange(0, span[3], max_bytes)
+    parts = np.tile(span, (len(at), 1))
+    parts[:, 1] += at
+    parts[:, 2] += at
+    parts[:, 3] = np.minimum(max_bytes, span[3] - at)
+    return parts
 
 
 def page_mask(pages: Sequence[int], total: int) -> NDArray[np.bool_]:
-    """True at each of `pages`."""
+    """[total], true at each of `pages`."""
     mask = np.zeros(total, np.bool_)
     mask[list(pages)] = True
     return mask

@@ -1,12 +1,16 @@
-"""NixlTransport: KV over NVIDIA's NIXL (extra `nixl`), which picks RDMA, NVLink, shared memory or TCP through UCX.
+"""NixlTransport: KV over NVIDIA's NIXL (extra `nixl`).
 
-Owns: one agent, with a name of its own for every process, and one thread that makes every call to it (its progress thread is off:
-on few cores it costs more than it gives; ours also drives what peers write over TCP).
-Promises: Completed when NIXL says that a write is over, and never before: releasing a transfer in flight does not stop it (bytes
-were seen to land after a release that had said OK), so `cancel` only waits. A reading end hears from the writing end that its last
-write is over, or sees that the writer's process has ended, if it is of the same host; it has no other proof.
-Must not: be the choice where a peer is not trusted. The reader can't refuse a write: grants are the writer's promise, kept by the
-handoff protocol.
+NIXL picks RDMA, NVLink, shared memory or TCP through UCX.
+
+Owns: one agent, named anew in every process, and one thread that makes every call to it. NIXL's own
+progress thread is off: on few cores it costs more than it gives. Ours also drives what peers write
+over TCP.
+Promises: Completed when NIXL says that a write has ended, never before. Releasing a transfer in
+flight does not stop it (bytes landed after a release that had returned OK), so `cancel` only waits.
+A link on which the peer writes is severed when the peer says that its last write has ended, or when
+its process on this host has ended; there is no other proof.
+Must not: be used with a peer that is not trusted. The reader can't refuse a write: the writer keeps
+to the grants that the handoff protocol gave it.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from counterpoint.kv_transfer.host import has_ended, host_name, watch_process
+from counterpoint.kv_transfer.host import has_ended, host_name, open_process
 from counterpoint.kv_transfer.memory import KvMemory, Spans
 from counterpoint.kv_transfer.transport import (
     Completed,
@@ -34,7 +38,7 @@ from counterpoint.kv_transfer.transport import (
     Wake,
 )
 
-BUSY_S, IDLE_S = 0.0002, 0.002  # pauses of the thread while writes are in flight, and while not
+BUSY_POLL_S, IDLE_POLL_S = 0.0002, 0.002  # pauses of the thread with writes in flight, and without
 MODULES = ("nixl_cu13", "nixl_cu12", "nixl")
 
 
@@ -48,7 +52,8 @@ class NixlPeerInfo(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """`name` is "" until the agent knows it. `writes`: this end does. Where the peer does, `process` tells of its end (host.py)."""
+    """`name` is "" until the agent knows it. `writes`: this end does. Where the peer writes,
+    `process` tells when it has ended (host.py)."""
 
     name: str
     remote: int
@@ -69,7 +74,7 @@ def load_nixl() -> Any:
 
 
 class NixlTransport:
-    """`memory_kind`: NIXL's word for where the pool is, DRAM or VRAM (device 0)."""
+    """`memory_kind`: NIXL's name for where the pool is, DRAM or VRAM (device 0)."""
 
     kind = "nixl"
 
@@ -87,13 +92,13 @@ class NixlTransport:
         self._registered: Any = None
         self._addresses = np.empty(0, np.int64)
         self._peers: dict[int, NixlPeer] = {}
-        self._agents: set[str] = (
-            set()
-        )  # ever joined: to be driven on, since a farewell may still be on its way
-        self._flights: dict[int, tuple[int, Any]] = {}  # op -> link, handle
+        # Names ever added. The thread goes on polling them: a peer may still have to get
+        # "left".
+        self._agents: set[str] = set()
+        self._writes: dict[int, tuple[int, Any]] = {}  # op -> link, handle
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
 
-    # ------------------------------------------------------------ the interface (port.py)
+    # ------------------------------------------------------------ the interface (transport.py)
 
     def register(self, memory: KvMemory) -> bytes:
         config = self._nixl.nixl_agent_config(
@@ -108,54 +113,55 @@ class NixlTransport:
         self._memory = memory
         self._addresses = np.array([address for address, *_ in regions], np.int64)
         self._thread.start()
-        blob = NixlPeerInfo(
+        info = NixlPeerInfo(
             self._agent.get_agent_metadata(),
             tuple(self._addresses.tolist()),
             memory.page_bytes,
             os.getpid(),
             host_name(),
         )
-        return msgspec.msgpack.encode(blob)
+        return msgspec.msgpack.encode(info)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        theirs = msgspec.msgpack.decode(blob, type=NixlPeerInfo)
-        if len(theirs.addresses) != len(self._addresses):
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        info = msgspec.msgpack.decode(metadata, type=NixlPeerInfo)
+        if len(info.addresses) != len(self._addresses):
             raise TransportError(
-                f"the peer's pool has {len(theirs.addresses)} regions, this one {len(self._addresses)}"
+                f"the peer's pool has {len(info.addresses)} regions, "
+                f"this one {len(self._addresses)}"
             )
-        process = -1 if writes else watch_process(theirs.pid, theirs.host)
-        peer = NixlPeer("", remote, np.array(theirs.addresses, np.int64), writes, process)
+        process = -1 if writes else open_process(info.pid, info.host)
+        peer = NixlPeer("", remote, np.array(info.addresses, np.int64), writes, process)
 
         def call() -> None:
             self._peers[link] = peer
-            name = self._agent.add_remote_agent(theirs.agent)
+            name = self._agent.add_remote_agent(info.agent)
             peer.name = name.decode() if isinstance(name, bytes) else name
             self._agents.add(peer.name)
 
-        self._ask(call, link)
+        self._enqueue(call, link)
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
-        """The writer knows from the handoff protocol."""
+        """Nothing to do: the writer knows its grants from the handoff protocol."""
 
     def revoke(self, generation: int) -> None:
-        """It can't be proven here: silence."""
+        """Can't be proven here, so no Quiesced follows."""
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
         def call() -> None:
             peer = self._peers[link]
-            local, there = np.zeros((len(spans), 3), np.int64), np.zeros((len(spans), 3), np.int64)
-            local[:, 0] = self._addresses[spans[:, 0]] + spans[:, 1]
+            here, there = np.zeros((len(spans), 3), np.int64), np.zeros((len(spans), 3), np.int64)
+            here[:, 0] = self._addresses[spans[:, 0]] + spans[:, 1]
             there[:, 0] = peer.addresses[spans[:, 0]] + spans[:, 2]
-            local[:, 1] = there[:, 1] = spans[:, 3]
+            here[:, 1] = there[:, 1] = spans[:, 3]
             descriptors = [
                 self._agent.get_xfer_descs(rows.astype(np.uint64), self._memory_kind)
-                for rows in (local, there)
+                for rows in (here, there)
             ]
             handle = self._agent.initialize_xfer("WRITE", *descriptors, peer.name)
-            self._flights[op] = (link, handle)
+            self._writes[op] = (link, handle)
             self._agent.transfer(handle)
 
-        self._ask(call, link)
+        self._enqueue(call, link)
 
     def cancel(self, op: int) -> None:
         """It can't be stopped: Completed comes at its end."""
@@ -165,7 +171,7 @@ class NixlTransport:
             if link in self._peers:
                 self._peers[link].leaving = True
 
-        self._ask(call, link)
+        self._enqueue(call, link)
 
     def poll(self) -> list[Notice]:
         with self._lock:
@@ -190,12 +196,14 @@ class NixlTransport:
 
     # ------------------------------------------------------------ the thread
 
-    def _ask(self, call: Callable[[], None], link: int) -> None:
+    def _enqueue(self, call: Callable[[], None], link: int) -> None:
+        """Have the thread make this call; the link is lost if it raises."""
+
         def guarded() -> None:
             try:
                 call()
             except Exception as error:  # its exceptions share no class of their own
-                self._notice(LinkLost(link, str(error)))
+                self._notify(LinkLost(link, str(error)))
 
         with self._lock:
             self._calls.append(guarded)
@@ -205,31 +213,21 @@ class NixlTransport:
         while True:
             with self._lock:
                 if not self._calls and not self._closed:
-                    self._work.wait(BUSY_S if self._flights else IDLE_S if self._agents else None)
+                    idle_s = IDLE_POLL_S if self._agents else None
+                    self._work.wait(BUSY_POLL_S if self._writes else idle_s)
                 calls, self._calls = self._calls, []
                 if self._closed:
                     return
             for call in calls:
                 call()
-            self._hear()
-            for op, (_, handle) in tuple(self._flights.items()):
-                self._look(op, handle)
+            self._poll_peers()
+            for op, (_, handle) in tuple(self._writes.items()):
+                self._poll_write(op, handle)
             for link, peer in tuple(self._peers.items()):
-                if (
-                    peer.leaving
-                    and peer.writes
-                    and all(other != link for other, _ in self._flights.values())
-                ):
-                    self._leave(link, peer)
-                elif (
-                    peer.leaving
-                    and not peer.writes
-                    and peer.process >= 0
-                    and has_ended(peer.process)
-                ):
-                    self._severed(link)
+                if peer.leaving:
+                    self._try_leave(link, peer)
 
-    def _look(self, op: int, handle: Any) -> None:
+    def _poll_write(self, op: int, handle: Any) -> None:
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
@@ -238,40 +236,47 @@ class NixlTransport:
             problem = "NIXL reports an error"
         if state == "PROC":
             return
-        del self._flights[op]
+        del self._writes[op]
         self._agent.release_xfer_handle(handle)
-        self._notice(Completed(op, "" if state == "DONE" else problem))
+        self._notify(Completed(op, "" if state == "DONE" else problem))
+
+    def _poll_peers(self) -> None:
+        """Drive what peers write here; sever the links that they have left."""
+        if not self._agents:
+            return
+        for messages in self._agent.get_new_notifs().values():
+            for message in messages:
+                kind, _, number = message.decode().partition(" ")
+                if kind == "left" and int(number) in self._peers:
+                    self._sever(int(number))
+
+    def _try_leave(self, link: int, peer: NixlPeer) -> None:
+        if not peer.writes:
+            if peer.process >= 0 and has_ended(peer.process):
+                self._sever(link)
+        elif all(other != link for other, _ in self._writes.values()):
+            self._leave(link, peer)
 
     def _leave(self, link: int, peer: NixlPeer) -> None:
-        """Nothing of this end's writes is in flight: the reading end may know."""
+        """None of this end's writes is in flight: notify the reading end."""
         try:
             self._agent.send_notif(peer.name, f"left {peer.remote}".encode())
         except Exception as error:
-            self._notice(LinkLost(link, str(error)))
+            self._notify(LinkLost(link, str(error)))
             with suppress(Exception):  # a dead peer: its name must not linger in the agent
                 self._agent.remove_remote_agent(peer.name)
                 self._agents.discard(peer.name)
         del self._peers[link]
-        self._notice(LinkSevered(link))
+        self._notify(LinkSevered(link))
 
-    def _hear(self) -> None:
-        """Drive what peers write here, and take their farewells."""
-        if not self._agents:
-            return
-        for words in self._agent.get_new_notifs().values():
-            for word in words:
-                kind, _, number = word.decode().partition(" ")
-                if kind == "left" and int(number) in self._peers:
-                    self._severed(int(number))
-
-    def _severed(self, link: int) -> None:
+    def _sever(self, link: int) -> None:
         """The peer writes here no more."""
         process = self._peers.pop(link).process
         if process >= 0:
             os.close(process)
-        self._notice(LinkSevered(link))
+        self._notify(LinkSevered(link))
 
-    def _notice(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         with self._lock:
             self._notices.append(notice)
         self._wake()

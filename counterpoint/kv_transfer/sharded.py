@@ -1,13 +1,17 @@
-"""Workers that are cut over several ranks (tensor parallelism), as one: a pool and a link made of those of the ranks.
+"""Workers split over several ranks (tensor parallelism): their pools as one, their transports as
+one.
 
-Owns: how whole pages become slices of heads, and one number of a link, a write or a reservation the many that its ranks have.
-Promises: to a courier, a Shards is a pool like any other and a ShardedTransport a mover like any other (kv_transfer/transport.py), whatever
-the other worker's cut is; a decode rank's page may be written only by the prefill ranks that the plan names (mapping.py); a write
-has completed when all its parts have, and Quiet and Severed come when every rank has said so.
-Must not: decide who holds which head, or sum bytes: heads lie in other places on the other side, so nothing is verified.
+Owns: how whole pages become slices of heads, and which links, writes and grants of the ranks belong
+to one of the worker.
+Promises: a ShardedMemory is used like any pool, and a ShardedTransport like any transport, however
+the other worker is split. Only the prefill ranks that the plan names (head_mapping.py) may write a
+decode rank's page. A write has completed when all its parts have; Quiesced and LinkSevered come
+when every rank has given them.
+Must not: compute checksums, since heads are at other offsets on the other side.
 
-All ranks' pools are reached from the process that has the courier: rank 0 decides, so it counts its ranks' completions and says
-Done once (docs/decisions/handoff.md). Shared memory wants pages of one size at both ends, so it takes only cuts that have them.
+One process reaches all ranks' pools: rank 0 decides, so it counts the ranks' completions and gives
+Completed once (docs/decisions/handoff.md). shm needs pages of one size at both ends, so it serves
+only splits that have them.
 """
 
 from __future__ import annotations
@@ -34,38 +38,38 @@ from counterpoint.kv_transfer.transport import (
 )
 
 MAX_RANKS = 1 << 10
-REMEMBERED = 4096  # revoked generations that may still be told to be quiet
+MAX_REVOKED = 4096  # revoked generations that still wait for Quiesced
 
-Order = Literal["token, head", "head, token"]
+HeadOrder = Literal["token, head", "head, token"]
 
 
 class ShardedPage(NamedTuple):
-    """A page of `heads` heads in one region: `tokens` tokens, `head_bytes` of each head of each; `order`: which axis is outer."""
+    """A page of `heads` heads in one region: `tokens` tokens, `head_bytes` of each head of each
+    token. `order`: which axis is outer."""
 
     heads: int
     tokens: int
     head_bytes: int
-    order: Order
+    order: HeadOrder
 
     @property
     def bytes(self) -> int:
         return self.heads * self.tokens * self.head_bytes
 
     def slice(self, first: int, count: int) -> tuple[np.ndarray, int]:
-        """Offsets of the pieces of heads [first, first + count) in the page, and the bytes of each."""
+        """Offsets in the page of the pieces of heads [first, first + count), and bytes of each."""
         if self.order == "head, token":
-            return np.array(
-                [first * self.tokens * self.head_bytes]
-            ), count * self.tokens * self.head_bytes
-        return (
-            np.arange(self.tokens) * self.heads + first
-        ) * self.head_bytes, count * self.head_bytes
+            per_head = self.tokens * self.head_bytes
+            return np.array([first * per_head]), count * per_head
+        offsets = (np.arange(self.tokens) * self.heads + first) * self.head_bytes
+        return offsets, count * self.head_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedMemory:
-    """A worker's pool: page p of the worker is page p of every rank, which holds its heads of it (`layout`). `page`: with all
-    heads, as if there were one rank; spans of the pool are in such pages. Raises ValueError if `parts` don't fit."""
+    """A worker's pool. Page p of the worker is page p of every rank, which holds its heads of it
+    (`layout`). `page` is one with all heads; spans of the pool are in such pages. Raises ValueError
+    if `parts` don't fit."""
 
     layout: HeadLayout
     page: ShardedPage
@@ -73,11 +77,15 @@ class ShardedMemory:
 
     def __post_init__(self) -> None:
         sizes = {(part.page_bytes, part.pages, part.layers) for part in self.parts}
-        mine = self.page._replace(heads=len(self.layout.heads(0))).bytes
-        if len(self.parts) != self.layout.tp or len(sizes) != 1 or self.parts[0].page_bytes != mine:
+        own = self.rank_page().bytes
+        if len(self.parts) != self.layout.tp or len(sizes) != 1 or self.parts[0].page_bytes != own:
             raise ValueError(
-                f"a cut over {self.layout.tp} needs as many pools, alike, in pages of {mine} bytes"
+                f"{self.layout.tp} ranks need as many pools of one size, in pages of {own} bytes"
             )
+
+    def rank_page(self, layout: HeadLayout | None = None) -> ShardedPage:
+        """A page of one rank, of this worker or of one with `layout`."""
+        return self.page._replace(heads=len((layout or self.layout).heads(0)))
 
     @property
     def pages(self) -> int:
@@ -97,31 +105,30 @@ class ShardedMemory:
         return page_spans(self.page.bytes, first_layer, last_layer, sources, destinations)
 
     def checksum(self, spans: Spans) -> int:
-        raise NotImplementedError("a pool that is cut is not summed")
+        raise NotImplementedError("a sharded pool has no checksums")
 
 
 def head_spans(
     spans: Spans, whole: ShardedPage, here: ShardedPage, there: ShardedPage, part: HeadSlice
 ) -> Spans:
-    """What one rank writes to another of `spans` of whole pages: the heads of `part`, as few spans as their places allow."""
+    """What one rank writes to another of `spans` of whole pages: the heads of `part`. `here`,
+    `there`: the pages of the two ranks."""
     counts = spans[:, 3] // whole.bytes
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     region = np.repeat(spans[:, 0], counts)
     source, target = (np.repeat(spans[:, side] // whole.bytes, counts) + steps for side in (1, 2))
-    (from_here, size), (to_there, _) = (
-        here.slice(part.source, part.heads),
-        there.slice(part.target, part.heads),
-    )
+    from_here, size = here.slice(part.source, part.heads)
+    to_there, _ = there.slice(part.target, part.heads)
     made = np.empty((len(region), len(from_here), 4), np.int64)
     made[:, :, 0] = region[:, None]
     made[:, :, 1] = source[:, None] * here.bytes + from_here
     made[:, :, 2] = target[:, None] * there.bytes + to_there
     made[:, :, 3] = size
-    return merged(made.reshape(-1, 4))
+    return merge_spans(made.reshape(-1, 4))
 
 
-def merged(spans: Spans) -> Spans:
-    """Spans that follow each other on both sides become one."""
+def merge_spans(spans: Spans) -> Spans:
+    """Join spans that follow each other on both sides."""
     if len(spans) < 2:
         return spans
     before, after = spans[:-1], spans[1:]
@@ -135,16 +142,17 @@ def merged(spans: Spans) -> Spans:
 
 
 class ShardedPeerInfo(msgspec.Struct, frozen=True):
-    """`blobs`: those of the ranks' movers."""
+    """`rank_metadata`: of the ranks' transports."""
 
     kv_heads: int
     tp: int
     page: ShardedPage
-    blobs: tuple[bytes, ...]
+    rank_metadata: tuple[bytes, ...]
 
 
 class RankLink(NamedTuple):
-    """A link of rank `rank` here to one rank there. `source`: the prefill rank of the two; `part`: what it writes."""
+    """A link of rank `rank` here to one rank there. `source`: the prefill rank of the two; `part`:
+    what it writes."""
 
     rank: int
     number: int
@@ -154,197 +162,206 @@ class RankLink(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LinkBundle:
-    """The strands of one link, and the page of a rank there."""
+    """One link of the worker: the links of its ranks, and the page of a rank there."""
 
-    strands: list[RankLink]
+    rank_links: list[RankLink]
     there: ShardedPage
-    cut: bool = False  # being torn down
-    left: set[int] = field(default_factory=set)  # strands that are not severed yet
+    leaving: bool = False
+    unsevered: set[int] = field(default_factory=set)  # of `rank_links`, once leaving
 
 
 @dataclass(slots=True, eq=False)
 class ShardedWrite:
-    """A write: its parts that have not completed, by the rank that writes them."""
+    """A write. `pending`: its parts that have not completed, with the rank that writes each."""
 
     op: int
     link: int
-    left: dict[int, int]
+    pending: dict[int, int]
     error: str = ""
 
 
 class ShardedTransport:
-    """`movers`: one for each rank, of one kind; their `wake` is that of the whole."""
+    """`transports`: one for each rank, of one kind; the `wake` of each wakes the user of all."""
 
-    def __init__(self, movers: Sequence[Transport]) -> None:
-        self.kind = movers[0].kind
-        self._movers = tuple(movers)
-        self._shards: ShardedMemory | None = None
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.kind = transports[0].kind
+        self._transports = tuple(transports)
+        self._memory: ShardedMemory | None = None
         self._links: dict[int, LinkBundle] = {}
-        self._link_of: dict[int, int] = {}  # strand -> link
-        self._writes: dict[int, ShardedWrite] = {}  # by each part's op
-        self._grants: dict[
-            int, set[tuple[int, int]]
-        ] = {}  # generation -> (rank, its own generation) of those not yet quiet
+        self._link_of: dict[int, int] = {}  # number of a rank's link -> link
+        self._writes: dict[int, ShardedWrite] = {}  # by the op of each part
+        # generation -> (rank, the rank's own generation) of those that are not quiet yet
+        self._grants: dict[int, set[tuple[int, int]]] = {}
         self._revoked: deque[int] = deque()  # generations
         self._last_op = 0
 
-    # ------------------------------------------------------------ the interface (port.py)
+    # ------------------------------------------------------------ the interface (transport.py)
 
     def register(self, memory: PagedMemory) -> bytes:
-        assert isinstance(memory, ShardedMemory), "what is not cut needs no ShardedTransport"
-        self._shards = memory
-        blobs = tuple(
-            mover.register(part) for mover, part in zip(self._movers, memory.parts, strict=True)
+        assert isinstance(memory, ShardedMemory), "one pool needs no ShardedTransport"
+        self._memory = memory
+        rank_metadata = tuple(
+            transport.register(part)
+            for transport, part in zip(self._transports, memory.parts, strict=True)
         )
+        layout = memory.layout
         return msgspec.msgpack.encode(
-            ShardedPeerInfo(memory.layout.kv_heads, memory.layout.tp, memory.page, blobs)
+            ShardedPeerInfo(layout.kv_heads, layout.tp, memory.page, rank_metadata)
         )
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        assert self._shards is not None
-        here = self._shards
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        assert self._memory is not None
+        mine = self._memory
         try:
-            peer = msgspec.msgpack.decode(blob, type=ShardedPeerInfo)
-            pairs = self._pairs(peer, writes)
+            peer = msgspec.msgpack.decode(metadata, type=ShardedPeerInfo)
+            pairs = self._rank_pairs(peer, writes)
         except (msgspec.DecodeError, ValueError) as error:
-            raise TransportError(f"the peer's pool can't be cut to fit this one: {error}") from None
-        if (peer.kv_heads, peer.page) != (here.layout.kv_heads, here.page):
+            raise TransportError(f"the peer's ranks do not fit these: {error}") from None
+        if (peer.kv_heads, peer.page) != (mine.layout.kv_heads, mine.page):
             raise TransportError(
-                f"the peer's pages are {peer.page} of {peer.kv_heads} heads, those here {here.page}"
+                f"the peer's pages are {peer.page} of {peer.kv_heads} heads, those here {mine.page}"
             )
-        there = here.page._replace(heads=len(HeadLayout(peer.kv_heads, peer.tp).heads(0)))
-        bundle = self._links[link] = LinkBundle([], there)
+        bundle = LinkBundle([], mine.rank_page(HeadLayout(peer.kv_heads, peer.tp)))
+        self._links[link] = bundle
         for source, target, part in pairs:
             rank, other = (source, target) if writes else (target, source)
-            strand = RankLink(rank, numbered(link, source, target), source, part)
+            rank_link = RankLink(rank, rank_number(link, source, target), source, part)
+            there = rank_number(remote, source, target)
             try:
-                self._movers[rank].connect(
-                    strand.number, numbered(remote, source, target), peer.blobs[other], writes
+                self._transports[rank].connect(
+                    rank_link.number, there, peer.rank_metadata[other], writes
                 )
             except TransportError:
                 self.disconnect(link)
                 raise
-            bundle.strands.append(strand)
-            self._link_of[strand.number] = link
+            bundle.rank_links.append(rank_link)
+            self._link_of[rank_link.number] = link
 
-    def _pairs(self, peer: ShardedPeerInfo, writes: bool) -> list[tuple[int, int, HeadSlice]]:
-        assert self._shards is not None
-        cuts = (self._shards.layout.tp, peer.tp)
-        source_tp, target_tp = cuts if writes else cuts[::-1]
-        if not 0 < peer.tp < MAX_RANKS or len(peer.blobs) != peer.tp:
-            raise ValueError(f"{len(peer.blobs)} pools of {peer.tp} ranks")
+    def _rank_pairs(self, peer: ShardedPeerInfo, writes: bool) -> list[tuple[int, int, HeadSlice]]:
+        """(prefill rank, decode rank, what the one writes to the other)."""
+        assert self._memory is not None
+        if not 0 < peer.tp < MAX_RANKS or len(peer.rank_metadata) != peer.tp:
+            raise ValueError(f"{len(peer.rank_metadata)} pools of {peer.tp} ranks")
+        mine = self._memory.layout
+        theirs = mine._replace(tp=peer.tp)
+        source, target = (mine, theirs) if writes else (theirs, mine)
         return [
-            (source, target, part)
-            for source in range(source_tp)
-            for target in range(target_tp)
-            for part in plan_slices(
-                source_tp, target_tp, source, target, self._shards.layout.kv_heads
-            )
+            (source_rank, target_rank, part)
+            for source_rank in range(source.tp)
+            for target_rank in range(target.tp)
+            for part in plan_slices(source, target, source_rank, target_rank)
         ]
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         bundle = self._links.get(link)
-        own = (
-            [(strand, generation * MAX_RANKS + strand.source) for strand in bundle.strands]
-            if bundle is not None
-            else []
-        )
-        self._grants[generation] = {(strand.rank, number) for strand, number in own}
-        for strand, number in own:
-            self._movers[strand.rank].grant(strand.number, number, pages)
+        rank_links = bundle.rank_links if bundle is not None else []
+        self._grants[generation] = {
+            (each.rank, rank_generation(generation, each)) for each in rank_links
+        }
+        for each in rank_links:
+            own = rank_generation(generation, each)
+            self._transports[each.rank].grant(each.number, own, pages)
 
     def revoke(self, generation: int) -> None:
         for rank, own in tuple(self._grants.get(generation, ())):
-            self._movers[rank].revoke(own)
+            self._transports[rank].revoke(own)
         self._revoked.append(generation)
-        if len(self._revoked) > REMEMBERED:  # some movers never say Quiet
+        if len(self._revoked) > MAX_REVOKED:  # some transports never give Quiesced
             self._grants.pop(self._revoked.popleft(), None)
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
-        assert self._shards is not None
-        whole, bundle = self._shards.page, self._links.get(link)
-        if bundle is None or bundle.cut:
+        assert self._memory is not None
+        bundle = self._links.get(link)
+        if bundle is None or bundle.leaving:
             return
-        here = whole._replace(heads=len(self._shards.layout.heads(0)))
-        writing = ShardedWrite(op, link, {})
-        for strand in bundle.strands:
-            self._last_op += 1
-            writing.left[self._last_op] = strand.rank
-            self._writes[self._last_op] = writing
-        for (part_op, rank), strand in zip(
-            tuple(writing.left.items()), bundle.strands, strict=True
-        ):
-            parts = head_spans(spans, whole, here, bundle.there, strand.part)
-            self._movers[rank].write(
-                strand.number, generation * MAX_RANKS + strand.source, parts, part_op
-            )
+        first = self._last_op + 1
+        self._last_op += len(bundle.rank_links)
+        numbered = tuple(enumerate(bundle.rank_links, first))
+        write = ShardedWrite(op, link, {part_op: each.rank for part_op, each in numbered})
+        self._writes |= dict.fromkeys(write.pending, write)
+        whole, here = self._memory.page, self._memory.rank_page()
+        for part_op, each in numbered:
+            parts = head_spans(spans, whole, here, bundle.there, each.part)
+            own = rank_generation(generation, each)
+            self._transports[each.rank].write(each.number, own, parts, part_op)
 
     def cancel(self, op: int) -> None:
-        for part_op, writing in tuple(self._writes.items()):
-            if writing.op == op:
-                self._movers[writing.left[part_op]].cancel(part_op)
+        for part_op, write in tuple(self._writes.items()):
+            if write.op == op:
+                self._transports[write.pending[part_op]].cancel(part_op)
 
     def disconnect(self, link: int) -> None:
         bundle = self._links.get(link)
-        if bundle is None or bundle.cut:
+        if bundle is None or bundle.leaving:
             return
-        bundle.cut = True
-        bundle.left = {strand.number for strand in bundle.strands}
-        self._writes = {op: writing for op, writing in self._writes.items() if writing.link != link}
-        if not bundle.strands:
+        bundle.leaving = True
+        bundle.unsevered = {each.number for each in bundle.rank_links}
+        self._writes = {op: write for op, write in self._writes.items() if write.link != link}
+        if not bundle.rank_links:
             del self._links[link]
-        for strand in bundle.strands:
-            self._movers[strand.rank].disconnect(strand.number)
+        for each in bundle.rank_links:
+            self._transports[each.rank].disconnect(each.number)
 
     def poll(self) -> list[Notice]:
-        found: list[Notice] = []
-        for rank, mover in enumerate(self._movers):
-            for notice in mover.poll():
-                told = self._heard(rank, notice)
-                found += [told] if told is not None else []
-        return found
+        found = (
+            self._on_notice(rank, notice)
+            for rank, transport in enumerate(self._transports)
+            for notice in transport.poll()
+        )
+        return [notice for notice in found if notice is not None]
 
     def close(self) -> None:
-        for mover in self._movers:
-            mover.close()
+        for transport in self._transports:
+            transport.close()
 
-    # ------------------------------------------------------------ from many to one
+    # ------------------------------------------------------------ from many notices to one
 
-    def _heard(self, rank: int, notice: Notice) -> Notice | None:
+    def _on_notice(self, rank: int, notice: Notice) -> Notice | None:
+        """The worker's notice, if this one of a rank was the last that it needs."""
         if isinstance(notice, Completed):
-            return self._completed(notice)
+            return self._on_completed(notice)
         if isinstance(notice, Quiesced):
-            generation = notice.generation // MAX_RANKS
-            left = self._grants.get(generation, set())
-            left.discard((rank, notice.generation))
-            return self._quiet(generation) if generation in self._grants and not left else None
+            return self._on_quiesced(rank, notice)
         link = self._link_of.get(notice.link)
         if link is None:
             return None
-        if isinstance(notice, LinkLost):
-            return None if self._links[link].cut else LinkLost(link, f"rank {rank}: {notice.error}")
         bundle = self._links[link]
-        bundle.left.discard(notice.link)
-        if bundle.left or not bundle.cut:
+        if isinstance(notice, LinkLost):
+            return None if bundle.leaving else LinkLost(link, f"rank {rank}: {notice.error}")
+        bundle.unsevered.discard(notice.link)
+        if bundle.unsevered or not bundle.leaving:
             return None
-        for strand in bundle.strands:
-            del self._link_of[strand.number]
+        for each in bundle.rank_links:
+            del self._link_of[each.number]
         del self._links[link]
         return LinkSevered(link)
 
-    def _quiet(self, generation: int) -> Quiesced:
+    def _on_quiesced(self, rank: int, notice: Quiesced) -> Quiesced | None:
+        generation = notice.generation // MAX_RANKS
+        pending = self._grants.get(generation)
+        if pending is None:
+            return None
+        pending.discard((rank, notice.generation))
+        if pending:
+            return None
         del self._grants[generation]
         return Quiesced(generation)
 
-    def _completed(self, notice: Completed) -> Completed | None:
-        writing = self._writes.pop(notice.op, None)
-        if writing is None:
+    def _on_completed(self, notice: Completed) -> Completed | None:
+        write = self._writes.pop(notice.op, None)
+        if write is None:
             return None
-        del writing.left[notice.op]
-        writing.error = writing.error or notice.error
-        return None if writing.left else Completed(writing.op, writing.error)
+        del write.pending[notice.op]
+        write.error = write.error or notice.error
+        return None if write.pending else Completed(write.op, write.error)
 
 
-def numbered(*parts: int) -> int:
-    """A number of 63 bits for these, the same at both ends."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+def rank_generation(generation: int, rank_link: RankLink) -> int:
+    """The generation under which one prefill rank writes."""
+    return generation * MAX_RANKS + rank_link.source
+
+
+def rank_number(link: int, source: int, target: int) -> int:
+    """The number of a rank's link, of 63 bits."""
+    text = repr((link, source, target)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

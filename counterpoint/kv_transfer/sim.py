@@ -1,9 +1,10 @@
-"""SimTransport: a mover without a network, for tests and simulations.
+"""SimTransport: a transport without a network, for tests and simulations.
 
-Owns: writes in flight, on a clock that its user turns. Promises: bytes land when the user lets them: by bandwidth and latency
-(`advance`), or by hand, in any order and in pieces (`flights`, `land`, `complete`); a stalled link moves nothing; a write that was
-cancelled keeps landing until it completes, as real network hardware does.
-Must not: lose the proof: Completed, Quiet and Severed come only when no byte of theirs can move.
+Owns: writes in flight, on a clock that its user sets.
+Promises: bytes land when the user says so: by bandwidth and latency (`advance`), or by hand, in any
+order and in pieces (`writes`, `land`, `complete`). A stalled link moves nothing. A cancelled write
+keeps landing until it completes, as on real network hardware. Completed, Quiesced and LinkSevered
+come only when none of their bytes can move.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from numpy.typing import NDArray
 
-from counterpoint.kv_transfer.memory import KvMemory, Spans, is_granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, Spans, page_mask
 from counterpoint.kv_transfer.transport import (
     NOT_GRANTED,
     Completed,
@@ -26,7 +27,8 @@ from counterpoint.kv_transfer.transport import (
 
 @dataclass(slots=True, eq=False)
 class SimWrite:
-    """A posted write. Spans before `landed` are in place. `ends_s`: when it is complete, if time alone decides."""
+    """A posted write. Spans before `landed` are in place. `ends_s`: when it completes, if only time
+    decides."""
 
     op: int
     source: SimTransport
@@ -43,11 +45,11 @@ class SimWrite:
 
 @dataclass(slots=True, eq=False)
 class SimNetwork:
-    """All links between its SimLinks. `bandwidth`: bytes/s of each link in one direction, `latency_s`: from posting to the first
-    byte. `checked`: receiving ends look at every span's grant and can prove that a revoked generation is quiet, as TCP can; if not,
-    bytes land wherever the writer says, as RDMA does. `slow_fence`: a torn-down link goes on moving bytes until `sever`.
-    `sums`: writers sum what they sent.
-    `on_land` is told of every span that lands."""
+    """All links between its SimTransports. `bandwidth`: bytes/s of each link in one direction;
+    `latency_s`: from posting to the first byte. `checks_grants`: reading ends check every span and
+    prove that a revoked generation is quiet, as TCP does; if not, bytes land wherever the writer
+    says, as with RDMA. `slow_fence`: a disconnected link moves bytes until `sever`. `checksums`:
+    writers compute them. `on_land` is called with every span that lands."""
 
     bandwidth: float = float("inf")
     latency_s: float = 0.0
@@ -60,78 +62,72 @@ class SimNetwork:
     stalled: set[int] = field(default_factory=set)  # links, by the writing end's number
     severing: dict[int, SimTransport] = field(default_factory=dict)
     severed: set[int] = field(default_factory=set)
-    _busy_until: dict[int, float] = field(default_factory=dict)
+    _busy_until_s: dict[int, float] = field(default_factory=dict)
 
-    def post(self, flight: SimWrite) -> None:
-        if (
-            not flight.target.alive
-            or flight.link in self.severed
-            or flight.target_link in self.severed
-        ):
-            flight.source.notices.append(LinkLost(flight.link, "connection closed"))
+    def post(self, write: SimWrite) -> None:
+        if not write.target.alive or self.severed & {write.link, write.target_link}:
+            write.source.notices.append(LinkLost(write.link, "connection closed"))
             return
-        start = max(self.now + self.latency_s, self._busy_until.get(flight.link, 0.0))
-        flight.ends_s = start + int(flight.spans[:, 3].sum()) / self.bandwidth
-        self._busy_until[flight.link] = flight.ends_s
-        self.writes.append(flight)
+        start_s = max(self.now + self.latency_s, self._busy_until_s.get(write.link, 0.0))
+        write.ends_s = start_s + int(write.spans[:, 3].sum()) / self.bandwidth
+        self._busy_until_s[write.link] = write.ends_s
+        self.writes.append(write)
 
     def advance(self, now: float) -> None:
-        """Let time pass: what is due lands and completes, in the order of posting."""
+        """Set the clock: writes that are due complete, in the order of posting."""
         self.now = now
-        for flight in [f for f in self.writes if f.ends_s <= now]:
-            self.complete(flight)
+        for write in [write for write in self.writes if write.ends_s <= now]:
+            self.complete(write)
 
     @property
     def next_write_s(self) -> float | None:
         """When the next write completes; None: nothing moves."""
-        return min((f.ends_s for f in self.writes if f.link not in self.stalled), default=None)
+        return min((w.ends_s for w in self.writes if w.link not in self.stalled), default=None)
 
-    def land(self, flight: SimWrite, count: int) -> None:
+    def land(self, write: SimWrite, count: int) -> None:
         """Its next `count` spans arrive."""
-        if flight.link in self.stalled:
+        if write.link in self.stalled:
             return
-        spans = flight.spans[flight.landed : flight.landed + count]
-        flight.landed += len(spans)
+        spans = write.spans[write.landed : write.landed + count]
+        write.landed += len(spans)
         if len(spans):
-            flight.target.take(flight, spans)
+            write.target.receive(write, spans)
 
-    def complete(self, flight: SimWrite, error: str = "") -> None:
-        """Its end. All of it is in place unless there is an `error` or it was cancelled."""
-        if flight.link in self.stalled:
+    def complete(self, write: SimWrite, error: str = "") -> None:
+        """End it. All of it is in place, unless there is an `error` or it was cancelled."""
+        if write.link in self.stalled:
             return
-        if not error and not flight.cancelled:
-            self.land(flight, len(flight.spans))
-        if not error and flight.refused:
+        if not error and not write.cancelled:
+            self.land(write, len(write.spans))
+        if not error and write.refused:
             error = NOT_GRANTED
-        if not error and flight.landed < len(flight.spans):
+        if not error and write.landed < len(write.spans):
             error = "cancelled"
-        self.writes.remove(flight)
-        memory = flight.source.memory
-        checksum = (
-            memory.checksum(flight.spans)
-            if self.checksums and memory is not None and not error
-            else None
-        )
-        flight.source.notices.append(Completed(flight.op, error, checksum))
+        self.writes.remove(write)
+        memory, checksum = write.source.memory, None
+        if self.checksums and memory is not None and not error:
+            checksum = memory.checksum(write.spans)
+        write.source.notices.append(Completed(write.op, error, checksum))
 
     def sever(self, link: int) -> None:
-        """Nothing of a torn-down link is in flight any more."""
-        for flight in [f for f in self.writes if link in (f.link, f.target_link)]:
-            self.writes.remove(flight)
+        """Nothing of a disconnected link is in flight any more."""
+        for write in [w for w in self.writes if link in (w.link, w.target_link)]:
+            self.writes.remove(write)
         self.severed.add(link)
         self.severing.pop(link).notices.append(LinkSevered(link))
 
     def kill(self, victim: SimTransport) -> None:
-        """Its process dies. What it has posted may still land; what was on its way to it is gone, and the writers see that."""
+        """Its process dies. What it posted may still land. What was on its way to it is gone, and
+        the writers see that."""
         victim.alive = False
-        for flight in [f for f in self.writes if f.target is victim]:
-            self.writes.remove(flight)
-            if (lost := LinkLost(flight.link, "connection reset")) not in flight.source.notices:
-                flight.source.notices.append(lost)
+        for write in [w for w in self.writes if w.target is victim]:
+            self.writes.remove(write)
+            if (lost := LinkLost(write.link, "connection reset")) not in write.source.notices:
+                write.source.notices.append(lost)
 
 
 class SimTransport:
-    """One worker's mover. `others`: by name, whom it can connect to."""
+    """One worker's transport. `peers`: by name, those that it can connect to."""
 
     kind = "sim"
 
@@ -150,8 +146,8 @@ class SimTransport:
         self.memory = memory
         return self.name.encode()
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        self.links[link] = (remote, self.peers[blob.decode()])
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        self.links[link] = (remote, self.peers[metadata.decode()])
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         assert self.memory is not None
@@ -167,9 +163,9 @@ class SimTransport:
         self.network.post(SimWrite(op, self, link, target, remote, generation, spans, 0.0))
 
     def cancel(self, op: int) -> None:
-        for flight in self.network.writes:
-            if flight.source is self and flight.op == op:
-                flight.cancelled = True
+        for write in self.network.writes:
+            if write.source is self and write.op == op:
+                write.cancelled = True
 
     def disconnect(self, link: int) -> None:
         self.network.severing[link] = self
@@ -185,18 +181,16 @@ class SimTransport:
             self.disconnect(link)
         self.links.clear()
 
-    def take(self, flight: SimWrite, spans: Spans) -> None:
+    def receive(self, write: SimWrite, spans: Spans) -> None:
         """Bytes of the peer arrive."""
-        source, here = flight.source.memory, self.memory
-        assert source is not None and here is not None
+        source, memory = write.source.memory, self.memory
+        assert source is not None and memory is not None
         if self.network.checks_grants:
-            allowed = self.grants.get(flight.generation)
-            if allowed is None or not is_granted(
-                spans, here.page_bytes, here.regions[0].nbytes, len(here.regions), allowed
-            ):
-                flight.refused = True
+            granted = self.grants.get(write.generation)
+            if granted is None or not memory.is_granted(spans, granted):
+                write.refused = True
                 return
         if self.network.on_land is not None:
-            self.network.on_land(flight, spans)
+            self.network.on_land(write, spans)
         for region, start, end, size in spans.tolist():
-            here.regions[region][end : end + size] = source.regions[region][start : start + size]
+            memory.regions[region][end : end + size] = source.regions[region][start : start + size]

@@ -1,12 +1,14 @@
-"""StagedTransport: KV of GPUs through host memory, over a mover of host memory (TCP, shared memory). For where nothing better joins two
-GPUs, and only when asked for: each byte is copied three times, and the courier's thread waits for it.
+"""StagedTransport: KV of GPUs through host memory, over a transport of host memory (TCP, shm).
 
-Owns: a mirror of the pool in host memory, of which the system gives as much as is touched. Promises: the inner mover's proofs hold
-for the mirror; the pool itself is written by this end alone, while the generation's pages are still set aside. Must not: be chosen
-unasked.
+Used only when asked for, where nothing better joins two GPUs: each byte is copied three times, and
+the thread that calls waits for the copies.
 
-The writer copies pages to its mirror and has the inner mover write them; the reader takes them from its mirror when it revokes the
-generation, which it does before it uses or frees its pages (disagg/receiver.py).
+Owns: a mirror of the pool in host memory, of which only touched pages take memory.
+Promises: the inner transport's proofs hold for the mirror. Only this end writes the pool itself,
+while the generation's pages are still reserved.
+
+The writer copies pages to its mirror and has the inner transport write them. The reader takes them
+from its mirror when it revokes the generation, before it uses or frees them (disagg/receiver.py).
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from counterpoint.kv_transfer.gpu import GpuCopier, GpuKvMemory, rows_of
+from counterpoint.kv_transfer.gpu import GpuCopier, GpuKvMemory, page_rows
 from counterpoint.kv_transfer.memory import Allocate, KvMemory, Spans
 from counterpoint.kv_transfer.transport import Notice, Transport, TransportError
 
 
 class StagedTransport:
-    """`allocate` makes the mirror, where the inner mover can reach it."""
+    """`allocate` makes the mirror, where the inner transport can reach it."""
 
     def __init__(self, inner: Transport, gpu: GpuCopier, allocate: Allocate | None = None) -> None:
         self.kind = inner.kind
         self._inner = inner
         self._gpu = gpu
-        self._allocate = allocate or plain
+        self._allocate = allocate or allocate_host_memory
         self._memory: GpuKvMemory | None = None
         self._mirror: KvMemory | None = None
         self._granted: dict[int, tuple[int, tuple[int, ...]]] = {}  # generation -> link, pages
@@ -40,8 +42,8 @@ class StagedTransport:
         self._mirror = self._allocate(memory.pages, memory.page_bytes, len(memory.regions))
         return self._inner.register(self._mirror)
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        self._inner.connect(link, remote, blob, writes)
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        self._inner.connect(link, remote, metadata, writes)
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         self._granted[generation] = (link, tuple(pages))
@@ -50,18 +52,17 @@ class StagedTransport:
     def revoke(self, generation: int) -> None:
         _, pages = self._granted.pop(generation, (0, ()))
         self._inner.revoke(generation)
-        memory, mirror = self._both()
-        for rows in self._pieces(memory.spans(0, memory.layers, pages, pages)):
-            content = np.stack([self._row(mirror, row) for row in rows.tolist()])
+        memory, mirror = self._pools()
+        for rows in self._row_batches(memory.spans(0, memory.layers, pages, pages)):
+            content = np.stack([self._words(mirror, row) for row in rows.tolist()])
             self._gpu.write_rows(content, memory.rows_RW, rows)
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
-        memory, mirror = self._both()
-        for rows in self._pieces(spans):
-            for row, content in zip(
-                rows.tolist(), self._gpu.read_rows(memory.rows_RW, rows), strict=True
-            ):
-                self._row(mirror, row)[:] = content
+        memory, mirror = self._pools()
+        for rows in self._row_batches(spans):
+            read = self._gpu.read_rows(memory.rows_RW, rows)
+            for row, content in zip(rows.tolist(), read, strict=True):
+                self._words(mirror, row)[:] = content
         self._inner.write(link, generation, spans, op)
 
     def cancel(self, op: int) -> None:
@@ -69,7 +70,7 @@ class StagedTransport:
 
     def disconnect(self, link: int) -> None:
         self._granted = {
-            generation: one for generation, one in self._granted.items() if one[0] != link
+            generation: grant for generation, grant in self._granted.items() if grant[0] != link
         }
         self._inner.disconnect(link)
 
@@ -80,25 +81,24 @@ class StagedTransport:
         self._inner.close()
         self._memory = self._mirror = None
 
-    def _both(self) -> tuple[GpuKvMemory, KvMemory]:
+    def _pools(self) -> tuple[GpuKvMemory, KvMemory]:
         assert self._memory is not None and self._mirror is not None
         return self._memory, self._mirror
 
-    def _pieces(self, spans: Spans) -> list[np.ndarray]:
-        """Rows here, as many at a time as the GPU takes."""
-        memory, most = self._both()[0], self._gpu.max_rows
-        rows = rows_of(spans, (memory.pages, memory.pages), memory.page_bytes)[0]
-        return [rows[start : start + most] for start in range(0, len(rows), most)]
+    def _row_batches(self, spans: Spans) -> list[np.ndarray]:
+        """Rows of `spans` here, as many at a time as the GPU takes."""
+        memory, count = self._pools()[0], self._gpu.max_rows
+        rows = page_rows(spans, (memory.pages, memory.pages), memory.page_bytes)[0]
+        return [rows[start : start + count] for start in range(0, len(rows), count)]
 
-    def _row(self, mirror: KvMemory, row: int) -> np.ndarray:
-        """The words of one row in the mirror."""
+    def _words(self, mirror: KvMemory, row: int) -> np.ndarray:
+        """A view of one row in the mirror."""
         region, page = divmod(row, mirror.pages)
-        return mirror.regions[region][
-            page * mirror.page_bytes : (page + 1) * mirror.page_bytes
-        ].view(np.int64)
+        start = page * mirror.page_bytes
+        return mirror.regions[region][start : start + mirror.page_bytes].view(np.int64)
 
 
-def plain(pages: int, page_bytes: int, regions: int) -> KvMemory:
+def allocate_host_memory(pages: int, page_bytes: int, regions: int) -> KvMemory:
     return KvMemory(
         tuple(np.zeros(pages * page_bytes, np.uint8) for _ in range(regions)), page_bytes
     )

@@ -1,13 +1,14 @@
-"""Link: how KV bytes get from one worker's pool into another's.
+"""The interface of every KV transport, and the notices that it gives.
 
-Owns: the interface that every mover has, and its nouns. Promises: see each method; above all that *no notice comes before its
-proof*. A cancelled write may still be landing: only Completed says that it is not. Where a mover can't prove that bytes stand
-still, it stays silent, and the pages stay where they are.
+Promises: a notice comes only when it is proven. A cancelled write may still be landing; only
+Completed says that it is not. A transport that cannot prove that no bytes move gives no notice,
+and the pages stay reserved.
 Must not: know requests, tokens or handoffs.
 
-Each end names a link by a number of its own (`link`) and knows the other end's (`remote`). One Link object serves all links of a
-worker. All methods are called by one thread and return at once; notices are fetched with `poll`, and `wake` (a function given at
-construction, called from any thread) says that there are some.
+A *link* connects two workers. Each end has its own number for it (`link`) and knows the other end's
+(`remote`). One Transport object serves all links of a worker. One thread calls all methods, and
+each returns at once. `poll` fetches notices; `wake`, given at construction and called from any
+thread, says that there are some.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import NamedTuple, Protocol
 from counterpoint.kv_transfer.memory import KvMemory, Spans
 
 Wake = Callable[[], None]
-NOT_GRANTED = "the peer has not granted these pages"  # why a write was not made
+NOT_GRANTED = "the peer has not granted these pages"  # why a write was refused
 
 
 class TransportError(RuntimeError):
-    """A mover can't be set up or can't reach its peer; the message says what to do."""
+    """A transport can't be set up or can't reach its peer; the message says what to do."""
 
 
 class Completed(NamedTuple):
-    """Write `op` moves no byte any more. Empty `error`: all of it is in place. `checksum`: of what was read, if the mover sums."""
+    """Write `op` moves no more bytes. Without `error`, all of it is in place. `checksum`: of the
+    bytes read, if the transport computes it."""
 
     op: int
     error: str = ""
@@ -34,19 +36,19 @@ class Completed(NamedTuple):
 
 
 class Quiesced(NamedTuple):
-    """No write under revoked `generation` can change a byte here any more."""
+    """No write under the revoked `generation` can change a byte here any more."""
 
     generation: int
 
 
 class LinkSevered(NamedTuple):
-    """Nothing of disconnected `link` can change or read a byte here any more."""
+    """Nothing on the disconnected `link` can change or read a byte here any more."""
 
     link: int
 
 
 class LinkLost(NamedTuple):
-    """The mover sees that the peer of `link` is gone. `disconnect` is still to be called."""
+    """The peer of `link` is gone. `disconnect` must still be called."""
 
     link: int
     error: str
@@ -59,39 +61,41 @@ class Transport(Protocol):
     kind: str
 
     def register(self, memory: KvMemory) -> bytes:
-        """Take charge of this worker's pool, once. The blob tells a peer how to reach it; it may hold secrets, so it travels over
-        an authenticated connection only. Raises TransportError if this memory can't be reached in this way."""
+        """Register this worker's pool, once. Returns what a peer needs to reach it. That may hold
+        secrets: send it over an authenticated connection only. Raises TransportError if this
+        transport can't reach such memory."""
         ...
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        """A link to the worker that made `blob`; `writes`: this end is the one that writes. Both ends connect, the reading one
-        first. Raises TransportError."""
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        """Open a link to the worker whose `register` gave `metadata`. `writes`: this end writes.
+        Both ends connect, the reading end first. Raises TransportError."""
         ...
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
-        """From now on the peer may write `pages` under `generation`, which has never been used before."""
+        """Let the peer write `pages` under `generation`, a number never used before."""
         ...
 
     def revoke(self, generation: int) -> None:
-        """Take nothing more under it. Quiet follows when and if that is proven."""
+        """Accept no more writes under it. Quiesced follows when and if that is proven."""
         ...
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
-        """Copy `spans` to the peer. Completed follows, unless the link is disconnected first. Writes need not be in order."""
+        """Copy `spans` to the peer. Completed follows, unless the link is disconnected first.
+        Writes may complete in any order."""
         ...
 
     def cancel(self, op: int) -> None:
-        """Try to stop it. Completed follows as for any write: at its end, not before."""
+        """Try to stop write `op`. Completed follows at its end, as for any write."""
         ...
 
     def disconnect(self, link: int) -> None:
-        """Tear the link down; no more Completed of it. Severed follows when and if it is proven."""
+        """Tear the link down; no more Completed of it. LinkSevered follows when and if proven."""
         ...
 
     def poll(self) -> list[Notice]:
-        """What has happened since the last call."""
+        """Notices since the last call."""
         ...
 
     def close(self) -> None:
-        """Disconnect everything, stop threads, leave nothing behind (files, sockets, mappings)."""
+        """Disconnect all links, stop threads, leave no files, sockets or mappings behind."""
         ...

@@ -118,7 +118,7 @@ def play(
         executor = source = guard
     timeline = Timeline(executor, source, engine.policy.lanes) if files.timeline else None
     log = EventLog(files.event_log) if files.event_log else None
-    run(engine, source, executor, deliver, log, timeline)
+    run(engine, (source, executor), deliver, log, timeline)
     if guard is not None:
         guard.check_idle()
     if log:
@@ -175,17 +175,7 @@ class CollectedResults:
 
 
 def check_contract(engine: Engine, executor: Executor, inbox: EventQueue) -> ContractChecker:
-    limits = engine.limits
-    return ContractChecker(
-        executor,
-        inbox,
-        units=limits.units,
-        layers=limits.layers,
-        pages=limits.pages,
-        page_tokens=limits.page_tokens,
-        overlap=limits.overlap,
-        lanes=engine.policy.lanes,
-    )
+    return ContractChecker(executor, inbox, engine.limits, engine.policy.lanes)
 
 
 def make_arrival(

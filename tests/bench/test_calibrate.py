@@ -24,7 +24,7 @@ from counterpoint.cost_model.calibration import (
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.sim import FixedLatency, HostModel, SimExecutor, VirtualEventQueue
-from counterpoint.device.step_probe import PROMPT_SLOTS, ProbePrompt, StepError, StepProbe
+from counterpoint.device.step_probe import PROMPT_SLOTS, CoRun, ProbePrompt, StepError, StepProbe
 from counterpoint.interfaces import Estimator
 from counterpoint.spec.device import H200, Curve
 from counterpoint.spec.presets import PRESETS
@@ -354,15 +354,10 @@ def test_a_guess_that_is_far_off_does_no_harm():
     assert prefill is not None and decode is not None
     b.probe.set_decode_batch((1000,) * 32)
     right = (REAL.seconds(decode, 32), REAL.seconds(prefill, 100))
-    wanted = [
-        took.seconds
-        for took in b.probe.time_co_running(decode, 32, prefill, [ProbePrompt(512)], right)
-    ]
+    run = CoRun(decode, 32, prefill, [ProbePrompt(512)], right)
+    wanted = [took.seconds for took in b.probe.time_co_running(run._replace(expected_s=right))]
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
-        found = [
-            took.seconds
-            for took in b.probe.time_co_running(decode, 32, prefill, [ProbePrompt(512)], guess)
-        ]
+        found = [took.seconds for took in b.probe.time_co_running(run._replace(expected_s=guess))]
         assert found == pytest.approx(wanted, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""A small model on two cores: calibrated from end to end, and `auto` takes the table that came of it."""
+"""A small model on two cores is calibrated, and `auto` uses the resulting table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ pytestmark = pytest.mark.skipif(len(usable_cores()) < 2, reason="a split needs t
 
 TOKENS = TokenRange.within(512)
 SHAPE = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Kernels are compiled once."""
+    """One cache, so that kernels are compiled once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -43,7 +50,7 @@ def shape(cache, tmp_path, monkeypatch):
     return str(path)
 
 
-def opened(shape: str, policy: str = "auto") -> build.System:
+def open_system(shape: str, policy: str = "auto") -> build.System:
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
     )
@@ -66,8 +73,8 @@ def calibrate(shape: str, tmp_path, *more: str) -> int:
     return run_command([*line, *more])
 
 
-def test_auto_takes_what_was_measured_and_says_so(shape, tmp_path, capsys):
-    system = opened(shape)
+def test_auto_uses_the_calibration_and_says_so(shape, tmp_path, capsys):
+    system = open_system(shape)
     system.executor.close()
     assert system.calibration_target is not None
     assert any("roofline" in note and "calibrate" in note for note in system.notes)
@@ -81,19 +88,19 @@ def test_auto_takes_what_was_measured_and_says_so(shape, tmp_path, capsys):
     assert any(p.co_running for p in table.points)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["points"]["held_out"] == len(report["rows"]) > 0
-    again = opened(shape)
+    again = open_system(shape)
     again.executor.close()
     assert any(f"own calibration of {table.about['date']}" in note for note in again.notes)
-    assert not any(note.startswith("prices") for note in opened_notes(shape, "chunked"))
+    assert not any(note.startswith("prices") for note in notes_of(shape, "chunked"))
 
 
-def opened_notes(shape: str, policy: str) -> tuple[str, ...]:
-    system = opened(shape, policy)
+def notes_of(shape: str, policy: str) -> tuple[str, ...]:
+    system = open_system(shape, policy)
     system.executor.close()
     return system.notes
 
 
-def test_a_second_run_goes_on_and_a_fresh_one_does_not(shape, tmp_path):
+def test_a_second_run_adds_points_and_a_fresh_one_starts_over(shape, tmp_path):
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
     (path,) = build.calibration_folder().glob("*.json")
     first = calibration_store.load(path).points
@@ -103,7 +110,7 @@ def test_a_second_run_goes_on_and_a_fresh_one_does_not(shape, tmp_path):
     assert calibration_store.load(path).points[0] != first[0]
 
 
-def test_what_can_not_be_is_told(shape, tmp_path, capsys):
+def test_bad_arguments_are_named(shape, tmp_path, capsys):
     assert calibrate(shape, tmp_path, "--budget", "0") == 2
     assert "--budget" in capsys.readouterr().err
     line = ["calibrate", shape, "--device", "cpu", "--cores", "1", "--kv-pages", "400"]
@@ -112,7 +119,7 @@ def test_what_can_not_be_is_told(shape, tmp_path, capsys):
 
 
 def test_another_engine_over_the_same_device(shape):
-    system = opened(shape, "serial")
+    system = open_system(shape, "serial")
     for policy in ("serial", "multiplex", "chunked"):
         system.executor.close()
         inbox = WallClockEventQueue()
@@ -128,7 +135,7 @@ def test_another_engine_over_the_same_device(shape):
     system.executor.close()
 
 
-def test_what_is_unanswered_at_the_limit_is_aborted(shape):
+def test_requests_unfinished_at_the_time_limit_are_aborted(shape):
     inbox = WallClockEventQueue()
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2

@@ -1,3 +1,5 @@
+"""Usable cores, lanes' cores, and pinning."""
+
 from __future__ import annotations
 
 import os
@@ -24,7 +26,7 @@ def test_cores_are_those_of_the_affinity_mask(tmp_path):
 
 
 @linux
-def test_second_hardware_threads_are_left_out(tmp_path, monkeypatch):
+def test_second_hardware_threads_are_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 4, 5, 6})
     for cpu in range(8):
         write(

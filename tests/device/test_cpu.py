@@ -1,4 +1,4 @@
-"""The executor on a tiny random model, driven step by step."""
+"""The CPU executor on a tiny random model, step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def rig(decoder: Decoder) -> Iterator[Rig]:
-    # Two units always: with one core both are that core, and only the tests that need two at a time are skipped.
+    # Always two units. With one core both are that core; tests that need two at once are skipped.
     rig = make_rig(decoder, CORES[:2] if len(CORES) > 1 else CORES * 2)
     yield rig
     rig.executor.close()
@@ -48,7 +48,7 @@ def generate(
     sampling: Sampling = GREEDY,
     first_page: int = 0,
 ) -> list[int]:
-    """Whole prompt, then one token at a time, in the decode lane."""
+    """The whole prompt, then one token at a time, in the decode lane."""
     rig.open(slot, prompt, sampling)
     done = rig.run([Segment(slot, 0, len(prompt), True, pages(first_page, len(prompt) + count))])
     tokens = list(done.tokens)
@@ -57,8 +57,8 @@ def generate(
     return tokens
 
 
-def test_tokens_are_those_of_the_whole_sequence_at_once(rig: Rig):
-    """Each token of a generation, by cache, is the best after everything before it, without one."""
+def test_tokens_with_a_cache_are_those_without(rig: Rig):
+    """Each token equals the first one generated after all tokens before it."""
     answer = generate(rig, 0, PROMPT, 8)
     for n in range(8):
         assert generate(rig, 1, PROMPT + answer[:n], 1, first_page=32) == [answer[n]]
@@ -114,7 +114,7 @@ def test_queued_steps_need_nothing_from_the_host(rig: Rig):
     assert [rig.wait(step).tokens[0] for step in steps] == expected
 
 
-def test_a_seeded_request_gets_the_same_tokens_in_any_company(rig: Rig):
+def test_a_seeded_request_gets_the_same_tokens_in_any_batch(rig: Rig):
     sampling = Sampling(max_tokens=9, temperature=1.5, seed=99, top_p=0.95)
     alone = generate(rig, 0, PROMPT, 6, sampling)
     for slot in range(1, 7):
@@ -152,19 +152,19 @@ def test_logprobs_of_tokens_and_prompt(rig: Rig, decoder: Decoder):
     assert len(prompt) == len(PROMPT) - 1
     for n in range(1, len(PROMPT)):  # the same, from a request that ends there
         rig.open(2, PROMPT[:n], Sampling(max_tokens=1, temperature=0.0, logprobs=VOCAB))
-        (told,) = rig.run([Segment(2, 0, n, True, pages(40, n))]).logprobs
-        assert told is not None
+        (found,) = rig.run([Segment(2, 0, n, True, pages(40, n))]).logprobs
+        assert found is not None
         assert prompt[n - 1].logprob == pytest.approx(
-            told.top_logprobs[told.top_ids.index(PROMPT[n])], abs=1e-4
+            found.top_logprobs[found.top_ids.index(PROMPT[n])], abs=1e-4
         )
-        assert prompt[n - 1].top_ids == told.top_ids[:1]
+        assert prompt[n - 1].top_ids == found.top_ids[:1]
 
 
 # ---------------------------------------------------------------- cores
 
 
 @two_cores
-def test_realised_cores_are_those_asked_for(rig: Rig):
+def test_measured_cores_are_those_asked_for(rig: Rig):
     threads = set(os.listdir("/proc/self/task")) if sys.platform == "linux" else set()
     rig.open(0, PROMPT)
     for lane, units in ((PREFILL, 1), (DECODE, 1), (PREFILL, 2), (DECODE, 2)):
@@ -173,26 +173,25 @@ def test_realised_cores_are_those_asked_for(rig: Rig):
             lane=lane.id,
             units=units,
         )
-    realised = {(r.lane, r.units): r.cores for r in rig.executor.realised()}
+    measured = {(r.lane, r.units): r.cores for r in rig.executor.measured_cores()}
     low, high = CORES[:2]
     if sys.platform != "linux":
-        assert set(realised.values()) == {None}
+        assert set(measured.values()) == {None}
         return
-    assert realised == {
+    assert measured == {
         (PREFILL.id, 1): (low,),
         (DECODE.id, 1): (high,),
         (PREFILL.id, 2): (low, high),
         (DECODE.id, 2): (low, high),
     }
-    for task in (
-        set(os.listdir("/proc/self/task")) - threads
-    ):  # the lanes' threads, and those that OpenMP started for them
+    # The lanes' threads, and those that OpenMP started for them.
+    for task in set(os.listdir("/proc/self/task")) - threads:
         assert os.sched_getaffinity(int(task)) in ({low}, {high}, {low, high})
     assert os.sched_getaffinity(0) > {low}, "the caller's own thread is left alone"
 
 
-class Meeting(Decoder):
-    """A decoder that calls `on_layers` with the calling thread inside run_layers."""
+class HookedDecoder(Decoder):
+    """Calls `on_layers` inside run_layers, in its thread."""
 
     __slots__ = ("on_layers",)
 
@@ -216,7 +215,7 @@ def test_two_lanes_run_at_the_same_time_with_their_own_thread_counts(decoder: De
         meeting.wait(60)  # breaks, and fails the step, unless both lanes are inside
         seen[threading.current_thread().name] = torch.get_num_threads()
 
-    rig = make_rig(Meeting(decoder, meet), CORES[:2])
+    rig = make_rig(HookedDecoder(decoder, meet), CORES[:2])
     rig.open(0, PROMPT)
     rig.open(1, PROMPT[::-1])
     steps = [
@@ -238,28 +237,28 @@ def test_steps_that_would_share_a_core_are_refused(decoder: Decoder):
         inside.set()
         assert leave.wait(60)
 
-    rig = make_rig(Meeting(decoder, hold), CORES[:2])
+    rig = make_rig(HookedDecoder(decoder, hold), CORES[:2])
     for slot in range(3):
         rig.open(slot, PROMPT)
     first = rig.step([Segment(0, 0, 23, True, pages(0, 23))], lane=PREFILL.id, units=1)
     assert inside.wait(60)
     refused = rig.wait(rig.step([Segment(1, 0, 23, True, pages(20, 23))], lane=DECODE.id, units=2))
     assert "share cores" in refused.error and refused.tokens == ()
-    beside = rig.step([Segment(2, 0, 23, True, pages(40, 23))], lane=DECODE.id, units=1)
+    other = rig.step([Segment(2, 0, 23, True, pages(40, 23))], lane=DECODE.id, units=1)
     leave.set()
-    assert rig.wait(first).tokens == rig.wait(beside).tokens != ()
+    assert rig.wait(first).tokens == rig.wait(other).tokens != ()
     again = rig.run([Segment(1, 0, 23, True)], lane=DECODE.id, units=2)
     assert again.tokens == rig.finished[first].tokens
     rig.executor.close()
 
 
-def test_units_there_are_not_are_refused(rig: Rig):
+def test_units_that_do_not_exist_are_refused(rig: Rig):
     rig.open(0, PROMPT)
     for units in (0, 3):
         assert "units" in rig.wait(rig.step([Segment(0, 0, 23, True, ())], units=units)).error
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 
 
 def test_an_error_fails_its_step_alone(decoder: Decoder):
@@ -267,7 +266,7 @@ def test_an_error_fails_its_step_alone(decoder: Decoder):
         if 7 in batch.tokens_T:
             raise RuntimeError("seven")
 
-    rig = make_rig(Meeting(decoder, fail_on_7), CORES[:1])
+    rig = make_rig(HookedDecoder(decoder, fail_on_7), CORES[:1])
     expected = generate(rig, 0, PROMPT, 4)
     rig.open(1, [5, 6, 7])
     broken = [Segment(1, 0, 3, True, pages(20, 8))]
@@ -279,7 +278,7 @@ def test_an_error_fails_its_step_alone(decoder: Decoder):
     rig.executor.close()
 
 
-def test_a_dropped_pass_is_forgotten(rig: Rig):
+def test_a_discarded_pass_is_forgotten(rig: Rig):
     rig.open(0, PROMPT)
     segments = [Segment(0, 0, 23, True, pages(0, 23))]
     rig.run(segments, layers=(0, 2), batch=9)
@@ -288,7 +287,7 @@ def test_a_dropped_pass_is_forgotten(rig: Rig):
     rig.submit(DiscardPass(9))
 
 
-class Poisoned(Decoder):
+class NanDecoder(Decoder):
     """Token 7 has an embedding that is not finite."""
 
     __slots__ = ()
@@ -298,17 +297,17 @@ class Poisoned(Decoder):
 
 
 def test_logits_that_are_not_finite_fail_their_row_alone(decoder: Decoder):
-    rig = make_rig(Poisoned(decoder.spec, decoder.ops, decoder.weights), CORES[:1])
+    rig = make_rig(NanDecoder(decoder.spec, decoder.ops, decoder.weights), CORES[:1])
     expected = generate(rig, 0, PROMPT, 3)
     short = generate(rig, 3, PROMPT[:2], 3, first_page=50)
     rig.open(1, PROMPT)
     rig.open(2, [3, 4, 7])
     done = rig.run([Segment(2, 0, 3, True, pages(40, 8)), Segment(1, 0, 23, True, pages(20, 26))])
     assert done.tokens == (-1, expected[0])
-    # A decode of both was already queued: the broken one does no harm to the other.
+    # A decode of both was already queued: the failed row does not change the other.
     done = rig.run([Segment(1, 23, 1, True), Segment(2, 3, 1, True)])
     assert done.tokens[0] == expected[1]
-    # Nor do its keys and values, in the page's unused rest, to the page's next owner, or to one beside it.
+    # Its keys and values, in the unused rest of the page, do not change the page's next owner.
     rig.open(2, PROMPT[:2])
     done = rig.run([Segment(2, 0, 2, True, pages(40, 8)), Segment(1, 24, 1, True)])
     assert done.tokens == (short[0], expected[2])

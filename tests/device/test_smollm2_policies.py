@@ -18,7 +18,8 @@ POLICIES = ["serial", "chunked", "multiplex", "auto"]
 
 
 def queries() -> list[Query]:
-    """32 prompts in 8 families of a common beginning, sent twice: cold, then with their prefixes cached."""
+    """32 prompts that begin alike in 8 groups, sent twice: cold, then with their prefixes
+    cached."""
     draw = random.Random(0)
     starts = [[draw.randrange(1000, 40000) for _ in range(draw.randrange(5, 90))] for _ in range(8)]
     prompts = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cpu_rig import PAGE, TINY, VOCAB, tiny_decoder
 from fake_gpu import FakeGpu
+from local_transport import LocalTransport
 
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import EngineLimits
@@ -30,7 +31,6 @@ from counterpoint.disagg.link_choice import TransportEndpoint
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.interfaces import Policy
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
-from counterpoint.kv_transfer.local import LocalTransport
 from counterpoint.kv_transfer.shm import ShmTransport
 from counterpoint.kv_transfer.staged import StagedTransport
 from counterpoint.kv_transfer.tcp import TcpTransport

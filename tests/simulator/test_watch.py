@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from sim_builders import LANES, Constant, opened, step
 
+from counterpoint.core.limits import EngineLimits
 from counterpoint.device.contract_checker import ContractChecker, ContractViolation
 from counterpoint.device.sim import SimExecutor, VirtualEventQueue, simulated_token
 from counterpoint.types import Command, DiscardPass, FreeSlot, Segment, Step
@@ -20,9 +21,18 @@ def play(script: Script, overlap: bool = False) -> ContractChecker:
     """Units 4, layers 4, 8 pages of 4 tokens, two lanes of depth 2."""
     inbox = VirtualEventQueue()
     executor = SimExecutor(Constant(slower=1.0), inbox, layers=4)
-    watch = ContractChecker(
-        executor, inbox, units=4, layers=4, pages=8, page_tokens=4, overlap=overlap, lanes=LANES
+    limits = EngineLimits(
+        pages=8,
+        page_tokens=4,
+        max_running=8,
+        max_context_tokens=32,
+        max_pass_tokens=32,
+        eos_token_ids=(),
+        units=4,
+        layers=4,
+        overlap=overlap,
     )
+    watch = ContractChecker(executor, inbox, limits, LANES)
     for command in script:
         if isinstance(command, str):
             watch.get()

@@ -1,4 +1,4 @@
-"""A rig for device tests: a tiny random model, an executor around it, and the steps an engine would make."""
+"""A tiny random model, a CPU executor for it, and steps as an engine would make them."""
 
 from __future__ import annotations
 

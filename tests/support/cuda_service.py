@@ -62,10 +62,6 @@ class EngineService:
         spec, pages = parts.decoder.spec, parts.kv.pages - 1
         self.inbox = WallClockEventQueue()
         executor = parts.executor(policy.lanes, self.inbox)
-        shape = {"units": parts.units, "layers": spec.layers, "pages": pages, "page_tokens": PAGE}
-        self.checker = ContractChecker(
-            executor, self.inbox, **shape, lanes=policy.lanes, overlap=overlap
-        )
         self.engine = Engine(
             EngineLimits(
                 pages=pages,
@@ -80,6 +76,7 @@ class EngineService:
             ),
             policy,
         )
+        self.checker = ContractChecker(executor, self.inbox, self.engine.limits, policy.lanes)
         self.answers: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.finishes: dict[str, FinishReason] = {}

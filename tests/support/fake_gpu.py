@@ -1,4 +1,5 @@
-"""A GPU for movers, without one: its memory is shared memory of this machine, its copies are torch's on the CPU."""
+"""A GPU for transports, without one: its memory is shared memory, its copies are torch's on the
+CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from counterpoint.kv_transfer.transport import TransportError
 
 
 class FakeGpu:
-    """`running`: copies end only while it is set. `copies`: how many were begun; `begun`: some were."""
+    """A GpuCopier. `running`: copies end only while it is set. `copies`: how many have begun;
+    `begun` is set with the first."""
 
     def __init__(self, max_rows: int = 3) -> None:
         self.max_rows = max_rows
@@ -25,13 +27,15 @@ class FakeGpu:
         self.running.set()
         self.begun = threading.Event()
         self.copies = 0
-        self.shut_pools = 0
+        self.unmapped_pools = 0
         self._fd = -1
 
     def allocate(self, pages: int, page_bytes: int, regions: int) -> GpuKvMemory:
         self._fd = os.memfd_create("a fake GPU's memory", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, pages * page_bytes * regions)
-        return GpuKvMemory.from_tensor(mapped(self._fd).view(torch.uint8).view(regions, -1), pages)
+        return GpuKvMemory.from_tensor(
+            map_words(self._fd).view(torch.uint8).view(regions, -1), pages
+        )
 
     def prepare(self, memory: GpuKvMemory) -> None:
         pass
@@ -45,10 +49,10 @@ class FakeGpu:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(f"no such memory: {error}") from None
-        return mapped(fd).view(rows, words)
+        return map_words(fd).view(rows, words)
 
     def unmap_pool(self, rows_RW: Tensor) -> None:
-        self.shut_pools += 1
+        self.unmapped_pools += 1
 
     def start_copy(
         self, source_RW: Tensor, sources: np.ndarray, target_RW: Tensor, targets: np.ndarray
@@ -75,5 +79,5 @@ class FakeGpu:
         target_RW[torch.from_numpy(targets)] = torch.from_numpy(content_NW)
 
 
-def mapped(fd: int) -> Tensor:
+def map_words(fd: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.int64)).to(ROW)

@@ -1,3 +1,5 @@
+"""The event queue on the wall clock."""
+
 from __future__ import annotations
 
 import threading
@@ -6,7 +8,7 @@ from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.types import Abort
 
 
-def test_get_drains_what_waits_in_order():
+def test_get_returns_all_waiting_events_in_order():
     inbox = WallClockEventQueue()
     for n in range(5):
         inbox.put(Abort(str(n)))
@@ -27,7 +29,7 @@ def test_get_waits_for_another_thread():
     assert got[0][1] == [Abort("a")]
 
 
-def test_a_nudge_wakes_a_waiting_reader_without_events():
+def test_wake_returns_a_waiting_get_without_events():
     inbox = WallClockEventQueue()
     got = []
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
@@ -42,7 +44,7 @@ def test_a_nudge_wakes_a_waiting_reader_without_events():
     assert inbox.num_gets == 2
 
 
-def test_stop_ends_after_what_was_put_before():
+def test_stop_ends_after_the_events_put_before():
     inbox = WallClockEventQueue()
     inbox.put(Abort("a"))
     inbox.stop()

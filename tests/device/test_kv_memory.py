@@ -1,9 +1,11 @@
+"""How many pages the KV pool of a CPU gets."""
+
 from __future__ import annotations
 
 import pytest
 
 from counterpoint.config import ConfigError, DeviceConfig
-from counterpoint.device.memory import available_bytes, choose_pages
+from counterpoint.device.kv_memory import available_bytes, choose_pages
 
 PAGE_BYTES = 1 << 20
 GIB = 1 << 30
@@ -15,15 +17,15 @@ def pages(
     return choose_pages(device, PAGE_BYTES, max_running, context, available)
 
 
-def test_left_alone_it_takes_a_quarter_of_what_is_free():
+def test_by_default_a_pool_takes_a_quarter_of_the_free_memory():
     assert pages(DeviceConfig()) == 2048
 
 
-def test_left_alone_it_takes_no_more_than_is_of_use():
+def test_by_default_a_pool_takes_no_more_than_requests_can_fill():
     assert pages(DeviceConfig(), max_running=4, context=100) == 4 * 7
 
 
-def test_the_user_decides():
+def test_settings_go_before_the_default():
     assert pages(DeviceConfig(kv_pages=77)) == 77
     assert pages(DeviceConfig(kv_memory_bytes=5 * PAGE_BYTES + 1)) == 5
     assert pages(DeviceConfig(kv_memory_bytes=6 * GIB)) == 6 * 1024
@@ -37,12 +39,12 @@ def test_the_user_decides():
         (DeviceConfig(kv_pages=9999), GIB, "kv_pages"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(device, available, name):
+def test_an_impossible_size_is_refused_by_name(device, available, name):
     with pytest.raises(ConfigError, match=name):
         pages(device, available)
 
 
-def test_available_memory_heeds_the_container(tmp_path):
+def test_available_memory_is_below_the_containers_limit(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     assert available_bytes(tmp_path) == 4000 * 1024

@@ -1,8 +1,7 @@
-"""LocalTransport: between two workers of one process.
+"""LocalTransport: between two workers of one process, for tests.
 
-Owns: nothing but the registry of those workers. Promises: a write is a copy, made at once; where both ends share a pool and a page
-keeps its place, nothing is copied (the handoff is then a move of block tables).
-Must not: cross a process.
+A write is a copy, made at once. Where both ends share a pool and a page keeps its place, nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.kv_transfer.memory import KvMemory, Spans, is_granted, page_mask
+from counterpoint.kv_transfer.memory import KvMemory, Spans, page_mask
 from counterpoint.kv_transfer.transport import (
     NOT_GRANTED,
     Completed,
@@ -27,31 +26,31 @@ from counterpoint.kv_transfer.transport import (
 
 
 class LocalTransport:
-    """`others`: the workers of this process by name, shared by all its LocalLinks."""
+    """`peers`: the workers of this process by name, shared by all its LocalTransports."""
 
     kind = "local"
 
-    def __init__(self, wake: Wake, name: str, others: dict[str, LocalTransport]) -> None:
+    def __init__(self, wake: Wake, name: str, peers: dict[str, LocalTransport]) -> None:
         self._wake = wake
         self._name = name
-        self._others = others
+        self._peers = peers
         self._lock = threading.Lock()  # of this worker's pool
         self._memory: KvMemory | None = None
-        self._peers: dict[int, tuple[int, LocalTransport]] = {}
+        self._links: dict[int, tuple[int, LocalTransport]] = {}
         self._grants: dict[int, tuple[int, NDArray[np.bool_]]] = {}
         self._notices: list[Notice] = []
 
     def register(self, memory: KvMemory) -> bytes:
         self._memory = memory
-        self._others[self._name] = self
+        self._peers[self._name] = self
         return self._name.encode()
 
-    def connect(self, link: int, remote: int, blob: bytes, writes: bool) -> None:
-        peer = self._others.get(blob.decode())
+    def connect(self, link: int, remote: int, metadata: bytes, writes: bool) -> None:
+        peer = self._peers.get(metadata.decode())
         if peer is None:
-            raise TransportError(f"there is no worker {blob.decode()!r} in this process")
+            raise TransportError(f"there is no worker {metadata.decode()!r} in this process")
         with self._lock:
-            self._peers[link] = (remote, peer)
+            self._links[link] = (remote, peer)
 
     def grant(self, link: int, generation: int, pages: Sequence[int]) -> None:
         assert self._memory is not None
@@ -61,26 +60,26 @@ class LocalTransport:
     def revoke(self, generation: int) -> None:
         with self._lock:
             self._grants.pop(generation, None)
-        self._notice(Quiesced(generation))
+        self._notify(Quiesced(generation))
 
     def write(self, link: int, generation: int, spans: Spans, op: int) -> None:
         assert self._memory is not None
-        remote, peer = self._peers[link]
+        remote, peer = self._links[link]
         try:
-            error = peer.take(remote, generation, spans, self._memory)
+            error = peer.receive(remote, generation, spans, self._memory)
         except TransportError as gone:
-            self._notice(LinkLost(link, str(gone)))
+            self._notify(LinkLost(link, str(gone)))
             return
-        self._notice(Completed(op, error))
+        self._notify(Completed(op, error))
 
     def cancel(self, op: int) -> None:
         """It has completed already."""
 
     def disconnect(self, link: int) -> None:
         with self._lock:
-            self._peers.pop(link, None)
+            self._links.pop(link, None)
             self._grants = {g: grant for g, grant in self._grants.items() if grant[0] != link}
-        self._notice(LinkSevered(link))
+        self._notify(LinkSevered(link))
 
     def poll(self) -> list[Notice]:
         with self._lock:
@@ -89,34 +88,28 @@ class LocalTransport:
 
     def close(self) -> None:
         with self._lock:
-            self._others.pop(self._name, None)
-            self._peers.clear()
+            self._peers.pop(self._name, None)
+            self._links.clear()
             self._grants.clear()
 
-    def take(self, link: int, generation: int, spans: Spans, source: KvMemory) -> str:
+    def receive(self, link: int, generation: int, spans: Spans, source: KvMemory) -> str:
         """The peer writes here; why not, or "". Raises TransportError if the link is gone."""
-        here = self._memory
-        assert here is not None
+        memory = self._memory
+        assert memory is not None
         with self._lock:
-            if link not in self._peers:
+            if link not in self._links:
                 raise TransportError("the peer has closed the link")
-            owner, allowed = self._grants.get(generation, (0, None))
-            size = here.regions[0].nbytes
-            if (
-                allowed is None
-                or owner != link
-                or not is_granted(spans, here.page_bytes, size, len(here.regions), allowed)
-            ):
+            owner, granted = self._grants.get(generation, (0, None))
+            if granted is None or owner != link or not memory.is_granted(spans, granted):
                 return NOT_GRANTED
-            shared = here.regions[0] is source.regions[0]
+            shared = memory.regions[0] is source.regions[0]
             for region, start, end, size in spans.tolist():
                 if not (shared and start == end):
-                    here.regions[region][end : end + size] = source.regions[region][
-                        start : start + size
-                    ]
+                    part = source.regions[region][start : start + size]
+                    memory.regions[region][end : end + size] = part
         return ""
 
-    def _notice(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         with self._lock:
             self._notices.append(notice)
         self._wake()

@@ -1,3 +1,5 @@
+"""Token and block tables as the tensors of a pass."""
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +11,7 @@ from counterpoint.types import InitSlot, Sampling, Segment
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
 
 
-def filled() -> SlotTables:
+def make_tables() -> SlotTables:
     tables = SlotTables(slots=4, max_context_tokens=32, page_tokens=4, vocab=100)
     tables.init_slot(InitSlot(2, (11, 12, 13, 14, 15, 16), 6, (7,), GREEDY))
     tables.init_slot(InitSlot(0, (21, 22, 23), 3, (), GREEDY))
@@ -17,7 +19,7 @@ def filled() -> SlotTables:
 
 
 def test_a_pass_is_gathered_in_segment_order():
-    tables = filled()
+    tables = make_tables()
     segments = [Segment(2, 4, 2, True, (9,)), Segment(0, 0, 3, False, (5,))]
     tables.append_pages(segments)
     rows = make_pass_rows(segments)
@@ -30,7 +32,7 @@ def test_a_pass_is_gathered_in_segment_order():
 
 
 def test_sampled_tokens_are_the_next_pass_input():
-    tables = filled()
+    tables = make_tables()
     segments = [Segment(2, 4, 2, True, (9,)), Segment(0, 0, 3, True, (5,))]
     tables.append_pages(segments)
     tables.put_sampled(make_pass_rows(segments), torch.tensor([42, -1]))
@@ -38,8 +40,8 @@ def test_sampled_tokens_are_the_next_pass_input():
     assert tables.pass_tensors(rows, reference_ops()).tokens_T.tolist() == [0, 42]
 
 
-def test_a_slot_starts_anew():
-    tables = filled()
+def test_init_slot_overwrites_the_row():
+    tables = make_tables()
     tables.init_slot(InitSlot(2, (31, 32), 2, (), GREEDY))
     segments = [Segment(2, 0, 2, True, (3,))]
     tables.append_pages(segments)
@@ -48,7 +50,7 @@ def test_a_slot_starts_anew():
     assert batch.kv_rows_T.tolist() == [12, 13]
 
 
-def test_the_last_token_of_a_full_context_has_a_place():
+def test_the_last_token_of_a_full_context_fits():
     tables = SlotTables(slots=1, max_context_tokens=8, page_tokens=4, vocab=100)
     tables.init_slot(InitSlot(0, tuple(range(8)), 8, (), GREEDY))
     tables.put_sampled(make_pass_rows([Segment(0, 7, 1, True)]), torch.tensor([9]))
