@@ -1,1 +1,1 @@
-"""Talks to clients: text in and out, HTTP, and the wire to the engine's process."""
+"""Serving: HTTP APIs, text in and out, the engines' processes, and use without a server."""

@@ -1,8 +1,8 @@
 """The server's life: port, engine, signals, drain.
 
-Owns: the order of starting and stopping. Promises: the port is taken before the model is loaded, or nothing is; SIGTERM and SIGINT
-let what runs finish for `drain_s` and then exit 0; a second signal stops at once; no process is left behind.
-Must not: know routes or requests.
+Owns: the order of starting and stopping. Promises: the port is taken before the model is loaded;
+SIGTERM and SIGINT let running requests finish for `drain_s` and then exit 0; a second signal stops
+at once; no process is left behind. Must not: know routes or requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.preprocess import Preprocessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
-from counterpoint.serve.worker.engine_client import EngineClient, EngineFailed
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.engine_runner import BUILDER
 from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.single_engine import SingleEngine
+from counterpoint.serve.worker.supervisor import EngineFailed
 from counterpoint.serve.worker.wire import EngineInfo
 from counterpoint.spec.source import ModelSource
 from counterpoint.types import RequestTiming
@@ -40,9 +43,9 @@ BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
 
-def run(config: Config, source: ModelSource, system: str = "counterpoint.build:build_system") -> int:
-    """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
-    Raises ConfigError if the port is taken or the engine refuses a setting."""
+def run(config: Config, source: ModelSource, system: str = BUILDER) -> int:
+    """Serve until a signal. Exit status 1: the engine could not start, or running requests were cut
+    off. Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
         start_logging(config.server.log_level, config.server.log_format)
         loops = uvicorn.Config("", log_config=None).get_loop_factory()
@@ -69,7 +72,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, without its signal handlers: they would end the process by the signal, not with 0."""
+    """uvicorn without its signal handlers, which end the process by the signal, not with 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,13 +96,13 @@ class Server:
         )
         self.engine = self.make_engine(system)
         self.service = Service(
-            self.engine, self.metrics, self.rolling_stats, config.server, self.tracing
+            self.engine, self.metrics, self.rolling_stats, self.name, config.server, self.tracing
         )
         self.http = HttpServer(
             uvicorn.Config(
                 create_app(self.service),
                 log_config=None,
-                access_log=False,  # RequestIds tells more
+                access_log=False,  # RequestIds logs more
                 lifespan="off",
                 timeout_graceful_shutdown=round(config.server.drain_s + ERROR_DELIVERY_S),
             )
@@ -107,17 +110,12 @@ class Server:
         self.checker: GrammarChecker | None = None
         self.signals = 0
 
-    def make_engine(self, system: str) -> EngineClient | Pool:
-        if self.config.cluster.has_pool:
-            pool = Pool(self.config, self.source, self.on_timing, system, self.rolling_stats)
-            self.metrics.pool = pool.metrics
-            return pool
-        return EngineClient(
-            self.config.replace(api_key=None, cluster_token=None),
-            self.on_timing,
-            system,
-            self.rolling_stats,
-        )
+    def make_engine(self, system: str) -> EngineClient:
+        if not self.config.cluster.has_pool:
+            return SingleEngine(self.config, self.on_timing, system, self.rolling_stats)
+        pool = Pool(self.config, self.source, self.on_timing, system, self.rolling_stats)
+        self.metrics.pool = pool.metrics
+        return pool
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -130,12 +128,10 @@ class Server:
         try:
             await self.http.serve(sockets=[self.listener])
             if starting.done():
-                await starting  # raises what kept it from starting
+                await starting  # raises why it could not start
             return 1 if self.http.force_exit else 0
         except EngineFailed as failed:
-            if (
-                self.signals
-            ):  # to the whole group, before the engine's process knew that it is not meant
+            if self.signals:  # it reached the engine before that ignored signals
                 return 0
             if failed.blame == "user":
                 raise ConfigError(str(failed)) from None
@@ -151,39 +147,37 @@ class Server:
             if self.tracing is not None:
                 self.tracing.close()
 
-    def on_timing(self, record: RequestTiming) -> None:
-        self.metrics.observe(record)
+    def on_timing(self, timing: RequestTiming) -> None:
+        self.metrics.observe(timing)
         if self.tracing is not None:
-            self.tracing.observe(record)
+            self.tracing.observe(timing)
 
     # ------------------------------------------------------------ start
 
     async def start(self, begun_s: float) -> None:
         log.info("starting an engine for %s", self.name)
-        text, hello = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
+        text, info = await asyncio.gather(asyncio.to_thread(self.load_text), self.engine.start())
         self.service.started_s = int(time.time())
-        self.checker = GrammarChecker(self.source, hello.vocab, hello.eos_token_ids)
+        self.checker = GrammarChecker(self.source, info.vocab, info.eos_token_ids)
         self.service.preprocessor = Preprocessor(
-            text, hello, self.name, self.checker, self.config.scheduler
+            text, info, self.name, self.checker, self.config.scheduler
         )
-        for note in hello.notes:
+        for note in info.notes:
             log.warning("%s", note)
-        print(self.ready_line(hello, time.monotonic() - begun_s), flush=True)
+        print(self.ready_line(info, time.monotonic() - begun_s), flush=True)
 
     def load_text(self) -> ModelTokenizer:
         text = load_tokenizer(self.source)
-        with contextlib.suppress(
-            TokenizerError
-        ):  # so that the first request does not wait for the template's libraries
+        with contextlib.suppress(TokenizerError):  # imports the template's libraries now
             text.apply_chat_template([{"role": "user", "content": ""}])
         return text
 
-    def ready_line(self, hello: EngineInfo, seconds: float) -> str:
+    def ready_line(self, info: EngineInfo, seconds: float) -> str:
         host, port = self.listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return (
-            f"ready: {self.name} at {url}/v1 after {seconds:.1f} s; {hello.policy}: {hello.lanes}; "
-            f"KV cache {hello.kv_tokens:,} tokens, context {hello.max_context_tokens:,}"
+            f"ready: {self.name} at {url}/v1 after {seconds:.1f} s; {info.policy}: {info.lanes}; "
+            f"KV cache {info.kv_tokens:,} tokens, context {info.max_context_tokens:,}"
         )
 
     def on_started(self, starting: asyncio.Task[None]) -> None:

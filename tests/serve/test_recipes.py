@@ -1,4 +1,4 @@
-"""The recipes for several machines: commands and flags that there are, and parts that fit each other."""
+"""Recipes for several machines: their commands and flags exist, and their parts fit."""
 
 from __future__ import annotations
 

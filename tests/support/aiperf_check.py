@@ -1,10 +1,12 @@
-"""aiperf and `counterpoint bench` against one server, by turns: `python tests/clients/aiperf_check.py`.
+"""aiperf and `counterpoint bench` against one server, in turn.
 
-The server has the first core, the clients the second (aiperf takes a good part of one): else they measure each other. The same
-load from both, and no prefix cache (aiperf's made prompts have beginnings in common): so many requests per second at even
-distances, prompts and answers of fixed lengths, greedy. The means of TTFT, ITL and tokens per second must agree within 5 %
-(medians of the turns). aiperf gets an environment of its own, in `out/clients`, unless `--aiperf` names its command. For a
-quiet machine; takes some minutes and 1 GB.
+    python tests/support/aiperf_check.py
+
+The server has the first core, the clients the second, so that they do not measure each other. Both
+send the same load: requests at even distances, prompts and answers of fixed lengths, greedy, no
+prefix cache (aiperf's prompts share beginnings). The means of TTFT, ITL and tokens per second must
+agree within 5 % (medians of the turns). aiperf gets an environment of its own, in `out/clients`,
+unless `--aiperf` names its command. For a quiet machine; takes some minutes and 1 GB.
 """
 
 from __future__ import annotations

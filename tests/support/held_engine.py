@@ -1,7 +1,8 @@
-"""An engine that can be held at named points, so that a signal meets a worker of a real pool there.
+"""An engine that can be held at named points, to send a signal to a worker of a real pool there.
 
-A point is a file in the folder that COUNTERPOINT_TEST_HOLDS names. Whoever holds its lock holds every engine that comes there.
-`python held_engine.py MODEL '{"prefill": 1, …}' system` serves the model over such engines, with flat settings.
+A point is a file in the folder COUNTERPOINT_TEST_HOLDS: its lock holds every engine that comes
+there. `python held_engine.py MODEL '{"prefill": 1, …}' system` serves the model over such engines,
+with flat settings.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ POINTS = ("reserving", "prefilling", "decoding")
 
 
 class HeldEngine(Engine):
-    """`reserving`: before an answer's pages are reserved; `prefilling`: when some of a prompt has been computed and not all;
-    `decoding`: when an adopted answer has come further."""
+    """`reserving`: before an answer's pages are reserved; `prefilling`: some of a prompt has been
+    computed; `decoding`: an adopted answer has more tokens."""
 
-    def handle(self, now: float, event: Event) -> None:
+    def on_event(self, now: float, event: Event) -> None:
         point = self.point(event)
         if point:
             with (Path(os.environ[FOLDER]) / point).open() as file:
@@ -54,7 +55,8 @@ class HeldEngine(Engine):
 
 
 def far_system(*args: Any) -> build.System:
-    """Of a worker that sees no other as one of its host: it has no proof that a dead one writes no more."""
+    """Each worker takes the others to be on other hosts: that a dead one writes no more can't be
+    proved."""
     nixl.host_name = lambda: str(os.getpid())
     return system(*args)
 

@@ -1,4 +1,4 @@
-"""A pool whose engines can be held, so that a handoff stands at a named state while something befalls a worker."""
+"""A pool whose engines can be held, so that a signal meets a worker in a named handoff state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import psutil
 import pytest
 from held_engine import FOLDER, POINTS
 from pool_process import FLAGS, Pool, text_of
-from serve_process import HERE, Running, poll
-from test_process_life import Reading
+from serve_process import HERE, Reading, Running, poll
 from tiny_model import TINY
 
 PROMPT = "what is prefilled here is decoded there, and all of it is told to the client " * 3
 ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "stream": True}
 
-# where a handoff stands -> (points at which engines are held, state on the prefill worker, state on the decode worker)
+# state -> (points at which engines are held, state on the prefill worker, on the decode worker)
 STATES = {
     "queued": (("reserving", "prefilling"), "running", "queued"),
     "reserved": (("prefilling",), "streaming", "reserved"),

@@ -1,9 +1,10 @@
-"""lm-eval against the server and against transformers: `python tests/clients/lm_eval_check.py`.
+"""lm-eval against the server and against transformers: `python tests/support/lm_eval_check.py`.
 
-The embedded model is written out as a Hugging Face folder in float32; lm-eval runs two tasks made here (choosing capitals by
-log-likelihood, going on with sequences by generation) once with `hf` and once with `local-completions` over `counterpoint serve`
-of that folder. The scores must be the same, each log-likelihood within 0.01, each generated text equal. lm-eval gets an
-environment of its own, in `out/clients`, unless `--python` names one that has it. Takes some minutes and 2 GB.
+The embedded model is written as a Hugging Face folder in float32. lm-eval runs two tasks made here
+(capitals by log-likelihood, sequences by generation) with `hf`, and with `local-completions` over
+`counterpoint serve` of that folder. Scores and generated texts must be equal, each log-likelihood
+within 0.01. lm-eval gets an environment of its own, in `out/clients`, unless `--python` names one
+that has it. Takes some minutes and 2 GB.
 """
 
 from __future__ import annotations
@@ -24,19 +25,30 @@ REQUIREMENTS = ["torch==2.13.0", "lm-eval[api]==0.4.13", "transformers>=5", "acc
 CLOSE = 0.01  # nats
 CAPITALS = """
 France Paris,
-Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens, Poland Warsaw, Hungary Budapest,
-Sweden Stockholm, Norway Oslo, Finland Helsinki, Denmark Copenhagen, Ireland Dublin, Russia Moscow, Ukraine Kyiv, Turkey Ankara,
-Egypt Cairo, Kenya Nairobi, Japan Tokyo, China Beijing, Thailand Bangkok, Vietnam Hanoi, Canada Ottawa, Cuba Havana, Peru Lima,
+Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens,
+Poland Warsaw, Hungary Budapest,
+Sweden Stockholm, Norway Oslo, Finland Helsinki, Denmark Copenhagen, Ireland Dublin, Russia Moscow,
+Ukraine Kyiv, Turkey Ankara,
+Egypt Cairo, Kenya Nairobi, Japan Tokyo, China Beijing, Thailand Bangkok, Vietnam Hanoi,
+Canada Ottawa,
+Cuba Havana, Peru Lima,
 Chile Santiago, Brazil Brasília, Australia Canberra, Ghana Accra, Nepal Kathmandu, Iran Tehran
 """
 SEQUENCES = """
-1, 2, 3, 4,; 2, 4, 6, 8,; 10, 20, 30,; A, B, C, D,; Monday, Tuesday,; January, February,; red, green,; north, south,; 5, 4, 3,;
+1, 2, 3, 4,;
+2, 4, 6, 8,; 10, 20, 30,; A, B, C, D,;
+Monday, Tuesday,; January, February,; red, green,; north, south,;
+5, 4, 3,;
 one, two, three,; spring, summer,; 1, 4, 9,
 """
 TASKS = {
-    "capitals": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+    "capitals": {"output_type": "multiple_choice",
+                 "doc_to_choice": "choices",
+                 "doc_to_target": "answer",
                  "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
-    "sequences": {"output_type": "generate_until", "doc_to_target": "{{target}}", "metric_list": [{"metric": "exact_match"}],
+    "sequences": {"output_type": "generate_until",
+                  "doc_to_target": "{{target}}",
+                  "metric_list": [{"metric": "exact_match"}],
                   "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 16}},
 }  # fmt: skip
 
@@ -205,7 +217,8 @@ def main() -> int:
     for name, value in theirs.items():
         print(f"{name:32} {value:14.4f} {ours[name]:14.4f}")
     print(
-        f"log-likelihoods: at most {apart:.5f} apart; generated texts that differ: {texts} of {SEQUENCES.count(';') + 1}"
+        f"log-likelihoods: at most {apart:.5f} apart; "
+        f"generated texts that differ: {texts} of {SEQUENCES.count(';') + 1}"
     )
     same = all(value == ours[name] or value != value for name, value in theirs.items())
     return 0 if same and apart < CLOSE and not texts else 1

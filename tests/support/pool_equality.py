@@ -1,6 +1,7 @@
-"""Every answer of a pool against those of one engine, with a real model:
+r"""Every answer of a pool against those of one engine, with a real model:
 
-python tests/serve/pool_equality.py --model smollm2 --requests 200 --prefill 2 --decode 2 --transports shm tcp nixl
+    python tests/support/pool_equality.py --model smollm2 --requests 200 --prefill 2 --decode 2 \
+        --transports shm tcp nixl
 """
 
 from __future__ import annotations

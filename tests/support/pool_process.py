@@ -28,7 +28,7 @@ FLAGS = {
 
 
 class Pool(Running):
-    """`counterpoint serve MODEL` with `flags` over those of FLAGS, the flags' underscores written as dashes."""
+    """`counterpoint serve MODEL` with FLAGS and `flags`, whose underscores become dashes."""
 
     def __init__(self, log: Path, model: str, **flags: Any) -> None:
         given = FLAGS | {name.replace("_", "-"): str(value) for name, value in flags.items()}
@@ -56,7 +56,8 @@ class Pool(Running):
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Short and long, half with the same beginning; some with several choices, log-probabilities, an end at the first token."""
+    """Short and long, half with a common prefix; some with several choices, logprobs, or an
+    end at the first token."""
     chance = random.Random(7)
     beginning = [chance.randrange(256) for _ in range(60)]
     bodies: list[dict[str, Any]] = []

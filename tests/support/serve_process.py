@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +38,7 @@ def poll(look: Callable[[], Found], seconds: float = 15, what: str = "") -> Foun
 
 
 class Running:
-    """A server process. `settings` are flat; `command` runs it (default: over the echoing engine)."""
+    """A server process with flat `settings`. `command` starts it (default: the fake engine)."""
 
     def __init__(self, log: Path, command: list[str] | None = None, **settings: Any) -> None:
         self.log = log
@@ -82,7 +84,7 @@ class Running:
         return self.http.post(f"{self.url}{path}", content=data, headers=headers, **options)
 
     def get(self, path: str) -> httpx.Response:
-        """Over a connection of its own: one that was kept may be closed by the server while it is taken up again."""
+        """Over a new connection: the server may close a kept one as it is used again."""
         return httpx.get(f"{self.url}{path}", timeout=10, trust_env=False)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -109,7 +111,7 @@ class Running:
             return [data_of(line) for line in response.iter_lines() if line]
 
     def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The data of each event of a stream whose events have names; the name is the data's type."""
+        """The data of each event of a stream with named events; the name is the data's type."""
         with self.http.stream(
             "POST", f"{self.url}{path}", json=body | {"stream": True}
         ) as response:
@@ -129,7 +131,7 @@ class Running:
         return next(
             child
             for child in children
-            if "counterpoint.serve.worker.engine_process" in child.cmdline()
+            if "counterpoint.serve.worker.worker_process" in child.cmdline()
         )
 
     def stop(self) -> int:
@@ -145,3 +147,43 @@ class Running:
 def data_of(line: str) -> dict[str, Any] | str:
     assert line.startswith("data: "), line
     return line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+
+
+class Reading:
+    """A stream, read in a thread; `begun`: wait for its first event."""
+
+    def __init__(self, server: Running, body: dict[str, Any], begun: bool = True) -> None:
+        self.events: list[Any] = []
+        self.begun = threading.Event()
+        self._server, self._body = server, body
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        assert not begun or self.begun.wait(20)
+
+    def _read(self) -> None:
+        with httpx.stream(
+            "POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60
+        ) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(data_of(line))
+                    self.begun.set()
+
+    def end(self) -> list[Any]:
+        """All events, once the server has closed the stream."""
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the stream hangs"
+        return self.events
+
+    def fails(self) -> dict[str, Any]:
+        """The error with which it ends: no finish, no [DONE]."""
+        *events, last = self.end()
+        assert "[DONE]" not in events and "error" in last, last
+        assert not any(choice["finish_reason"] for event in events for choice in event["choices"])
+        return last["error"]
+
+
+def alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,9 +1,11 @@
-"""Many mixed requests, a third of them aborted at random moments: `python tests/support/soak_aborts.py --requests 1000`.
+"""Many mixed requests, a third of them aborted at random moments.
 
-Each policy gets a server of its own and the same load. Said of each: answers whole, answers begun before their client left, pages
-that did not come back, text that was not the request's own, and how the processes' memory grew from the first quarter to the end.
-With `--model NAME`, `counterpoint serve NAME` answers in place of the engine that echoes: then a text is held against the answer
-which the same request got alone.
+    python tests/support/soak_aborts.py --requests 1000
+
+Each policy gets a server of its own and the same load. Reported of each: whole answers, answers
+begun before their client left, pages lost, text of other requests, and how the processes' memory
+grew from the first quarter to the end. With `--model NAME`, `counterpoint serve NAME` answers in
+place of the fake engine, and texts are compared with the same requests' answers alone.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Seen:
 
 
 def prompts(seed: int, longest: int) -> list[str]:
-    """Some share their beginning, so that pages are shared too; lengths vary by a factor of a hundred."""
+    """Some share a prefix, and so pages; lengths vary by a factor of a hundred."""
     rng = random.Random(seed)
     shared = "".join(rng.choice("abcdefgh ") for _ in range(longest // 3))
     found = []
@@ -102,7 +104,8 @@ def client_of(server: Running) -> httpx.AsyncClient:
 async def ask(
     http: httpx.AsyncClient, body: dict[str, Any], leave_after: float | None
 ) -> tuple[list[str], bool]:
-    """The texts so far, by choice, and whether the answer was whole. `leave_after`: in seconds, the client hangs up then."""
+    """The texts so far, by choice, and whether the answer was whole. `leave_after`: seconds until
+    the client hangs up."""
     texts = [""] * body.get("n", 1)
     try:
         async with asyncio.timeout(leave_after):
@@ -164,7 +167,7 @@ async def play(
 
 
 def echoed(longest_answer: int):
-    """What the engine that echoes says to a prompt: the prompt again and again, with a full stop between."""
+    """The fake engine's answer: the prompt again and again, with a full stop between."""
 
     def answer(prompt: str) -> str:
         said = prompt + "."
@@ -206,7 +209,8 @@ def main() -> int:
     asked = parser.parse_args()
     broken = 0
     print(
-        f"{'policy':10} {'whole':>6} {'left':>6} {'foreign':>8} {'pages lost':>11} {'memory grew':>12}"
+        f"{'policy':10} {'whole':>6} {'left':>6} {'foreign':>8} "
+        f"{'pages lost':>11} {'memory grew':>12}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for policy in asked.policies.split(","):
@@ -238,7 +242,8 @@ def main() -> int:
                 server.stop()
             lost, grown = seen.pages_lost, seen.grown_bytes / 2**20
             print(
-                f"{policy:10} {seen.whole:6} {seen.left:6} {len(seen.foreign):8} {lost:11} {grown:8.1f} MiB"
+                f"{policy:10} {seen.whole:6} {seen.left:6} {len(seen.foreign):8} "
+                f"{lost:11} {grown:8.1f} MiB"
             )
             faults = seen.faults(64 << 20)
             broken += len(faults)

@@ -1,9 +1,9 @@
-"""Requests that mean harm, by the thousand: `python tests/support/soak_hostile.py --requests 5000`.
+"""Hostile requests, by the thousand: `python tests/support/soak_hostile.py --requests 5000`.
 
-Mutated bodies of every endpoint, bytes that are no HTTP, bodies that never end, clients that leave, numbers, texts and schemas
-made to hurt; and all the while a canary asks for something small and must get it right. Said at the end: answers by status,
-answers of 500 and more, how long the canary waited at worst, pages that did not come back, and whether the engine's process is
-the same.
+Mutated bodies of every endpoint, bytes that are no HTTP, bodies that never end, clients that leave,
+harmful numbers, texts and schemas; all the while, small canary requests must be answered rightly.
+Reported: answers by status, answers of 500 and more, the canary's longest wait, pages lost, and
+whether the engine's process is the same.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ NO_HTTP = [
     b"\x16\x03\x01\x02\x00\x01",
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"prompt": ',
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b'content-length: 500\r\n\r\n{"prompt": ',
     b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 20_000 + b"\r\n",
 ]
@@ -204,7 +205,7 @@ NO_HTTP = [
 
 @dataclasses.dataclass
 class Seen:
-    """What an attack has shown. `worst`: statuses of 500 and more other than 503 and 504, with what was sent."""
+    """Findings. `worst`: statuses of 500 and more other than 503 and 504, with the request."""
 
     statuses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     worst: list[str] = dataclasses.field(default_factory=list)
@@ -249,8 +250,10 @@ def mutated(rng: random.Random) -> tuple[str, Any]:
 
 
 OTHERS = """
-    grammar choice structured_outputs guided_json guided_regex min_tokens stop_token_ids priority cache_salt slo user suffix best_of
-    chat_template_kwargs continue_final_message prompt_logprobs top_logprobs thinking metadata instructions
+    grammar choice structured_outputs guided_json guided_regex min_tokens stop_token_ids
+    priority cache_salt slo user suffix best_of
+    chat_template_kwargs continue_final_message prompt_logprobs top_logprobs thinking
+    metadata instructions
 """
 FIELDS = sorted(
     {name for bodies in BODIES.values() for body in bodies for name in body}.union(OTHERS.split())
@@ -404,7 +407,8 @@ class Attack:
         """A body that comes byte by byte, and never ends."""
         _, writer = await asyncio.open_connection(*self.address)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000\r\n\r\n"
         )
         with contextlib.suppress(OSError):
             for byte in b'{"prompt": "a':

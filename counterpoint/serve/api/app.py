@@ -54,8 +54,8 @@ from counterpoint.serve.observability.otel import Tracing
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.text.engine_requests import PreparedRequest
 from counterpoint.serve.text.preprocess import Preprocessor, run_in_thread_if_large
-from counterpoint.serve.worker.engine_client import EngineClient, EngineLost
-from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.streams import EngineLost
 
 LOADING_RETRY_S = 5
 
@@ -65,7 +65,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineClient | Pool,
+        engine: EngineClient,
         metrics: Metrics,
         rolling_stats: RollingStats,
         config: ServerConfig,

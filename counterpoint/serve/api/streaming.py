@@ -24,8 +24,8 @@ from counterpoint.serve.observability.otel import TracedRequest, Tracing
 from counterpoint.serve.text.engine_requests import PreparedRequest
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.tokenizer import ModelTokenizer
-from counterpoint.serve.worker.engine_client import EngineClient, EngineLost, OutputStream, TimedOut
-from counterpoint.serve.worker.pool import Pool
+from counterpoint.serve.worker.engine_client import EngineClient
+from counterpoint.serve.worker.streams import EngineLost, OutputStream, TimedOut
 from counterpoint.types import NO_GRAMMAR, UNSAMPLED_REASONS, OutputDelta
 
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ class GenerationContext:
     `stopped_early`: ids of requests that a stop string ended; the engine reports them as aborted.
     """
 
-    engine: EngineClient | Pool
+    engine: EngineClient
     tokenizer: ModelTokenizer
     stopped_early: set[str]
     timeout_s: float | None = None

@@ -1,1 +1,1 @@
-"""What operators see: logs, Prometheus metrics, traces, rolling statistics, the feed of the dashboard."""
+"""What operators see: logs, metrics, traces, rolling statistics, the dashboard's feed."""

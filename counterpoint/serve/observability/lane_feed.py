@@ -1,8 +1,8 @@
-"""Live: the picture of the lanes, as server-sent events.
+"""LaneFeed: the dashboard's frames, as server-sent events.
 
-Owns: the viewers and what they are sent. Promises: a viewer costs the engine nothing and the server one write a frame; each frame
-is made once for all; who reads slowly misses frames, who does not read at all is closed, and more than MAX_VIEWERS are refused.
-Must not: wait for a viewer, or show what a request says.
+Owns: the viewers. Promises: a viewer costs the engine nothing and the server one write a frame;
+each frame is made once for all viewers; a slow viewer misses frames, one that takes none is closed,
+and more than MAX_VIEWERS are refused. Must not: wait for a viewer, or show a request's content.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from counterpoint.serve.worker.pool import Pool
 from counterpoint.stats import LaneStep
 
 FRAME_S = 0.2
-SPLITS, GUARDS = 3, 3  # shown: those most in force, the highest
-QUIET_S = 1.0  # between frames that say nothing new
+SPLITS, GUARDS = 3, 3  # shown: the splits longest in force, the highest guards
+QUIET_S = 1.0  # between frames while nothing changes
 MAX_VIEWERS = 32
-MAX_QUEUED_FRAMES = 4  # for a viewer that is a little slow
-STALL_S = 10.0  # a viewer that has not taken a frame for so long is closed
+MAX_QUEUED_FRAMES = 4  # of one viewer
+STALL_S = 10.0  # a viewer that takes no frame for so long is closed
 
 Frames = asyncio.Queue["bytes | None"]  # None: the end
 
@@ -48,7 +48,7 @@ class LaneFeed:
         self._ticking: asyncio.Task[None] | None = None
 
     def watch(self) -> LaneFeedResponse:
-        """Raises Overloaded if too many watch already, or the server stops."""
+        """Raises Overloaded at MAX_VIEWERS, or when the server stops."""
         if self._closed or len(self.viewers) >= MAX_VIEWERS:
             raise Overloaded(
                 f"{len(self.viewers)} watch already, of at most {MAX_VIEWERS}: try again later"
@@ -61,7 +61,7 @@ class LaneFeed:
         return LaneFeedResponse(self, frames)
 
     def close(self) -> None:
-        """End every view, so that the server can stop."""
+        """End every stream, so that the server can stop."""
         self._closed = True
         for frames in self.viewers:
             put(frames, None)
@@ -69,7 +69,7 @@ class LaneFeed:
     # ------------------------------------------------------------ frames
 
     async def _tick(self) -> None:
-        """As long as somebody watches."""
+        """Make frames while there are viewers."""
         shown, shown_s, step = None, 0.0, self.rolling_stats.last_step
         while self.viewers and not self._closed:
             now_s = time.monotonic()
@@ -82,8 +82,8 @@ class LaneFeed:
             await asyncio.sleep(FRAME_S)
 
     def frame(self, now_s: float, after_step: int = 0) -> Json:
-        """All that is to be seen now, and those of the first `last_step` steps that come after the first `after_step` and are kept.
-        Times are in seconds on one clock."""
+        """The state now, and the kept steps after number `after_step`. Times are in seconds on one
+        clock."""
         stats, hello = self.engine.stats, self.engine.engine_info
         pool = self.engine if isinstance(self.engine, Pool) else None
         prompt, generated = self.rolling_stats.rates(now_s)
@@ -99,7 +99,7 @@ class LaneFeed:
                 "roles": hello.roles if hello else (),
                 "units": stats.units_total,
                 "bands": (),
-                **(describe_workers(pool.worker_lanes()) if pool is not None else {}),
+                **(describe_workers(pool.lanes.workers()) if pool is not None else {}),
                 "context_tokens": hello.max_context_tokens if hello else 0,
             },
             "state": self.engine.state,
@@ -136,7 +136,9 @@ class LaneFeed:
             "steps": [step_row(step) for step in steps[len(steps) - fresh :]],
             "playing": [
                 step_row(step)
-                for step in (pool.running_steps(now_s) if pool is not None else stats.running_steps)
+                for step in (
+                    pool.lanes.running_steps(now_s) if pool is not None else stats.running_steps
+                )
             ],
             "workers": [worker_label(worker) for worker in pool.registry.worker_states()]
             if pool is not None
@@ -145,7 +147,7 @@ class LaneFeed:
 
 
 def step_row(step: LaneStep) -> tuple[float, ...]:
-    """[lane, batch, started_s, ended_s, units, prefill tokens, decode batch], as in LaneStep."""
+    """[lane, pass id, started_s, ended_s, units, prefill tokens, decode batch]."""
     started_s, ended_s = round(step.started_s, 4), round(step.ended_s, 4)
     return (
         step.lane,
@@ -159,14 +161,14 @@ def step_row(step: LaneStep) -> tuple[float, ...]:
 
 
 def put(frames: Frames, frame: bytes | None) -> None:
-    """The oldest makes room."""
+    """A full queue drops its oldest frame."""
     if frames.full():
         frames.get_nowait()
     frames.put_nowait(frame)
 
 
 class LaneFeedResponse(Response):
-    """One viewer's stream of frames."""
+    """The stream of one viewer."""
 
     media_type = "text/event-stream"
 

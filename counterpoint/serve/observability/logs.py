@@ -1,8 +1,7 @@
-"""Logs: what is told, and how a line looks.
+"""Logs: the two formats, and the line of each 10 s.
 
-Owns: the two formats, and the line of each 10 s. Promises: one line for each thing, in JSON if asked for, with its figures as
-fields; no query string, key or content of a request.
-Must not: keep a clock.
+Promises: one line for each entry, in JSON if set, with its figures as fields; no query string, key
+or content of a request. Must not: read a clock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def start_logging(level: str, format: str) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON: time (UTC), level, message, and what the call gave as `extra={"fields": {...}}`."""
+    """Time (UTC), level, message, and the fields given as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -47,9 +46,9 @@ class JsonLines(logging.Formatter):
 
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine did in some seconds, and how it stands. Shares are 0 to 1; `splits`: the share of the time in which
-    "prefill+decode" units were in force. Percentiles are of the last minute; None: there was none. `step_s`: how long the oldest
-    step in flight has run."""
+    """The engine's work in an interval, and its state at the end. Shares are 0 to 1; `splits`: the
+    share of the time for each "prefill+decode" units. Percentiles are of the last minute (None: no
+    sample). `step_s`: age of the oldest step in flight."""
 
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
@@ -67,8 +66,10 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         splits = ", ".join(f"{split} {share:.0%}" for split, share in self.splits.items())
         line = (
-            f"prompt {self.prompt_tokens_per_s:.0f} tok/s, generated {self.generated_tokens_per_s:.0f} tok/s; "
-            f"running {self.running}, waiting {self.waiting}; KV in use {self.kv_used:.0%}, prefix hits {self.prefix_hits:.0%}; "
+            f"prompt {self.prompt_tokens_per_s:.0f} tok/s, "
+            f"generated {self.generated_tokens_per_s:.0f} tok/s; "
+            f"running {self.running}, waiting {self.waiting}; "
+            f"KV in use {self.kv_used:.0%}, prefix hits {self.prefix_hits:.0%}; "
             f"prefill+decode units: {splits or 'idle'}"
         )
         if self.ttft_p50_s is not None and self.ttft_p99_s is not None:
@@ -80,7 +81,7 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def fields(self) -> dict[str, Any]:
-        """Rounded to what means something."""
+        """Rounded to four digits."""
         whole = {
             key: round(value, 4) if isinstance(value, float) else value
             for key, value in msgspec.structs.asdict(self).items()
@@ -89,7 +90,7 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_activity(last: Stats, stats: Stats) -> bool:
-    """Otherwise there is nothing to tell."""
+    """Whether anything ran since `last`."""
     return bool(stats.running or stats.waiting or stats.steps != last.steps)
 
 
@@ -129,7 +130,8 @@ def load_between(
 def step_time_between(
     last: Stats, stats: Stats, seconds: float, now_s: float
 ) -> dict[tuple[int, int], float]:
-    """Seconds in which each (prefill, decode) units were in force. The engine books them when a step ends: what runs is added."""
+    """Seconds that each (prefill, decode) units were in force. The engine counts them when a step
+    ends, so the time of running steps is added."""
     before = {(prefill, decode): spent for prefill, decode, spent in last.split_s}
     spent = {(p, d): s - before.get((p, d), 0.0) for p, d, s in stats.split_s}
     if stats.running_steps:
@@ -137,9 +139,9 @@ def step_time_between(
             max((step.units for step in stats.running_steps if step.prefill_tokens), default=0),
             max((step.units for step in stats.running_steps if step.decode_batch), default=0),
         )
-        unbooked_s = min(
+        uncounted_s = min(
             now_s - max(step.started_s for step in stats.running_steps),
             seconds - sum(spent.values()),
         )
-        spent[split] = spent.get(split, 0.0) + max(0.0, unbooked_s)
+        spent[split] = spent.get(split, 0.0) + max(0.0, uncounted_s)
     return spent

@@ -1,7 +1,7 @@
 """The Stats of several engines as if they were one.
 
-Owns: what it means to add them. Promises: counters never fall, also when an engine leaves (`counters` of its last ones stay in the
-sum). Must not: know where they come from.
+Promises: counters never fall, not even when an engine leaves: its last `without_gauges` stays in
+the sum.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TIMES = ("split_s", "lane_s", "step_s")  # rows whose last column is seconds
 
 
 def without_gauges(stats: Stats) -> Stats:
-    """Of an engine that is gone: what it has counted, without what it had."""
+    """Only the counters, of an engine that is gone."""
     return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
 
 
 def merge(parts: Sequence[Stats]) -> Stats:
-    """Pages are those of all pools together; what a policy knows of its own predictions, and what its lanes play, are left out."""
+    """Sums, also of pages. Prediction errors of policies and steps of lanes are left out."""
     trees = [msgspec.structs.asdict(part) for part in parts]
     plain = [
         name

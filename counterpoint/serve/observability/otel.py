@@ -1,8 +1,9 @@
-"""Trace: a span for each request, sent to an OpenTelemetry collector.
+"""Tracing: a span for each request, sent to an OpenTelemetry collector.
 
-Owns: the spans' names and attributes: those of OpenTelemetry's GenAI conventions, and gen_ai.latency.* (seconds, as vLLM has them)
-for times that these do not name. Promises: a client's traceparent is honoured; nothing waits for the collector, and one that is
-gone costs spans, never requests. Must not: tell what a request or an answer says.
+Owns: the spans' names and attributes: OpenTelemetry's GenAI conventions, and vLLM's
+gen_ai.latency.* (seconds) for times that these do not name. Promises: a client's traceparent is
+honoured; nothing waits for the collector: while it is gone, spans are lost, never requests.
+Must not: send the content of a request or an answer.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-SEND_S = 5.0  # how long one try may take, in a thread of its own
+SEND_S = 5.0  # for one attempt, in a thread of its own
 EVERY_S = 1.0  # between two batches
-KEPT_SPANS = 4096  # that wait to be sent; later ones are lost
-CLOSE_S = 2.0  # at exit, for what is left
+KEPT_SPANS = 4096  # waiting to be sent; later ones are lost
+CLOSE_S = 2.0  # at exit, for the remaining spans
 log = logging.getLogger("counterpoint")
 
 
@@ -42,11 +43,10 @@ class Tracing:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ConfigError(
-                "otlp_endpoint needs OpenTelemetry, which is not here: pip install 'counterpoint[otel]'"
+                "otlp_endpoint needs OpenTelemetry, which is not installed:"
+                " pip install 'counterpoint[otel]'"
             ) from None
-        logging.getLogger("opentelemetry").setLevel(
-            "CRITICAL"
-        )  # what matters of it, we tell ourselves
+        logging.getLogger("opentelemetry").setLevel("CRITICAL")  # Exporter logs what matters
         exporter = Exporter(
             OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_S), endpoint
         )
@@ -57,14 +57,13 @@ class Tracing:
         )
         self._tracer = self._provider.get_tracer("counterpoint", counterpoint.__version__)
         self._parents = TraceContextTextMapPropagator()
-        self._records: dict[
-            str, RequestTiming | None
-        ] = {}  # of the engine requests that open spans are about
+        # Of the engine requests of open spans.
+        self._records: dict[str, RequestTiming | None] = {}
 
     def begin(
         self, ask: PreparedRequest, path: str, headers: Mapping[str, str], began_ns: int
     ) -> TracedRequest:
-        """`began_ns`: when the request came, on the wall clock."""
+        """`began_ns`: the request's arrival, on the wall clock."""
         from opentelemetry.trace import SpanKind
 
         operation = "text_completion" if path.endswith("/v1/completions") else "chat"
@@ -85,7 +84,7 @@ class Tracing:
             self._records[record.id] = record
 
     def pop_timings(self, arrives: Sequence[AddRequest]) -> list[RequestTiming]:
-        """The Records that have come of these, which are forgotten."""
+        """Removes and returns the timings of these requests that have come."""
         return [
             record
             for arrive in arrives
@@ -93,7 +92,7 @@ class Tracing:
         ]
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_S."""
+        """Send the remaining spans, for at most CLOSE_S."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(CLOSE_S)
@@ -112,12 +111,13 @@ class TracedRequest:
         self._first_ns: int | None = None
 
     def token(self) -> None:
-        """A token has come."""
+        """Called for each token."""
         if self._first_ns is None:
             self._first_ns = time.time_ns()
 
     def end(self, usage: Json, finishes: Sequence[str | None], error: str | None) -> None:
-        """`finishes`: of each choice, None if it has not ended; `error`: what kept the request from its answer, in a word."""
+        """`finishes`: of each choice, None if it has not ended; `error`: a word for why the request
+        failed."""
         from opentelemetry.trace import StatusCode
 
         span, end_ns = self._span, time.time_ns()
@@ -164,7 +164,7 @@ def span_attributes(ask: PreparedRequest, operation: str) -> dict[str, Any]:
 
 
 def engine_attributes(records: Sequence[RequestTiming]) -> dict[str, float]:
-    """The longest of all choices, each."""
+    """The longest times of all choices."""
     found: dict[str, float] = {}
     for record in records:
         if record.admitted_s is None or not record.token_s:
@@ -179,7 +179,7 @@ def engine_attributes(records: Sequence[RequestTiming]) -> dict[str, float]:
 
 
 class Exporter:
-    """OpenTelemetry's, with a word to the log when spans begin to be lost, and when they arrive again."""
+    """OpenTelemetry's, with log entries when spans begin to be lost, and when they arrive again."""
 
     def __init__(self, inner: SpanExporter, endpoint: str) -> None:
         self._inner = inner

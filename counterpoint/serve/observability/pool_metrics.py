@@ -1,7 +1,7 @@
 """Metrics of a pool: its workers one by one, and the handoffs between them.
 
-Owns: names and buckets. Promises: a worker that is missing is there with `up` 0, so that an alert can be set on it; counters of a
-worker start again with its process, as Prometheus expects. Must not: know how a pool works.
+Owns: names and buckets. Promises: a missing worker has `up` 0, so that an alert can be set on it;
+counters of a worker start again with its process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from counterpoint.disagg.handoff_events import HandoffEnded, HandoffTimes
 from counterpoint.disagg.load_tracker import LoadTracker
-from counterpoint.serve.worker.worker_protocol import HandoffStats
+from counterpoint.serve.worker.wire import HandoffStats
 from counterpoint.stats import Stats
 
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -23,7 +23,7 @@ PREFIX = "counterpoint_"
 
 
 class WorkerState(NamedTuple):
-    """`up`: it takes requests. `pid` is 0 while it is not there, `starts` those by this server."""
+    """`up`: it takes requests. `pid`: 0 while it is missing. `starts`: by this server."""
 
     name: str
     role: str
@@ -77,10 +77,12 @@ COUNTERS = (
     WorkerMetricSpec(
         "worker_handoff_strays",
         "Late or unknown messages that it has dropped.",
-        lambda w: w.census.strays,
+        lambda w: w.handoff_stats.unexpected,
     ),
     WorkerMetricSpec(
-        "worker_handoff_sent_bytes", "KV that it has sent to others.", lambda w: w.census.bytes_sent
+        "worker_handoff_sent_bytes",
+        "KV that it has sent to others.",
+        lambda w: w.handoff_stats.bytes_sent,
     ),
 )
 
@@ -104,12 +106,14 @@ TIMINGS = {
 
 
 class PoolMetrics:
-    """`look` gives the workers' states, `routing` what chooses among them, once there is one."""
+    """`routing` gives the load tracker, once there is one."""
 
     def __init__(
-        self, look: Callable[[], Sequence[WorkerState]], routing: Callable[[], LoadTracker | None]
+        self,
+        worker_states: Callable[[], Sequence[WorkerState]],
+        routing: Callable[[], LoadTracker | None],
     ) -> None:
-        self.worker_states = look
+        self.worker_states = worker_states
         self.routing = routing
         self.role_changes = 0
         self.handoffs_ended: Counter[tuple[str, str]] = Counter()
@@ -159,7 +163,7 @@ class PoolMetrics:
                 yield metric
 
     def _choices(self, routing: LoadTracker | None) -> Iterator[Metric]:
-        """What was chosen, and what the choices were made by."""
+        """Routes chosen, and the predictions they were chosen by."""
         chosen = routing.route_counts if routing is not None else {}
         yield counter_family(
             "routes",
@@ -196,18 +200,18 @@ class PoolMetrics:
 
     def _handoffs(self, workers: Sequence[WorkerState]) -> Iterator[Metric]:
         about = (
-            ("handoffs", "Handoffs under way, by state.", "state", lambda census: census.states),
+            ("handoffs", "Handoffs under way, by state.", "state", lambda stats: stats.states),
             (
                 "handoff_pages",
                 "Pages that handoffs hold, by what for.",
                 "hold",
-                lambda census: census.pages,
+                lambda stats: stats.pages,
             ),
             (
                 "handoff_links",
                 "Links to other workers, by what carries KV.",
                 "transport",
-                lambda census: census.links,
+                lambda stats: stats.links,
             ),
         )
         for name, help, label, parts in about:

@@ -1,7 +1,8 @@
-"""Pulse: what the last minute was like, told while it happens (a Record comes only at a request's end).
+"""RollingStats: latencies and rates of the last minute, counted as tokens come.
 
-Owns: rolling percentiles and rates, and the newest steps. Promises: a few operations a token, memory that does not grow with the
-load; percentiles right to within 3 %. Must not: send anything, or keep a request's content.
+Owns: rolling percentiles and rates, and the newest steps. Promises: a few operations a token;
+memory that does not grow with the load; percentiles right to within 3 %.
+Must not: keep a request's content.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from counterpoint.stats import LaneStep, Stats
 from counterpoint.types import AddRequest, OutputDelta
 
 WINDOW_S = 60
-WRITTEN_S, PROMPTS_S = (
-    5.0,
-    30.0,
-)  # windows of the rates: a prompt counts as a whole when it is admitted, an answer by and by
+# Windows of the rates. A prompt counts in full when it is admitted, so its window is longer.
+WRITTEN_S, PROMPTS_S = 5.0, 30.0
 KEPT_STEPS = 512
 SHARES = (0.5, 0.9, 0.99)
-LEAST_S, RATIO = 1e-5, 1.05  # durations are counted in buckets that are 5 % wide
+LEAST_S, RATIO = 1e-5, 1.05  # the first bucket, and the ratio of two neighbours
 
 
 class Window:
@@ -63,7 +62,7 @@ class Window:
 
 
 class StatsSample(NamedTuple):
-    """The engine's counters at one time. `lane_s`, `split_s`, `active_unit_s`: as in Stats; `fallbacks`: as in PolicyReport."""
+    """The engine's counters at one time: fields of Stats, and PolicyReport.fallbacks."""
 
     at_s: float
     prompt: int
@@ -79,14 +78,12 @@ class StatsSample(NamedTuple):
 
 
 class RollingStats:
-    """A listener of EngineClient. Times are on the machine's monotonic clock."""
+    """An OutputListener. Times are on the machine's monotonic clock."""
 
     def __init__(self) -> None:
         self.ttft = Window()
         self.itl = Window()
-        self.steps: deque[LaneStep] = deque(
-            maxlen=KEPT_STEPS
-        )  # the newest of `last_step` steps in all
+        self.steps: deque[LaneStep] = deque(maxlen=KEPT_STEPS)  # up to number `last_step`
         self.last_step = 0
         self._counts: deque[StatsSample] = deque(
             [StatsSample(time.monotonic(), 0, 0, 0, 0)], maxlen=WINDOW_S + 1
@@ -95,7 +92,7 @@ class RollingStats:
         # Of each request, since when its next token is due, and where that counts.
         self._last_s: dict[str, tuple[float, Window]] = {}
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ streams.OutputListener
 
     def on_requests(self, arrives: Sequence[AddRequest]) -> None:
         now_s = time.monotonic()
@@ -136,10 +133,10 @@ class RollingStats:
         if now_s - self._counts[-1].at_s >= 1:
             self._counts.append(self._now)
 
-    # ------------------------------------------------------------ what there is to tell
+    # ------------------------------------------------------------ figures
 
     def rates(self, now_s: float) -> tuple[float, float]:
-        """Prompt tokens a second over the last PROMPTS_S, and generated tokens a second over the last WRITTEN_S."""
+        """Prompt tokens a second over PROMPTS_S, generated tokens a second over WRITTEN_S."""
         prompts, written = self._since(now_s - PROMPTS_S - 1), self._since(now_s - WRITTEN_S - 1)
         return (
             (self._now.prompt - prompts.prompt) / max(1.0, now_s - prompts.at_s),
@@ -147,17 +144,17 @@ class RollingStats:
         )
 
     def _since(self, at_s: float) -> StatsSample:
-        """The first counts that are not older."""
+        """The oldest sample that is not older than `at_s`."""
         return next((counts for counts in self._counts if counts.at_s >= at_s), self._now)
 
     def hit_rate(self, now_s: float) -> float | None:
-        """Share of the looked-up prompt tokens that the prefix cache had, over the last WINDOW_S; None: none were looked up."""
+        """Prefix cache hit rate over WINDOW_S; None: nothing was looked up."""
         before = self._since(now_s - WINDOW_S)
         queries = self._now.queries - before.queries
         return (self._now.hits - before.hits) / queries if queries else None
 
     def lanes(self, now_s: float) -> dict[str, dict[str, float]]:
-        """What the lanes did in the last WINDOW_S, by role: share of their time (0 to 1) by what they did, the largest first."""
+        """By role: share of the lanes' time in WINDOW_S (0 to 1) by activity, largest first."""
         before = {
             (role, what): seconds for role, what, seconds in self._since(now_s - WINDOW_S).lane_s
         }
@@ -174,8 +171,8 @@ class RollingStats:
         return shares
 
     def splits(self, now_s: float) -> list[tuple[int, int, float]]:
-        """How the device was split in the last WINDOW_S while both phases ran: (prefill units, decode units, share of that
-        time), the longest first."""
+        """(prefill units, decode units, share of the time in WINDOW_S in which both phases ran),
+        longest first."""
         both = [
             (prefill, decode, seconds)
             for prefill, decode, seconds in self._active_lanes(now_s)
@@ -188,18 +185,19 @@ class RollingStats:
         ]
 
     def active_share(self, now_s: float) -> float | None:
-        """Share of the device's units that had work, over that part of the last WINDOW_S in which anything ran; None: not known."""
+        """Share of the units that had work while anything ran in WINDOW_S; None: not known."""
         ran_s = sum(seconds for _, _, seconds in self._active_lanes(now_s))
         active = self._now.active_unit_s - self._since(now_s - WINDOW_S).active_unit_s
         return min(1.0, active / (ran_s * self._now.units)) if active > 0 and ran_s else None
 
     def resplit_rate(self, now_s: float) -> float:
-        """Re-splits a second, over the last WINDOW_S."""
+        """Re-splits a second, over WINDOW_S."""
         before = self._since(now_s - WINDOW_S)
         return (self._now.resplits - before.resplits) / max(1.0, now_s - before.at_s)
 
     def fallbacks(self, now_s: float) -> dict[str, int]:
-        """Why the device was not split in the last WINDOW_S while both phases had work: how often each, the commonest first."""
+        """Counts of reasons why the device was not split in WINDOW_S while both phases had work,
+        most frequent first."""
         before = self._since(now_s - WINDOW_S).fallbacks
         counts = Counter(
             {reason: count - before.get(reason, 0) for reason, count in self._now.fallbacks.items()}
@@ -207,7 +205,7 @@ class RollingStats:
         return {reason: count for reason, count in counts.most_common() if count > 0}
 
     def _active_lanes(self, now_s: float) -> list[tuple[int, int, float]]:
-        """Seconds of each split in the last WINDOW_S, as in Stats."""
+        """Seconds of each split in WINDOW_S, as in Stats."""
         before = {
             (prefill, decode): seconds
             for prefill, decode, seconds in self._since(now_s - WINDOW_S).split_s

@@ -1,12 +1,13 @@
-"""A file of requests, answered without a server, in OpenAI's batch format.
+"""Batch files: requests in OpenAI's batch format, answered without a server.
 
-Owns: the two formats and what is left to do. Promises: each line of the input has in the end one line in the output, in the order
-in which they finish; a run that was cut short goes on where it was, whatever was half written; an input that is wrong as a whole is
-refused before anything runs, and a request that is wrong gets its error as its answer.
-Must not: show progress, or load a model.
+Owns: the two formats. Promises: each line of the input has in the end one line in the output, in
+the order in which they finish; a run that was interrupted goes on where it was, after dropping a
+half-written line; an input that is not a batch is refused before anything runs, and a request that
+is wrong gets its error as its answer. Must not: show progress, or load a model.
 
-Input, a line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body"}.
-Output, a line each: {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}.
+Each line of the input: {"custom_id", "method": "POST", "url": "/v1/chat/completions",
+"/v1/completions" or "/v1/responses", "body"}. Each line of the output: {"id", "custom_id",
+"response": {"status_code", "request_id", "body"}, "error": null}.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from counterpoint.serve.api.responses_format import ResponsesFormatter
 from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
 from counterpoint.serve.text.preprocess import PreparedRequest
 
-Asked = TypeVar("Asked", ChatRequest, CompletionRequest, ResponsesRequest)
+Request = TypeVar("Request", ChatRequest, CompletionRequest, ResponsesRequest)
 BATCH_ID = "batch_req_"
 BEGINNING = f'{{"id":"{BATCH_ID}'.encode()  # of every line of the output
-Progress = Callable[[int, int, int], None]  # answered, of them with an error, of so many
+Progress = Callable[[int, int, int], None]  # answered, of them with an error, in all
 
 
 class BatchLine(msgspec.Struct):
@@ -46,7 +47,7 @@ class BatchLine(msgspec.Struct):
 
 
 class CompletedLine(msgspec.Struct):
-    """What is looked at of a line of the output. `response` is what a line of the input has not."""
+    """The parts of a line of the output that are read. No line of an input has a `response`."""
 
     custom_id: str
     response: msgspec.Raw
@@ -57,7 +58,8 @@ decode_done = msgspec.json.Decoder(CompletedLine).decode
 
 
 def remaining_lines(source: Path, out: Path) -> list[BatchLine]:
-    """The requests of `source` that have no answer in `out`. A last line that was cut off is cut off `out`. Raises ConfigError."""
+    """The requests of `source` that have no answer in `out`, from which a half-written last line is
+    removed. Raises ConfigError."""
     require_writable("--out", out)
     lines = read_requests(source)
     done = read_completed_ids(out) if out.exists() else set()
@@ -79,7 +81,8 @@ def read_requests(path: Path) -> list[BatchLine]:
                     ) from None
                 if line.custom_id in lines:
                     raise ConfigError(
-                        f"{path}:{number}: custom_id {line.custom_id[:100]!r} is there twice: give each its own"
+                        f"{path}:{number}: custom_id {line.custom_id[:100]!r} is there twice:"
+                        " give each its own"
                     )
                 lines[line.custom_id] = line
     except OSError as error:
@@ -88,7 +91,7 @@ def read_requests(path: Path) -> list[BatchLine]:
 
 
 def read_completed_ids(path: Path) -> set[str]:
-    """The ids in an output."""
+    """The ids in an output, from which a half-written last line is removed."""
     done: set[str] = set()
     with path.open("r+b") as file:
         whole = 0
@@ -111,30 +114,30 @@ def read_completed_ids(path: Path) -> set[str]:
 def answer_lines(
     lines: list[BatchLine], out: Path, engine: OfflineEngine, progress: Progress
 ) -> int:
-    """Answer `lines` into `out`, behind what is there; how many have an error for an answer. Raises EngineLost."""
+    """Append the answers of `lines` to `out`. Returns how many are errors. Raises EngineLost."""
     failed = count = 0
     names: dict[str, tuple[BatchLine, ResponseFormatter]] = {}
     with name_file_in_errors(out), out.open("ab") as file:
 
-        def tell(line: BatchLine, status: int, body: Json, id: str) -> None:
+        def finish(line: BatchLine, status: int, body: Json, id: str) -> None:
             nonlocal failed, count
             failed, count = failed + (status != 200), count + 1
             write(file, line.custom_id, status, body, id)
             progress(count, failed, len(lines))
 
-        def asks() -> Iterator[PreparedRequest]:
+        def prepared() -> Iterator[PreparedRequest]:
             for line in lines:
                 try:
                     reply = prepare_line(line, engine)
                 except ApiError as error:
-                    tell(line, error.status, error.body(), "")
+                    finish(line, error.status, error.body(), "")
                 else:
                     names[reply.prepared.id] = line, reply
                     yield reply.prepared
 
-        for finished in engine.answer_all(asks()):
+        for finished in engine.answer_all(prepared()):
             line, reply = names.pop(finished.prepared.id)
-            tell(line, *result_of(finished, reply), finished.prepared.id)
+            finish(line, *result_of(finished, reply), finished.prepared.id)
     return failed
 
 
@@ -165,11 +168,12 @@ def prepare_line(line: BatchLine, engine: OfflineEngine) -> ResponseFormatter:
             )
     raise ApiError(
         404,
-        f"url is {line.url[:100]!r}: it must be /v1/chat/completions, /v1/completions or /v1/responses",
+        f"url is {line.url[:100]!r}: "
+        "it must be /v1/chat/completions, /v1/completions or /v1/responses",
     )
 
 
-def without_stream(request: Asked) -> Asked:
+def without_stream(request: Request) -> Request:
     if request.stream:
         raise ApiError(400, "stream has no meaning in a batch: leave it out", param="stream")
     return request
@@ -182,7 +186,7 @@ def result_of(finished: FinishedRequest, reply: ResponseFormatter) -> tuple[int,
 
 
 def write(file: BinaryIO, custom_id: str, status: int, body: Json, request_id: str) -> None:
-    """At once: what is told is on its way to the disk."""
+    """Flushed: progress is shown only for lines that the system has."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     line = {
         "id": f"{BATCH_ID}{uuid.uuid4().hex}",

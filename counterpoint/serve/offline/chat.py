@@ -1,7 +1,7 @@
 """A chat in the terminal, with a model in this process or behind a URL.
 
-Owns: the conversation and how it is shown. Promises: Ctrl-C stops an answer, not the chat; what was said of a stopped answer
-stays in the conversation; what was thought is shown and does not. Must not: know how answers are made.
+Owns: the conversation and how it is shown. Promises: Ctrl-C stops an answer, not the chat; the
+content of a stopped answer stays in the conversation; reasoning is shown, and does not stay.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from counterpoint.serve.offline.engine import OfflineEngine
 from counterpoint.serve.output_parsing.output_parser import ContentDelta, OutputPart, ReasoningDelta
 
 Messages = list[dict[str, Any]]
-Speaker = Callable[
-    [Messages], Iterator[OutputPart]
-]  # a conversation in, its answer out, piece by piece
+Speaker = Callable[[Messages], Iterator[OutputPart]]  # the answer to a conversation
 HELP = "/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -31,7 +29,8 @@ def local_speaker(engine: OfflineEngine, options: dict[str, Any]) -> Speaker:
 
 
 def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Speaker:
-    """`url`: any server of the OpenAI API, with or without /v1; its first model answers. Raises ConnectionError."""
+    """`url`: any server of the OpenAI API, with or without /v1; its first model answers. Raises
+    ConnectionError."""
     root = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     http = httpx.Client(
@@ -41,7 +40,8 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
         response = http.get("/models")
         if response.status_code in (401, 403):
             raise ConnectionError(
-                f"{url}: {response.status_code} {response.reason_phrase}: set OPENAI_API_KEY to a key of this server"
+                f"{url}: {response.status_code} {response.reason_phrase}:"
+                " set OPENAI_API_KEY to a key of this server"
             )
         listed = response.raise_for_status().json()
         model = listed["data"][0]["id"]
@@ -53,9 +53,8 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
         try:
             with http.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise ConnectionError(
-                        f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}"
-                    )
+                    error = response.read().decode(errors="replace")[:500]
+                    raise ConnectionError(f"{url}: {response.status_code}: {error}")
                 for line in lines_of(response.iter_bytes()):
                     yield from parts_of(line)
         except (httpx.HTTPError, msgspec.DecodeError) as error:
@@ -65,7 +64,7 @@ def remote_speaker(url: str, api_key: str | None, options: dict[str, Any]) -> Sp
 
 
 class StreamDelta(msgspec.Struct):
-    """What is looked at of a choice."""
+    """The parts of a choice that are read."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -85,45 +84,47 @@ decode = msgspec.json.Decoder(StreamChunk).decode
 
 
 def lines_of(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Ended by line feeds, as those of server-sent events are; an answer may hold other ends of lines that Unicode knows."""
+    """Lines of server-sent events: they end with line feeds, and may hold Unicode's other ends of
+    lines."""
     rest = b""
     for part in data:
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
 
 
 def parts_of(line: bytes) -> Iterator[OutputPart]:
-    """What is said in one line of a stream. Raises ConnectionError for an error event, DecodeError if it is none of the API's."""
+    """The parts in one line of a stream. Raises ConnectionError for an error event, DecodeError for
+    what is none of the API's."""
     if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
         return
     chunk = decode(line[5:])
     if chunk.error is not None:
         raise ConnectionError(str(chunk.error))
     for choice in chunk.choices:
-        if thought := choice.delta.reasoning or choice.delta.reasoning_content:
-            yield ReasoningDelta(thought)
+        if reasoning := choice.delta.reasoning or choice.delta.reasoning_content:
+            yield ReasoningDelta(reasoning)
         if choice.delta.content:
             yield ContentDelta(choice.delta.content)
 
 
 def run_chat(speak: Speaker, console: Console, system: str | None = None) -> None:
-    """Until the user has had enough."""
+    """Until the user ends it."""
     console.print(f"[dim]{HELP}[/dim]")
     messages = initial_messages(system)
     while True:
         try:
-            said = console.input("[bold cyan]> [/bold cyan]").strip()
+            text = console.input("[bold cyan]> [/bold cyan]").strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if said in ("/exit", "/quit"):
+        if text in ("/exit", "/quit"):
             return
-        if said == "/clear":
+        if text == "/clear":
             messages = initial_messages(system)
-        elif said == "/help":
+        elif text == "/help":
             console.print(f"[dim]{HELP}[/dim]")
-        elif said:
-            messages.append({"role": "user", "content": said})
+        elif text:
+            messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": show(speak(messages), console)})
 
 
@@ -132,29 +133,29 @@ def initial_messages(system: str | None) -> Messages:
 
 
 def show(answer: Iterator[OutputPart], console: Console) -> str:
-    """Print an answer as it comes; what of it was said, not thought."""
-    said: list[str] = []
-    thought = False
+    """Print an answer as it comes. Returns its content, without reasoning."""
+    content: list[str] = []
+    in_reasoning = False
     try:
         for part in answer:
             match part:
                 case ReasoningDelta(text):
-                    thought = True
+                    in_reasoning = True
                     console.print(
                         text, end="", style="dim", markup=False, highlight=False, soft_wrap=True
                     )
                 case ContentDelta(text):
                     console.print(
-                        "\n\n" * thought + text,
+                        "\n\n" * in_reasoning + text,
                         end="",
                         markup=False,
                         highlight=False,
                         soft_wrap=True,
                     )
-                    thought = False
-                    said.append(text)
+                    in_reasoning = False
+                    content.append(text)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     finally:
         console.print()
-    return "".join(said)
+    return "".join(content)

@@ -4,9 +4,9 @@
         for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(answer.text)
 
-Owns: the shape of what goes in and comes out. Promises: the answers of the server for the same requests; all prompts are given to
-the engine together; answers come in the prompts' order; wrong settings and parameters raise before anything runs.
-Must not: know the engine (offline.py does), or read the environment.
+Owns: the public types. Promises: the answers of the server for the same requests; all prompts go to
+the engine together; answers come in the prompts' order; wrong settings and parameters raise before
+anything runs. Must not: run the engine (engine.py does), or read the environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine
 from counterpoint.serve.output_parsing.output_parser import Call, merge_parts
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest
-from counterpoint.serve.worker.engine_client import EngineLost
+from counterpoint.serve.worker.streams import EngineLost
 from counterpoint.types import TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -30,8 +30,8 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How answers are chosen and when they end: the fields of the API, with its ranges. What is None is as the API has it, but for
-    `max_tokens`: 16 for texts, and as the context allows for chats."""
+    """Fields of the API, with its ranges and, where None, its defaults: `max_tokens` is 16 for
+    texts, and what the context allows for chats."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -59,7 +59,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Those that are given."""
+        """Those that are set."""
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -67,9 +67,9 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id that ended it, if one did.
-    A token that ended it is the last of `token_ids`, and has no place in `logprobs`: those are of the tokens that are shown. Of a
-    chat, `text` is what was said, apart from what was thought (`reasoning`) and called."""
+    """One answer. `finish_reason` is "stop" or "length"; `stop_reason` the stop string or token id
+    that ended it, if one did. A stop token is the last of `token_ids`; `logprobs` are of the tokens
+    before it. Of a chat, `text` is the content, without `reasoning` and `calls`."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -82,8 +82,8 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What came of one prompt: `outputs`, `n` of them. The first one's fields are the output's own, too. `usage`: the API's.
-    The first token of a prompt has no log-probability."""
+    """The `n` `outputs` of one prompt; `text`, `token_ids` and `finish_reason` are the first's.
+    `usage`: the API's. The first token of a prompt has no log-probability."""
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
@@ -104,14 +104,15 @@ class RequestOutput:
 
 
 class LLM:
-    """`settings` are those of the command line, with underscores, of one engine: model, device, scheduler, and `event_log`. Raises
-    ConfigError or ModelError. To be closed, or used as a context manager."""
+    """`settings` are those of the command line, with underscores: of model, device and scheduler,
+    and `event_log`. Raises ConfigError or ModelError. Close it, or use it as a context manager."""
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
         for name in settings:
             if section_of(name) in ("server", "cluster") and name != "event_log":
                 raise ConfigError(
-                    f"{name} is a setting of `counterpoint serve`: here is one engine and no server; leave it out"
+                    f"{name} is a setting of `counterpoint serve`:"
+                    " here is one engine and no server; leave it out"
                 )
         self._engine = OfflineEngine(Config().replace(model=model, **settings))
 
@@ -129,11 +130,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     ) -> list[RequestOutput]:
-        """Continue each text, or list of token ids; `params` for all, or for each its own. Raises ApiError if a prompt or parameter
-        is wrong, EngineLost if the engine fails."""
+        """Continue each text, or list of token ids; one `params` for all, or one for each. Raises
+        ApiError if a prompt or parameter is wrong, EngineLost if the engine fails."""
         if not isinstance(prompts, Sequence):
             raise TypeError(
-                f"prompts is of type {type(prompts).__name__}: give a text, a list of token ids, or a list of these"
+                f"prompts is of type {type(prompts).__name__}:"
+                " give a text, a list of token ids, or a list of these"
             )
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         every: Sequence[Any] = [prompts] if one else prompts
@@ -142,11 +144,13 @@ class LLM:
             isinstance(one, SamplingParams) for one in each
         ):
             raise TypeError(
-                f"params is of type {type(params).__name__}: give SamplingParams, or a list with one for each prompt"
+                f"params is of type {type(params).__name__}:"
+                " give SamplingParams, or a list with one for each prompt"
             )
         if len(each) != len(every):
             raise ValueError(
-                f"params has {len(each)} entries for {len(every)} prompts: give one, or one for each"
+                f"params has {len(each)} entries for {len(every)} prompts:"
+                " give one, or one for each"
             )
         return self._outputs(
             [self._completion(prompt, p) for prompt, p in zip(every, each, strict=True)]
@@ -161,8 +165,8 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several; `tools` and `tool_choice` as in the API, `template` goes to the model's chat
-        template. Raises as `generate` does."""
+        """Answer a conversation, or each of several; `tools` and `tool_choice` as in the API,
+        `template` goes to the model's chat template. Raises as `generate` does."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         every: Sequence[Any] = [messages] if one else messages
         fields = {

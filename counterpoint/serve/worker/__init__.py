@@ -1,1 +1,1 @@
-"""A pool: many workers behind one endpoint. The front's side of it, and what a worker's process is."""
+"""Engines in processes of their own: one, or the workers of a pool. Both ends of the wire."""

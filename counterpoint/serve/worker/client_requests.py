@@ -1,6 +1,6 @@
-"""What becomes of the requests of a pool, as their clients are told it.
+"""The requests of a pool, as their clients see them.
 
-Owns: what is remembered of a request until it is over, and how news of it become one stream. Promises: pure.
+Owns: the record of a request until it ends, and how updates become one stream. Promises: pure.
 Must not: know workers.
 """
 
@@ -14,32 +14,33 @@ from counterpoint.core.request import RequestLifetime
 from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished
 from counterpoint.disagg.messages import SampledToken
 from counterpoint.disagg.pool_frontend import ToClient, ToWorker
-from counterpoint.serve.worker.engine_client import OutputQueue
+from counterpoint.serve.worker.streams import OutputQueue
 from counterpoint.types import AddRequest, OutputDelta
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientRequest(RequestLifetime):
-    """A request and where its client is told of it. `picked_s`: a worker was chosen for it."""
+    """A request and its client's queue. `routed_s`: when a worker was chosen for it."""
 
     output_queue: OutputQueue
     routed_s: float = 0.0
 
 
-def group_siblings(arrives: Sequence[AddRequest], least_tokens: int) -> list[list[AddRequest]]:
-    """Requests in groups of one prompt, of which one is prefilled and the others fork from it; short prompts stay apart, and those
-    that are to be told of themselves."""
+def group_siblings(arrives: Sequence[AddRequest], min_tokens: int) -> list[list[AddRequest]]:
+    """Groups of one prompt: the first is prefilled, the others fork from its KV. Prompts shorter
+    than `min_tokens`, and those whose log-probabilities are wanted, are not grouped."""
     groups: dict[object, list[AddRequest]] = {}
     for arrive in arrives:
-        apart = len(arrive.prompt) < least_tokens or arrive.sampling.prompt_logprobs is not None
-        groups.setdefault(arrive.id if apart else (arrive.prompt, arrive.salt), []).append(arrive)
+        alone = len(arrive.prompt) < min_tokens or arrive.sampling.prompt_logprobs is not None
+        groups.setdefault(arrive.id if alone else (arrive.prompt, arrive.salt), []).append(arrive)
     return list(groups.values())
 
 
 def pair_finishes(
     items: list[ToWorker | ToClient],
 ) -> Iterator[tuple[ToWorker | ToClient, RequestFinished | None]]:
-    """Each item; the sound end of a request that follows its last tokens comes together with them."""
+    """Each item, with the end of its request if that follows at once; an end by a lost worker stays
+    an item of its own."""
     skip = False
     for item, following in itertools.zip_longest(items, items[1:]):
         if skip:

@@ -1,9 +1,10 @@
-"""Pool: many workers behind one EngineClient's interface: the front of cluster/ with its clients.
+"""Pool: many workers behind EngineClient's interface.
 
-Owns: the streams that are open in the workers, and what is told of them. Promises: every stream ends, with a Delta that has
-`finish` or with EngineLost; a stream that is left early is aborted wherever it stands; what ran on a worker that is lost goes on
+Owns: the streams that are open in the workers, and what their clients have been sent. Promises: a
+stream that is left early is aborted wherever its request runs; what ran on a lost worker goes on
 elsewhere or ends with an error; the pool serves while any worker does.
-Must not: know HTTP or text, decide where a request goes (disagg/load_tracker.py), or hold connections (roster.py).
+Must not: know HTTP or text, decide where a request goes (disagg/load_tracker.py), or hold
+connections (registry.py).
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from counterpoint import build
-from counterpoint.config import Config, ConfigError
+from counterpoint.config import Config
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import (
     DeliverPromptLogprobs,
@@ -25,117 +23,109 @@ from counterpoint.disagg.dispatch import (
     OnLoss,
     RequestFinished,
 )
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker, WorkerShape
+from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.disagg.quarantine_recovery import (
     QuarantineRecovery,
     ReplaceWorker,
     WorkerQuarantine,
 )
-from counterpoint.disagg.role_rebalancer import (
-    Change,
-    CommitRole,
-    RebalanceTargets,
-    RoleRebalancer,
-    StartDrain,
-)
-from counterpoint.disagg.router import Router, RoutingRule
-from counterpoint.serve.observability.merge_stats import add_rows, merge, without_gauges
-from counterpoint.serve.observability.pool_lanes import (
-    WorkerLanes,
-    lanes_of_worker,
-    worker_lane_times,
-)
+from counterpoint.disagg.role_rebalancer import Change, CommitRole, RoleRebalancer, StartDrain
+from counterpoint.serve.observability.merge_stats import merge, without_gauges
+from counterpoint.serve.observability.pool_lanes import PoolLanes
 from counterpoint.serve.observability.pool_metrics import PoolMetrics
+from counterpoint.serve.worker import pool_setup
 from counterpoint.serve.worker.client_requests import (
     ClientRequest,
     group_siblings,
     make_delta,
     pair_finishes,
 )
-from counterpoint.serve.worker.engine_client import (
-    EngineFailed,
+from counterpoint.serve.worker.engine_client import EngineClient, OnTiming
+from counterpoint.serve.worker.engine_runner import BUILDER
+from counterpoint.serve.worker.registry import RegisteredWorker, WorkerRegistry
+from counterpoint.serve.worker.streams import (
     EngineLost,
     EngineStatus,
     OutputListener,
     OutputQueue,
-    OutputStream,
 )
-from counterpoint.serve.worker.registry import RegisteredWorker, WorkerRegistry
-from counterpoint.serve.worker.wire import EngineInfo, EngineOutputs
-from counterpoint.serve.worker.worker_protocol import (
+from counterpoint.serve.worker.wire import (
+    EngineFailure,
+    EngineInfo,
+    EngineOutputs,
     Orders,
     Shutdown,
     WorkerOrder,
     WorkerReady,
-    WorkerReport,
 )
 from counterpoint.spec.source import ModelSource
-from counterpoint.stats import LaneStep, Stats
+from counterpoint.stats import Stats
 from counterpoint.types import AddRequest, FinishReason, OutputDelta, RequestTiming
 
-CHUNK_TOKENS = 128  # of a CPU's mixed batch, unless it is set;
-GPU_CHUNK_TOKENS = 512
 log = logging.getLogger("counterpoint")
 
 
-class Pool:
-    """`on_record` is called with the Record of each finished request. `system` names the function that builds a worker's engine.
-    Raises ConfigError if workers could be reached from elsewhere without a token."""
+class Pool(EngineClient):
+    """`system` names the function that builds a worker's engine. Raises ConfigError if workers
+    could be reached from elsewhere without a token."""
+
+    reasons = {
+        "loading": "the workers are still loading",
+        "frozen": "no worker responds",
+        "dead": "no worker is there",
+        "stopped": "no worker is there",
+    }
 
     def __init__(
         self,
         config: Config,
         source: ModelSource,
-        on_record: Callable[[RequestTiming], None] | None = None,
-        system: str = "counterpoint.build:build_system",
+        on_timing: OnTiming | None = None,
+        system: str = BUILDER,
         listener: OutputListener | None = None,
     ) -> None:
-        cluster = config.cluster
+        super().__init__(on_timing, listener)
         self.config = config
         self.source = source
-        self.on_timing = on_record
-        self.listener = listener
-        self.engine_info: EngineInfo | None = None
-        self.error = ""
-        self.registry = WorkerRegistry(config, system, self)
+        self.registry = WorkerRegistry(
+            pool_setup.make_plan(config, system),
+            pool_setup.make_listen_address(config),
+            pool_setup.make_heartbeat_limits(config),
+            self,
+        )
         self.lost_stats = Stats()  # what workers that are no longer there had counted
         self.load_tracker: LoadTracker | None = None
-        on_loss = OnLoss(cluster.on_loss)
-        self.frontend = PoolFrontend(self._route, cluster.handoff_deadline_s, on_loss=on_loss)
+        self.frontend = PoolFrontend(
+            self._route, config.cluster.handoff_deadline_s, on_loss=OnLoss(config.cluster.on_loss)
+        )
+        self.lanes = PoolLanes(self.registry)
         self.metrics = PoolMetrics(self.registry.worker_states, lambda: self.load_tracker)
-        self.rebalancer = make_rebalancer(config)
+        self.rebalancer = pool_setup.make_rebalancer(config)
         self.quarantine = QuarantineRecovery()
         self._requests: dict[str, ClientRequest] = {}
-        self._siblings: dict[
-            str, list[AddRequest]
-        ] = {}  # request -> those of the same prompt that wait for it
+        # By request: those of the same prompt, which start when its KV is there.
+        self._siblings: dict[str, list[AddRequest]] = {}
         self._rebalancing: asyncio.Task[None] | None = None
-        self._stopped = self._loading = False
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._loading = False
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> EngineInfo:
-        """Start the workers and wait until each is ready (if there are none, until one has joined). Raises EngineFailed."""
+        """Start the workers and wait until each is ready (if this server starts none, until one has
+        joined). Raises EngineFailed."""
         self._loading = True
-        await self.registry.start()
-        hello = await asyncio.shield(self._ready)
+        info = await super().start()
         self._loading = False
         if self.rebalancer is not None:
             self._rebalancing = asyncio.create_task(self._rebalance_roles(self.rebalancer))
-        return hello
+        return info
 
     async def close(self) -> None:
-        """End every stream and the workers of this machine. May be called at any time, and again."""
         self._stopped = True
-        self.fail_streams("the server is shutting down")
         if self._rebalancing is not None:
             self._rebalancing.cancel()
-        await self.registry.close()
-
-    # ------------------------------------------------------------ what is here
+        await super().close()
 
     @property
     def state(self) -> EngineStatus:
@@ -149,105 +139,49 @@ class Pool:
 
     @property
     def stats(self) -> Stats:
-        return merge(
-            [self.lost_stats, *(member.stats for member in self.registry.workers.values())]
-        )
-
-    def worker_lanes(self) -> list[WorkerLanes]:
-        """Where the workers stand in a picture of them all, those of ours also while they are missing."""
-        found = []
-        for number, name in enumerate(
-            dict.fromkeys((*self.registry.supervisor.slots, *self.registry.workers))
-        ):
-            member = self.registry.workers.get(name)
-            ready = member.ready if member is not None else None
-            found.append(
-                WorkerLanes(number, name, ready.units, ready.engine_info.roles)
-                if ready is not None
-                else WorkerLanes(number, name)
-            )
-        return found
-
-    def running_steps(self, now_s: float) -> list[LaneStep]:
-        """The steps that run now."""
-        members = self.registry.workers
-        return [
-            step
-            for place in self.worker_lanes()
-            if place.name in members
-            for step in lanes_of_worker(place, members[place.name].stats.running_steps, now_s)
-        ]
-
-    def _publish_stats(self, member: RegisteredWorker, before: Stats, now_s: float) -> None:
-        """Tell the listener what all have counted, and the steps that are new from `member`."""
-        if self.listener is None:
-            return
-        places = {place.name: place for place in self.worker_lanes()}
-        lanes = [
-            worker_lane_times(places[name], other.stats)
-            for name, other in self.registry.workers.items()
-        ]
-        fresh = max(0, min(member.stats.steps - before.steps, len(member.stats.recent_steps)))
-        recent = lanes_of_worker(
-            places[member.name],
-            member.stats.recent_steps[len(member.stats.recent_steps) - fresh :],
-            now_s,
-        )
-        stats = msgspec.structs.replace(self.stats, recent_steps=recent, lane_s=add_rows(lanes))
-        self.listener.on_outputs(EngineOutputs([], now_s, stats))
+        workers = self.registry.workers.values()
+        return merge([self.lost_stats, *(member.stats for member in workers)])
 
     def health(self) -> dict[str, Any]:
-        """Of a pool that serves: ok, or degraded with what is missing."""
+        """Of a pool that serves: ok, or degraded with the workers that are missing."""
         missing = self.registry.missing
         return {"status": "degraded", "missing": missing} if missing else {"status": "ok"}
 
-    def check(self) -> None:
-        """Raises EngineLost unless some worker can take requests."""
-        if self.state != "ready":
-            reasons = {"loading": "the workers are still loading", "frozen": "no worker responds"}
-            raise EngineLost(reasons.get(self.state, "no worker is there"))
+    # ------------------------------------------------------------ streams
 
-    # ------------------------------------------------------------ streams (client.Backend)
-
-    def open(self, arrives: Iterable[AddRequest], timeout_s: float | None = None) -> OutputStream:
-        return OutputStream(self, arrives, timeout_s)
-
-    def add_requests(self, arrives: Sequence[AddRequest], mail: OutputQueue) -> None:
+    def add_requests(self, arrives: Sequence[AddRequest], queue: OutputQueue) -> None:
         self.check()
         if self.listener is not None:
             self.listener.on_requests(arrives)
-        now = time.monotonic()
+        now_s = time.monotonic()
         self._requests |= {
-            arrive.id: ClientRequest(arrive, now, output_queue=mail) for arrive in arrives
+            arrive.id: ClientRequest(arrive, now_s, output_queue=queue) for arrive in arrives
         }
-        for first, *twins in group_siblings(
-            arrives, 2 * self.engine_info.page_tokens if self.engine_info is not None else 0
-        ):
-            if twins:
-                self._siblings[first.id] = twins
+        page_tokens = self.engine_info.page_tokens if self.engine_info is not None else 0
+        for first, *siblings in group_siblings(arrives, 2 * page_tokens):
+            if siblings:
+                self._siblings[first.id] = siblings
             self.frontend.add_request(first)
         self._dispatch_pending()
 
     def abort(self, id: str) -> bool:
-        life = self._requests.get(id)
-        if life is None:
+        request = self._requests.get(id)
+        if request is None:
             return False
         self.frontend.abort(id)
         if self.listener is not None:
-            self.listener.on_outputs(
-                EngineOutputs([OutputDelta(id, finish_reason=FinishReason.ABORT)], time.monotonic())
-            )
-        self._close_request(life, FinishReason.ABORT)
+            aborted = OutputDelta(id, finish_reason=FinishReason.ABORT)
+            self.listener.on_outputs(EngineOutputs([aborted], time.monotonic()))
+        self._close_request(request, FinishReason.ABORT)
         self._dispatch_pending()
         return True
 
     def fail_streams(self, reason: str) -> None:
-        """End every open stream with EngineLost, and abort its requests."""
-        for life in tuple(self._requests.values()):
-            life.output_queue.put_nowait(EngineLost(reason))
-            self.abort(life.input.id)
+        for request in tuple(self._requests.values()):
+            request.output_queue.put_nowait(EngineLost(reason))
+            self.abort(request.input.id)
 
-    # ------------------------------------------------------------ what the front says
+    # ------------------------------------------------------------ what the frontend decides
 
     def _route(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
         assert self.load_tracker is not None
@@ -256,13 +190,14 @@ class Pool:
         return self.load_tracker.choose_route(arrive, avoid, prefill)
 
     def _dispatch_pending(self) -> None:
-        """Tell workers and clients what is to be told."""
+        """Send pending orders to workers and outputs to clients."""
         orders: dict[str, list[WorkerOrder]] = {}
-        while items := self.frontend.take_items():  # what is delivered may set others going
+        while items := self.frontend.take_items():  # a delivery may start other requests
             for item, end in pair_finishes(items):
                 if isinstance(item, ToWorker):
                     to = self.registry.workers.get(item.decode_worker)
-                    address = to.ready.address if to is not None and to.ready is not None else None
+                    ready = to.ready if to is not None else None
+                    address = pool_setup.endpoint_of(ready).address if ready is not None else None
                     orders.setdefault(item.worker, []).append(WorkerOrder(item.order, address))
                 elif item.id in self._requests:
                     self._deliver(self._requests[item.id], item.update, end)
@@ -273,72 +208,98 @@ class Pool:
 
     def _deliver(
         self,
-        life: ClientRequest,
-        news: DeliverTokens | DeliverPromptLogprobs | RequestFinished,
+        request: ClientRequest,
+        update: DeliverTokens | DeliverPromptLogprobs | RequestFinished,
         end: RequestFinished | None,
     ) -> None:
-        """`end`: follows at once; a stop token and its finish are one Delta."""
-        id, now = life.input.id, time.monotonic()
-        if isinstance(news, DeliverPromptLogprobs):
-            delta = OutputDelta(id, prompt_logprobs=news.prompt_logprobs)
-        elif isinstance(news, RequestFinished):
-            delta, end = make_delta(id, (), news), news
+        """`end`: follows at once; a stop token and its finish are one OutputDelta."""
+        id, now_s = request.input.id, time.monotonic()
+        if isinstance(update, DeliverPromptLogprobs):
+            delta = OutputDelta(id, prompt_logprobs=update.prompt_logprobs)
+        elif isinstance(update, RequestFinished):
+            delta, end = make_delta(id, (), update), update
         else:
-            assert self.load_tracker is not None
-            if news.start == 0:
-                self.load_tracker.on_first_token(id, now - life.routed_s)
-            self.load_tracker.on_tokens(id, tuple(sampled.token for sampled in news.tokens))
-            life.token_s += [now] * len(news.tokens)
-            if news.start == 0:
-                life.cached_tokens = news.tokens[0].cached_tokens
-            delta = make_delta(id, news.tokens, end, life.cached_tokens if news.start == 0 else 0)
-            booking = self.load_tracker.requests.get(id)
-            if booking is not None and booking.prefill_worker is booking.decode_worker:
-                self._release_siblings(id, booking.route.decode)
+            delta = self._take_tokens(request, update, end, now_s)
         if self.listener is not None:
-            self.listener.on_outputs(EngineOutputs([delta], now_s=now))
-        life.output_queue.put_nowait(
+            self.listener.on_outputs(EngineOutputs([delta], now_s=now_s))
+        request.output_queue.put_nowait(
             EngineLost(end.error) if end is not None and end.worker_lost else delta
         )
         if end is not None:
-            self._close_request(life, end.finish)
+            self._close_request(request, end.finish)
 
-    def _close_request(self, life: ClientRequest, finish: FinishReason) -> None:
-        del self._requests[life.input.id]
-        self._release_siblings(life.input.id, "")
+    def _take_tokens(
+        self,
+        request: ClientRequest,
+        update: DeliverTokens,
+        end: RequestFinished | None,
+        now_s: float,
+    ) -> OutputDelta:
+        id, tracker = request.input.id, self.load_tracker
+        assert tracker is not None
+        cached_tokens = 0
+        if update.start == 0:
+            tracker.on_first_token(id, now_s - request.routed_s)
+            cached_tokens = request.cached_tokens = update.tokens[0].cached_tokens
+        tracker.on_tokens(id, tuple(sampled.token for sampled in update.tokens))
+        request.token_s += [now_s] * len(update.tokens)
+        routed = tracker.requests.get(id)
+        if routed is not None and routed.prefill_worker is routed.decode_worker:
+            self._release_siblings(id, routed.route.decode)
+        return make_delta(id, update.tokens, end, cached_tokens)
+
+    def _close_request(self, request: ClientRequest, finish: FinishReason) -> None:
+        del self._requests[request.input.id]
+        self._release_siblings(request.input.id, "")
         if self.load_tracker is not None:
-            self.load_tracker.on_finished(life.input.id)
+            self.load_tracker.on_finished(request.input.id)
         if self.on_timing is not None:
-            self.on_timing(life.to_timing(time.monotonic(), finish))
+            self.on_timing(request.to_timing(time.monotonic(), finish))
 
     def _release_siblings(self, id: str, worker: str) -> None:
-        """Those that wait for `id` may start: where its prompt is (`worker`), or wherever they will ("")."""
-        for twin in self._siblings.pop(id, ()):
-            if twin.id in self._requests:
+        """Start those that wait for `id`: on `worker`, where its prompt is, or on any ("")."""
+        for sibling in self._siblings.pop(id, ()):
+            if sibling.id in self._requests:
                 if worker and self.load_tracker is not None:
-                    self.load_tracker.pin_to_worker(twin.id, worker)
-                self.frontend.add_request(twin)
+                    self.load_tracker.pin_to_worker(sibling.id, worker)
+                self.frontend.add_request(sibling)
 
-    # ------------------------------------------------------------ what the roster tells (roster.Listener)
+    # ------------------------------------------------------------ registry.RegistryListener
 
-    def on_ready(self, member: RegisteredWorker, word: WorkerReady) -> None:
+    def on_progress(self, member: RegisteredWorker, stage: str) -> None:
+        log.info("%s: %s", member.name, stage)
+
+    def on_ready(self, member: RegisteredWorker, ready: WorkerReady) -> None:
+        endpoint = pool_setup.endpoint_of(ready)
+        log.info(
+            "worker %s (%s) is ready at %s:%d: %s; KV over %s",
+            member.name,
+            member.role,
+            *endpoint.address,
+            ready.engine_info.lanes,
+            "/".join(endpoint.transports),
+        )
         if self.load_tracker is None:
-            self.load_tracker = self._make_load_tracker(word)
-        self.load_tracker.add_worker(member.name, member.role, self._shape(word))
-        if not self._ready.done() and self.registry.complete:
-            self.engine_info = self._merged_engine_info()
-            self._ready.set_result(self.engine_info)
+            self.load_tracker = pool_setup.make_load_tracker(self.config, self.source, ready)
+        self.load_tracker.add_worker(
+            member.name, member.role, pool_setup.worker_shape(self.config, ready)
+        )
+        if self.registry.complete:
+            self._start_succeeded(pool_setup.merge_engine_info(self.registry.workers.values()))
 
-    def on_report(self, member: RegisteredWorker, word: WorkerReport, before: Stats) -> None:
-        if word.stats is not None:
-            self._publish_stats(member, before, time.monotonic())
-        if word.handoff_stats is not None and (seat := self._tracked_worker(member)) is not None:
-            seat.quarantined_pages = word.handoff_stats.pages.get("quarantine", 0)
-            self._recover_quarantined(time.monotonic())
-        for item in word.items:
+    def on_report(self, member: RegisteredWorker, outputs: EngineOutputs, before: Stats) -> None:
+        now_s = time.monotonic()
+        if outputs.stats is not None and self.listener is not None:
+            stats = self.lanes.stats_after(member, before, self.stats, now_s)
+            self.listener.on_outputs(EngineOutputs([], now_s, stats))
+        tracked = self._tracked_worker(member)
+        if outputs.handoff_stats is not None and tracked is not None:
+            tracked.quarantined_pages = outputs.handoff_stats.pages.get("quarantine", 0)
+            self._recover_quarantined(now_s)
+        for item in outputs.items:
             if isinstance(item, RequestTiming):  # of an engine's part of a request
                 self._on_engine_timing(item)
-        for item in word.items:
+        for item in outputs.items:
             if isinstance(item, handoff_events.HandoffEnded):
                 self._on_handoff_ended(member.name, item)
             if not isinstance(item, RequestTiming):
@@ -346,77 +307,53 @@ class Pool:
         self._dispatch_pending()
 
     def on_state_change(self, member: RegisteredWorker) -> None:
-        seat = self._tracked_worker(member)
-        if seat is not None:
-            seat.accepting = member.is_serving
+        tracked = self._tracked_worker(member)
+        if tracked is not None:
+            tracked.accepting = member.is_serving
+        if member.frozen:
+            log.error(
+                "worker %s has not been heard of for %.1f s", member.name, member.since_message_s
+            )
+        elif not member.leaving:
+            log.warning("worker %s responds again", member.name)
 
-    def on_lost(self, member: RegisteredWorker) -> None:
+    def on_silent(self, member: RegisteredWorker) -> None:
+        silent_s = member.since_message_s
+        reason = f"worker {member.name} has not been heard of for {silent_s:.1f} s: given up"
+        self.registry.remove(member, reason)
+        self.registry.supervisor.kill(member.name)
+
+    def on_lost(self, member: RegisteredWorker, reason: str) -> None:
         if self.load_tracker is not None:
             self.load_tracker.remove_worker(member.name)
         if not self._stopped:
+            log.error("%s", reason)
             self.frontend.on_worker_lost(member.name)
             self._dispatch_pending()
         self.lost_stats = merge([self.lost_stats, without_gauges(member.stats)])
 
-    def on_start_failure(self, error: str, blame: str) -> None:
-        """Workers must start soundly once; after that they are started again."""
-        if not self._ready.done():
-            self.error = error
-            self._ready.set_exception(EngineFailed(error, blame))
-            self._ready.exception()  # whoever waits has it; nobody may wait any more
+    def on_failure(self, member: RegisteredWorker, failure: EngineFailure) -> None:
+        log.error("worker %s: %s", member.name, failure.error)
+        self._fail_start(f"worker {member.name}: {failure.error}", failure.blame)
+
+    def on_exit(self, name: str, how: str) -> None:
+        reason = f"worker {name} has ended ({how})"
+        member = self.registry.workers.get(name)
+        if member is not None:
+            self.registry.remove(member, reason)
+        self._fail_start(reason, "engine")
 
     def _tracked_worker(self, member: RegisteredWorker) -> TrackedWorker | None:
         return self.load_tracker.workers.get(member.name) if self.load_tracker is not None else None
 
-    def _merged_engine_info(self) -> EngineInfo:
-        """What all workers can do."""
-        hellos = {
-            name: member.ready.engine_info
-            for name, member in self.registry.workers.items()
-            if member.ready is not None
-        }
-        return msgspec.structs.replace(
-            next(iter(hellos.values())),
-            lanes="; ".join(f"{name}: {hello.lanes}" for name, hello in sorted(hellos.items())),
-            max_context_tokens=min(hello.max_context_tokens for hello in hellos.values()),
-            kv_tokens=min(hello.kv_tokens for hello in hellos.values()),
-            notes=tuple(dict.fromkeys(note for hello in hellos.values() for note in hello.notes)),
-        )
-
-    def _make_load_tracker(self, ready: WorkerReady) -> LoadTracker:
-        prices = build.make_estimator(self.config, self.source, ready.units, ready.gpu)
-        wires = LinkBandwidth(
-            build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token
-        )
-        return LoadTracker(
-            Router(prices, wires, RoutingRule.from_config(self.config.cluster)),
-            self.config.scheduler.prefix_cache,
-        )
-
-    def _shape(self, ready: WorkerReady) -> WorkerShape:
-        size = ready.engine_info.page_tokens
-        chunk = self.config.scheduler.chunk_tokens or (
-            GPU_CHUNK_TOKENS if ready.gpu else CHUNK_TOKENS
-        )
-        slots = self.config.scheduler.max_running
-        return WorkerShape(
-            ready.units,
-            ready.digest.layers,
-            size,
-            ready.engine_info.kv_tokens // size,
-            chunk,
-            slots,
-        )
-
-    def _on_engine_timing(self, record: RequestTiming) -> None:
-        known = handoff_events.handoff_of(record.id)
-        life = self._requests.get(known[0].request) if known is not None else None
-        if life is not None:
-            life.preemptions += record.preemptions
-            if (
-                life.admitted_s is None and record.admitted_s is not None
-            ):  # another clock's, but durations hold
-                life.admitted_s = life.arrival_s + record.admitted_s - record.arrival_s
+    def _on_engine_timing(self, timing: RequestTiming) -> None:
+        """Its times are on the worker's clock: only their differences hold here."""
+        known = handoff_events.handoff_of(timing.id)
+        request = self._requests.get(known[0].request) if known is not None else None
+        if request is not None:
+            request.preemptions += timing.preemptions
+            if request.admitted_s is None and timing.admitted_s is not None:
+                request.admitted_s = request.arrival_s + timing.admitted_s - timing.arrival_s
 
     def _on_handoff_ended(self, worker: str, ended: handoff_events.HandoffEnded) -> None:
         assert self.load_tracker is not None
@@ -428,13 +365,13 @@ class Pool:
         elif ended.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
             self.load_tracker.on_decode_in_place(id)
             self._release_siblings(id, worker)
-        life = self._requests.get(id)
+        request = self._requests.get(id)
         if ended.times is not None:
             self.load_tracker.on_transfer(worker, ended.decode_worker, ended.times)
-            if life is not None:
-                life.admitted_s = life.arrival_s + ended.times.admitted_s
+            if request is not None:
+                request.admitted_s = request.arrival_s + ended.times.admitted_s
 
-    # ------------------------------------------------------------ roles and pages
+    # ------------------------------------------------------------ roles and quarantined pages
 
     def _drain(self, change: Change) -> None:
         """Give a worker nothing new of its role, or something again."""
@@ -444,34 +381,33 @@ class Pool:
         if member is not None:
             member.send(Orders([WorkerOrder(handoff_events.Drain(isinstance(change, StartDrain)))]))
 
-    def _recover_quarantined(self, now: float) -> None:
-        """Start a worker of ours again whose pages are in a quarantine that doesn't end; not while another is away."""
+    def _recover_quarantined(self, now_s: float) -> None:
+        """Restart a worker of this server whose pages stay in quarantine, unless another is
+        missing."""
         assert self.load_tracker is not None
         if self.registry.missing:
             return
-        seats = [
-            (name, seat)
-            for name, seat in self.load_tracker.workers.items()
+        workers = [
+            WorkerQuarantine(
+                name, tracked.quarantined_pages / tracked.shape.pages_total, tracked.is_empty
+            )
+            for name, tracked in self.load_tracker.workers.items()
             if name in self.registry.supervisor.slots
         ]
-        found = [
-            WorkerQuarantine(name, seat.quarantined_pages / seat.shape.pages_total, seat.is_empty)
-            for name, seat in seats
-        ]
-        for change in self.quarantine.tick(now, found):
+        for change in self.quarantine.tick(now_s, workers):
             log.warning("pages in quarantine: %s", change)
             if isinstance(change, ReplaceWorker):
                 self.registry.workers[change.worker].send(Shutdown())
             else:
                 self._drain(change)
 
-    async def _rebalance_roles(self, elastic: RoleRebalancer) -> None:
-        """Change the role of a worker when a whole pool is predicted to miss its target."""
+    async def _rebalance_roles(self, rebalancer: RoleRebalancer) -> None:
+        """Change a worker's role when a whole pool is predicted to miss its target."""
         while True:
             await asyncio.sleep(self.config.cluster.elastic_s)
             if self.load_tracker is None:
                 continue
-            for change in elastic.tick(time.monotonic(), self.load_tracker.worker_loads()):
+            for change in rebalancer.tick(time.monotonic(), self.load_tracker.worker_loads()):
                 log.info("roles: %s", change)
                 self._drain(change)
                 member = self.registry.workers.get(change.worker)
@@ -479,18 +415,3 @@ class Pool:
                     self.metrics.role_changes += 1
                     if member is not None:
                         member.role = change.role
-
-
-# ---------------------------------------------------------------- small things
-
-
-def make_rebalancer(config: Config) -> RoleRebalancer | None:
-    """Raises ConfigError if roles are to change and there is no target to judge by."""
-    ttft_s, tpot_s = config.scheduler.ttft_s, config.scheduler.tpot_s
-    if not config.cluster.elastic:
-        return None
-    if ttft_s is None or tpot_s is None:
-        raise ConfigError(
-            "elastic is on, and there are no targets to judge by: set ttft_s and tpot_s"
-        )
-    return RoleRebalancer(RebalanceTargets(ttft_s, tpot_s))

@@ -1,10 +1,10 @@
-"""Actors: the places of a pool's workers in a Ray cluster (extra `cluster`).
+"""RayLauncher: workers of a pool as actors of a Ray cluster (extra `cluster`).
 
-Owns: what is asked of Ray: room for all workers at once (a placement group), and an actor for each, whose process is the worker.
-Promises: an actor that ends, by itself or with its machine, can be started again where there is room; all end with this process,
-however it ends; no setting of the cluster is changed.
-Must not: send anything but a worker's Start through Ray. The worker dials the front as any other does; requests, tokens and KV go
-over connections of our own.
+Owns: a placement group with room for all workers, and an actor for each, whose process is the
+worker. Promises: an actor that ends, alone or with its machine, can be started again where there is
+room; all end with this process, however it ends; no setting of the cluster is changed.
+Must not: send anything but StartWorker through Ray. The worker dials the server as any other does;
+requests, tokens and KV go over connections of our own.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import msgspec
 from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg.peer_connection import is_local
-from counterpoint.serve.worker.engine_client import EngineFailed, describe_exit
-from counterpoint.serve.worker.supervisor import divide_cores
-from counterpoint.serve.worker.worker_process import StartWorker, run_worker
+from counterpoint.serve.worker.supervisor import EngineFailed, describe_exit, divide_cores
+from counterpoint.serve.worker.wire import StartWorker
+from counterpoint.serve.worker.worker_process import run_worker
 
 CONNECT_S = 60.0
 REACH_S = 5.0
 CLOSE_S = 5.0
 BEGIN_S = 60.0  # for Ray to take an actor
-LOOK_S, ANSWER_S = 5.0, 5.0  # pause between looks at the cluster, and what an answer may take
+LOOK_S, ANSWER_S = 5.0, 5.0  # between two checks of the cluster, and for its answer
 ROOM_S = 60.0  # for Ray to find room for all workers
-STORE_BYTES = 80 << 20  # of a cluster that is started for us: nothing of ours goes there
+STORE_BYTES = 80 << 20  # object store of a cluster that is started for us, which we do not use
 
 T = TypeVar("T")
 log = logging.getLogger("counterpoint")
@@ -46,7 +46,7 @@ class RayWorker:
     """Its process is a worker."""
 
     def run(self, start: bytes, rank: int, of: int, most_cores: int) -> int:
-        """Its exit status. This is worker number `rank` of `of` on this machine."""
+        """The exit status. This is worker number `rank` of `of` on this machine."""
         cores = divide_cores(usable_cores(), of)[rank][:most_cores]
         return run_worker(
             msgspec.structs.replace(
@@ -64,7 +64,7 @@ class RayLauncher:
             importlib.import_module("ray.util.scheduling_strategies")
         except ImportError:
             raise ConfigError(
-                "ray_address needs Ray, which is not here: pip install 'counterpoint[cluster]'"
+                "ray_address needs Ray, which is not installed: pip install 'counterpoint[cluster]'"
             ) from None
         self.ray = ray
         self._caller = RayCaller()
@@ -81,7 +81,7 @@ class RayLauncher:
     async def open(self, names: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
         try:
-            if self.address not in ("auto", "local"):  # Ray itself would wait there for ever
+            if self.address not in ("auto", "local"):  # Ray itself would wait for ever
                 await reach(parse_host_port("ray_address", self.address))
             await asyncio.wait_for(self._caller.call(self._open), CONNECT_S + ROOM_S)
         except OSError as error:  # TimeoutError is one
@@ -90,10 +90,8 @@ class RayLauncher:
             ) from None
         self._watching = asyncio.create_task(self._watch())
         with contextlib.suppress(ValueError):  # not the main thread: there is no handler of ours
-            for number in (
-                signal.SIGTERM,
-                signal.SIGINT,
-            ):  # Ray puts one before ours that prints a stack
+            # Ray has put a handler before ours that prints a stack.
+            for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.getsignal(number))
 
     def _open(self) -> None:
@@ -105,53 +103,48 @@ class RayLauncher:
         except (self.ray.exceptions.RayError, ValueError, RuntimeError, OSError) as error:
             raise EngineFailed(f"ray_address {self.address}: {error}", "user") from None
         machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        workers, self._bundle = (
-            len(self._numbers),
-            bundle(machines, len(self._numbers), self.device, self.most_cores),
-        )
-        # GPUs near each other, as KV goes from one to another; CPU workers where each has memory bandwidth of its own.
+        workers = len(self._numbers)
+        self._bundle = bundle(machines, workers, self.device, self.most_cores)
+        # GPUs near each other, for KV transfers; CPU workers where each has its own bandwidth.
         strategy = "PACK" if "GPU" in self._bundle else "SPREAD"
         log.info("asking Ray for room for %d workers, each %s", workers, self._bundle)
         self._group = self.ray.util.placement_group([self._bundle] * workers, strategy=strategy)
         if not self._group.wait(ROOM_S):
             raise EngineFailed(
-                f"Ray has no room for {workers} workers with {self._bundle} each: set fewer workers, or --cores of each",
+                f"Ray has no room for {workers} workers with {self._bundle} each:"
+                " set fewer workers, or --cores of each",
                 "user",
             )
         here = self._addresses()[self.ray.get_runtime_context().get_node_id()]
         if self.local and set(self._machines()) != {here}:
             raise EngineFailed(
-                "Ray places workers on other machines: set cluster_listen to this machine's address for them, and a token",
+                "Ray places workers on other machines: set cluster_listen to this machine's address"
+                " for them, and a token",
                 "user",
             )
 
     def _machines(self) -> list[str]:
-        """The address at which each bundle is now, "" for nowhere: Ray moves it when its machine is lost."""
-        where, addresses = (
-            self.ray.util.placement_group_table(self._group)["bundles_to_node_id"],
-            self._addresses(),
-        )
-        return [addresses.get(where.get(number, ""), "") for number in range(len(self._numbers))]
+        """The address of each bundle, "" for none: Ray moves it when its machine is lost."""
+        nodes = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = self._addresses()
+        return [addresses.get(nodes.get(number, ""), "") for number in range(len(self._numbers))]
 
     def _addresses(self) -> dict[str, str]:
         return {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
 
     async def run(self, start: StartWorker) -> str:
         try:
-            return describe_exit(
-                await asyncio.wrap_future(
-                    await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)
-                )
-            )
+            began = await asyncio.wait_for(self._caller.call(self._begin, start), BEGIN_S)
+            return describe_exit(await asyncio.wrap_future(began))
         except TimeoutError:
             return "Ray does not respond"
-        except Exception as error:  # Ray has many kinds; whatever it is, the worker does not run, and is started again
+        except Exception as error:  # any of Ray's: the worker has ended, and is started again
             return str(error).strip().partition("\n")[0]
         finally:
             self.kill(start.name)
 
     async def _watch(self) -> None:
-        """Say so when the cluster is lost: Ray itself would not, and nobody tells of the end of its actors any more."""
+        """Log when the cluster is lost: Ray does not, and no end of an actor is reported then."""
         responds = True
         while True:
             await asyncio.sleep(LOOK_S)
@@ -160,7 +153,8 @@ class RayLauncher:
             except Exception:  # TimeoutError, or one of Ray's
                 if responds:
                     log.error(
-                        "Ray does not respond: if the cluster's head is lost, start this server again for a new one"
+                        "Ray does not respond: if the cluster's head is lost,"
+                        " start this server again for a new one"
                     )
                 responds = False
             else:
@@ -169,7 +163,7 @@ class RayLauncher:
                 responds = True
 
     def _begin(self, start: StartWorker) -> Any:
-        """An actor in its place: the future of its exit status."""
+        """Start an actor: the future of its exit status."""
         number, machines = self._numbers[start.name], self._machines()
         if not machines[number]:
             raise RuntimeError("Ray has no machine for it now")
@@ -178,10 +172,9 @@ class RayLauncher:
             self._group, number
         )
         needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
-        kind = self.ray.remote(max_restarts=0, scheduling_strategy=place, **needs)(
-            RayWorker
-        )  # crew.py starts it again
-        self._actors[start.name] = actor = kind.remote()
+        # supervisor.py starts it again, not Ray.
+        remote = self.ray.remote(max_restarts=0, scheduling_strategy=place, **needs)
+        self._actors[start.name] = actor = remote(RayWorker).remote()
         data = msgspec.json.encode(
             msgspec.structs.replace(start, config=start.config.replace(cluster_host=None))
         )
@@ -200,7 +193,7 @@ class RayLauncher:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):  # a cluster that is lost
+        with contextlib.suppress(TimeoutError):  # the cluster is lost
             await asyncio.wait_for(self._caller.call(self._close), CLOSE_S)
 
     def _close(self) -> None:
@@ -217,8 +210,9 @@ async def reach(address: tuple[str, int]) -> None:
 
 
 class RayCaller:
-    """One thread for all calls to Ray. Ray may never return from one: unlike an executor's thread, this one keeps nobody from
-    leaving. And it stays, for a cluster that Ray starts ends with the thread that started it (PR_SET_PDEATHSIG)."""
+    """One daemon thread for all calls to Ray, which may never return: an executor's thread would
+    keep the process alive. It stays, since a cluster that Ray starts ends with the thread that
+    started it (PR_SET_PDEATHSIG)."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -245,8 +239,8 @@ class RayCaller:
 def bundle(
     machines: Sequence[Mapping[str, float]], workers: int, device: str, cores: int | None
 ) -> dict[str, float]:
-    """What Ray sets aside for each of `workers`: on a GPU, where it runs on one or there are enough, and `cores`, or else the most
-    CPUs that it can have with all others having as many (less than one, if there are not so many)."""
+    """What Ray reserves for each of `workers`: a GPU, if the device is one or there are enough, and
+    `cores`, else the most CPUs that all can have (less than one, if there are too few)."""
     gpus = sum(int(machine.get("GPU", 0)) for machine in machines)
     have = [machine.get("CPU", 0.0) for machine in machines]
     share = sum(have) / workers

@@ -1,9 +1,11 @@
-"""Crew: the workers that there shall be.
+"""Supervisor: the workers that a server starts.
 
-Owns: starting them again. Promises: a worker that ends is started again, under its name and on its port, after a pause that grows
-while it fails at once; closing leaves none behind, nor does the end of this process, however it ends.
-Must not: know what a worker does, or talk to it (pool.py does); where it runs is a Places' matter: as a process of this machine
-(Processes, here) or as an actor of a Ray cluster (ray_crew.py).
+Owns: starting them, and starting them again. Promises: a worker of a pool that ends is started
+again, under its name and on its port, after a pause that grows while it fails at once; closing
+leaves none behind, nor does the end of this process, however it ends.
+Must not: know what a worker does, or talk to it (registry.py does). Where a worker runs is its
+Launcher's business: a process of this machine (here), or an actor of a Ray cluster
+(ray_launcher.py).
 """
 
 from __future__ import annotations
@@ -20,23 +22,29 @@ from typing import Protocol
 
 import msgspec
 
-from counterpoint.config import Config
-from counterpoint.device.cores import usable_cores
+from counterpoint.config import ClusterConfig, Config
 from counterpoint.disagg.peer_connection import Address
-from counterpoint.serve.worker.engine_client import describe_exit
-from counterpoint.serve.worker.worker_process import StartWorker
+from counterpoint.serve.worker.wire import StartWorker
 from counterpoint.types import Role
 
 RESTART_PAUSE_S = (0.2, 30.0)  # before a worker is started again: at first, at most
-STABLE_S = 60.0  # after so long a life, it counts as sound
+STABLE_S = 60.0  # a worker that ran for so long is started again after the first pause
 QUIT_S = 5.0
 
 log = logging.getLogger("counterpoint")
 
 
+class EngineFailed(Exception):
+    """An engine could not start. `blame` is "user" if a setting is the cause."""
+
+    def __init__(self, error: str, blame: str) -> None:
+        super().__init__(error)
+        self.blame = blame
+
+
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """A worker that there shall be. `port`: its last process's, for the next one."""
+    """A worker that should run. `port`: its last process's, for the next one."""
 
     name: str
     role: Role
@@ -45,7 +53,7 @@ class WorkerSlot:
 
 
 class Launcher(Protocol):
-    """Where workers run: a worker's name is its place."""
+    """Where workers run, by name."""
 
     async def open(self, names: Sequence[str]) -> None:
         """Make room for all of them. Raises EngineFailed if there is none."""
@@ -58,30 +66,31 @@ class Launcher(Protocol):
         """End its process, if there is one; its `run` then returns."""
 
     async def close(self) -> None:
-        """Give everything back. All workers have ended, or have been killed."""
+        """Release all room. All workers have ended, or have been killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """The workers of a server: a pool's, or its one engine. `config` is what each starts with;
+    `system` names the function that builds an engine; `restarts`: one that ends is started
+    again."""
+
+    config: Config
+    system: str
+    slots: tuple[WorkerSlot, ...]
+    launcher: Launcher
+    in_pool: bool = True
+    restarts: bool = True
 
 
 class Supervisor:
-    """`ended` is called with the name of a worker whose process has ended, and how."""
+    """`on_exit` is called with the name of a worker whose process has ended, and how."""
 
-    def __init__(
-        self, config: Config, system: str, places: Launcher, ended: Callable[[str, str], None]
-    ) -> None:
-        self.config = config
-        self.system = system
-        self.launcher = places
-        self.on_exit = ended
-        cluster = config.cluster
-        kinds = (
-            ("prefill", cluster.prefill, Role.PREFILL),
-            ("decode", cluster.decode, Role.DECODE),
-            ("replica", cluster.replicas, Role.BOTH),
-        )
-        self.slots = {
-            f"{kind}-{n}": WorkerSlot(f"{kind}-{n}", role)
-            for kind, count, role in kinds
-            for n in range(count)
-        }
+    def __init__(self, plan: WorkerPlan, on_exit: Callable[[str, str], None]) -> None:
+        self.plan = plan
+        self.launcher = plan.launcher
+        self.on_exit = on_exit
+        self.slots = {slot.name: slot for slot in plan.slots}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
 
@@ -90,19 +99,18 @@ class Supervisor:
         if self.slots:
             await self.launcher.open(tuple(self.slots))
 
-    def start(self, front: Address, token: str) -> None:
+    def start(self, frontend: Address, token: str) -> None:
         self._tasks = [
-            asyncio.create_task(self._keep_running(post, front, token))
-            for post in self.slots.values()
+            asyncio.create_task(self._keep_running(slot, frontend, token))
+            for slot in self.slots.values()
         ]
 
     def kill(self, name: str) -> None:
-        """A worker that does not respond; it is started again."""
         if name in self.slots:
             self.launcher.kill(name)
 
     async def close(self) -> None:
-        """Wait for those who were told to stop, and kill the rest."""
+        """Wait for the workers that were told to stop, and kill the rest."""
         self._closing.set()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=QUIT_S)
@@ -114,49 +122,64 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.launcher.close()
 
-    async def _keep_running(self, post: WorkerSlot, front: Address, token: str) -> None:
-        """One process after another, for ever."""
+    async def _keep_running(self, slot: WorkerSlot, frontend: Address, token: str) -> None:
+        """One process after another."""
         pause_s = RESTART_PAUSE_S[0]
         while not self._closing.is_set():
             began_s = time.monotonic()
-            post.starts += 1
+            slot.starts += 1
             start = StartWorker(
-                config=self.config,
-                system=self.system,
-                name=post.name,
-                role=post.role,
-                frontend=front,
+                config=self.plan.config,
+                system=self.plan.system,
+                name=slot.name,
+                role=slot.role,
+                frontend=frontend,
                 token=token,
-                port=post.port,
+                in_pool=self.plan.in_pool,
+                port=slot.port,
             )
             how = await self.launcher.run(start)
             if self._closing.is_set():
                 return
-            self.on_exit(post.name, f"worker {post.name} has ended ({how})")
+            self.on_exit(slot.name, how)
+            if not self.plan.restarts:
+                return
             pause_s = RESTART_PAUSE_S[0] if time.monotonic() - began_s >= STABLE_S else pause_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
             pause_s = min(2 * pause_s, RESTART_PAUSE_S[1])
 
 
-class ProcessLauncher:
-    """Places on this machine, its cores divided among them."""
+def pool_slots(cluster: ClusterConfig) -> tuple[WorkerSlot, ...]:
+    kinds = (
+        ("prefill", cluster.prefill, Role.PREFILL),
+        ("decode", cluster.decode, Role.DECODE),
+        ("replica", cluster.replicas, Role.BOTH),
+    )
+    return tuple(
+        WorkerSlot(f"{kind}-{n}", role) for kind, count, role in kinds for n in range(count)
+    )
 
-    def __init__(self, cores: int | None) -> None:
-        self.most_cores = cores
+
+class ProcessLauncher:
+    """Processes of this machine. `cores` are divided among them; None: each may use all."""
+
+    def __init__(self, cores: Sequence[int] | None) -> None:
+        self.cores = cores
         self._cores: dict[str, tuple[int, ...]] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
 
     async def open(self, names: Sequence[str]) -> None:
-        self._cores = dict(
-            zip(names, divide_cores(usable_cores(self.most_cores), len(names)), strict=True)
+        shares = (
+            divide_cores(self.cores, len(names)) if self.cores is not None else [()] * len(names)
         )
+        self._cores = dict(zip(names, shares, strict=True))
 
     async def run(self, start: StartWorker) -> str:
         command = (sys.executable, "-m", "counterpoint.serve.worker.worker_process")
         try:
             process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-        except OSError as error:  # no process, file or memory left: there may be some later
+        except OSError as error:  # no process, file or memory left now
             return f"it could not be started: {error.strerror}"
         self._processes[start.name] = process
         rank = list(self._cores).index(start.name)
@@ -177,8 +200,12 @@ class ProcessLauncher:
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The cores of each worker: equal shares of neighbours; with more workers than cores, several take turns on one."""
+    """Equal shares of neighbouring cores; with more workers than cores, several share one."""
     if workers > len(cores):
         return [(cores[worker % len(cores)],) for worker in range(workers)]
     edges = [worker * len(cores) // workers for worker in range(workers + 1)] if workers else [0]
     return [tuple(cores[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def describe_exit(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from pool_process import FLAGS, Pool, text_of
-from serve_process import ROOT, poll
-from test_process_life import Reading
+from serve_process import ROOT, Reading, poll
 
 LONG = {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True, "stream": True}
 WORKER_FLAGS = {

@@ -18,8 +18,7 @@ from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.router import Router
 from counterpoint.serve.observability.metrics import DISTRIBUTIONS, Metrics
 from counterpoint.serve.observability.pool_metrics import PoolMetrics, WorkerState
-from counterpoint.serve.worker.wire import EngineInfo
-from counterpoint.serve.worker.worker_protocol import HandoffStats
+from counterpoint.serve.worker.wire import EngineInfo, HandoffStats
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.stats import PolicyReport, Stats

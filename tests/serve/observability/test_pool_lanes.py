@@ -1,4 +1,4 @@
-"""What /live and the page tell of a pool: each worker, and its lane in one picture."""
+"""A pool on /live and the dashboard: each worker, and all lanes in one picture."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_the_page_shows_the_workers(pool: Pool, browser: Browser):
     assert places[0] == 0 < places[1], "each worker has a band of its own"
     pool.worker("replica-0").kill()
     tab.until(
-        "[...document.querySelectorAll('#workers small')].some(words => words.textContent === 'not there')"
+        "[...document.querySelectorAll('#workers small')]"
+        ".some(words => words.textContent === 'not there')"
     )
     poll(lambda: pool.get("/health").json()["status"] == "ok", 60, "the worker does not come back")
     assert not tab.problems

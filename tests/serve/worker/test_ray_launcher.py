@@ -1,4 +1,5 @@
-"""A pool's workers in a Ray cluster (`serve --ray-address`): on a cluster of its own, and on one of two nodes that was there."""
+"""A pool's workers in a Ray cluster (`serve --ray-address`): in a new cluster, and in a running one
+of two nodes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from pool_process import Pool
-from serve_process import ROOT, poll
-from test_process_life import Reading
+from serve_process import ROOT, Reading, poll
 
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.worker.ray_launcher import RayLauncher, bundle
@@ -169,7 +169,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[Node]]]:
-    """A cluster of two nodes on this machine, and its address. All that is started here has its token."""
+    """A cluster of two nodes on this machine, and its address; its processes carry a token."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     folder = tempfile.mkdtemp(
@@ -208,7 +208,8 @@ def node_of(worker: psutil.Process, nodes: list[Node]) -> int:
 def test_a_lost_head_does_not_end_the_front(
     start, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    """Nodes end when they have missed it for a while (here 5 s), and with them the workers; the front says so, and stops well."""
+    """Nodes end 5 s after its loss, and their workers with them; the server logs it and stops
+    cleanly."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     address, (head, other) = request.getfixturevalue("nodes")
     pool: Pool = start(replicas=2, cores=1, ray_address=address).wait_ready()

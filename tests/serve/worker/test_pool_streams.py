@@ -1,4 +1,5 @@
-"""The front's side of a pool, with a worker that is only a connection: what is counted, and what is left of a request."""
+"""Streams of a pool whose worker is only a connection: what is counted, and that nothing remains of
+a request."""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor
 from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 from counterpoint.serve.worker.pool import Pool
 from counterpoint.serve.worker.registry import RegisteredWorker
-from counterpoint.serve.worker.wire import EngineInfo
-from counterpoint.serve.worker.worker_protocol import WorkerReady, WorkerReport
+from counterpoint.serve.worker.wire import EngineInfo, EngineOutputs, KvEndpoint, WorkerReady
 from counterpoint.spec.presets import PRESETS
 from counterpoint.spec.source import ModelSource
 from counterpoint.stats import Stats
@@ -38,15 +38,15 @@ SPEC, SOURCE, TEXT = (
     make_byte_tokenizer(),
 )
 HELLO = EngineInfo(
-    pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256, page_tokens=4, kv_tokens=4096,
-    eos_token_ids=(257,),
+    pid=1, policy="chunked", lanes="", roles=(Role.BOTH,), vocab=258, max_context_tokens=256,
+    page_tokens=4, kv_tokens=4096, eos_token_ids=(257,),
 )  # fmt: skip
 
 
 class Line:
     """A connection that takes what is said."""
 
-    def write(self, data: bytes) -> None: ...
+    def write_frame(self, data: bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -62,11 +62,13 @@ class Front:
         digest = make_digest(SPEC, "dummy 0", "float16", 4)
         ready = WorkerReady(
             engine_info=HELLO,
-            address=Address("127.0.0.1", 1),
-            digest=digest,
-            transports=("tcp",),
             units=2,
-            kv_bytes_per_token=64,
+            kv=KvEndpoint(
+                address=Address("127.0.0.1", 1),
+                digest=digest,
+                transports=("tcp",),
+                bytes_per_token=64,
+            ),
         )
         self.member = self.pool.registry.workers["replica-0"] = RegisteredWorker(
             "replica-0", Role.BOTH, Line(), ready
@@ -89,7 +91,7 @@ class Front:
         name = engine_id(HandoffId(ask.engine_requests[0].id, 1), DisaggRole.WHOLE)
         self.pool.on_report(
             self.member,
-            WorkerReport([OutputDelta(name, tuple(TEXT.encode([text])[0]), finish_reason=finish)]),
+            EngineOutputs([OutputDelta(name, tuple(TEXT.encode([text])[0]), finish_reason=finish)]),
             Stats(),
         )
 

@@ -45,7 +45,7 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
         pool.wait_ready()
 
         def tried() -> bool:
-            """How full workers are when a choice is routed is chance: rounds go on until enough have found room."""
+            """How full workers are at each routing is chance: repeat until enough found room."""
             assert not others(answers(pool, BODIES), truth)
             forks = pool.metric("counterpoint_routes_total", reason="fork")
             adopted = pool.metric("counterpoint_handoffs_ended_total", outcome="adopted")
@@ -79,7 +79,8 @@ def test_every_answer_is_that_of_one_engine(tmp_path, tiny, truth, clean, transp
 
 
 def test_roles_follow_the_load_and_a_timeline_shows_kv_under_way(tmp_path, tiny, truth, clean):
-    """A target that no prefill can meet, and one that every decode meets: a decode worker becomes a prefill worker."""
+    """No prefill can meet its target and every decode can: a decode worker becomes a prefill
+    worker."""
     flags = {
         "elastic": True,
         "elastic_s": 0.02,

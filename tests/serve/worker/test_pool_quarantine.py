@@ -1,4 +1,5 @@
-"""Pages of a dead writer of another host, over NIXL: nobody gets them again, and a worker with too many of them is replaced."""
+"""Pages that a dead writer of another host may still write (NIXL): they stay quarantined, and a
+worker with too many of them is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Signals that meet the workers of a pool at every state of a handoff, over HTTP: what clients get, and that nothing is left."""
+"""Signals to workers of a pool at every state of a handoff: what clients get, and that nothing
+remains."""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ import psutil
 import pytest
 from held_pool import ASKED, PROMPT, STATES, HeldPool, asked, ends_whole, held_pool
 from pool_process import text_of
-from serve_process import poll
-from test_process_life import Reading
+from serve_process import Reading, poll
 
 LOST_S = {
     "killed": 4.0,
@@ -53,7 +53,7 @@ def whole(pool: HeldPool) -> str:
 
 @pytest.fixture
 def strike(pool: HeldPool, request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Sends the pool's signal to a worker, and returns when that is known to be lost or to stand still."""
+    """Send the pool's signal to a worker, and wait until it is known to be lost or frozen."""
     signal = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend}[
         request.node.callspec.params["pool"]
     ]

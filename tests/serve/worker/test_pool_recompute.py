@@ -1,4 +1,4 @@
-"""`--on-loss recompute`: a worker is killed at every state of a handoff, and no answer is lost. Over HTTP, real processes."""
+"""`--on-loss recompute`: a worker is killed at every state of a handoff, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_process import poll
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_with_recompute_every_answer_goes_on(tmp_path: Path, role: str):
-    """Also where the client has tokens already: it gets the rest of the same answer, from elsewhere."""
+    """A client that has tokens already gets the rest of the same answer from another worker."""
     with held_pool(tmp_path, on_loss="recompute") as pool:
         whole = text_of(asked(pool).end())
         for state, (points, _, _) in STATES.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from typing import Any
@@ -11,12 +10,7 @@ import pytest
 
 from counterpoint.build import claim_gpu, link_bytes_per_s, make_transports, workers_on_gpu
 from counterpoint.config import Config, ConfigError
-from counterpoint.disagg.peer_connection import Address
-from counterpoint.serve.observability.merge_stats import merge, without_gauges
-from counterpoint.serve.worker.pool import make_rebalancer
-from counterpoint.serve.worker.registry import shared_token
-from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divide_cores
-from counterpoint.stats import Stats
+from counterpoint.serve.worker.pool_setup import make_rebalancer, shared_token
 
 
 @pytest.mark.parametrize(
@@ -66,38 +60,6 @@ def test_roles_need_targets_to_follow():
     assert make_rebalancer(Config().replace(replicas=2)) is None
 
 
-def test_cores_are_dealt_out_among_workers():
-    assert divide_cores((0, 1, 2, 3), 2) == [(0, 1), (2, 3)]
-    assert divide_cores((0, 1, 2), 2) == [(0,), (1, 2)]
-    assert divide_cores((4, 6), 4) == [(4,), (6,), (4,), (6,)]
-    assert divide_cores((0, 1), 0) == []
-
-
-def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    """The machine has no process, file or memory left for a moment."""
-
-    async def full(*command: str, **settings: Any) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    async def work() -> list[str]:
-        ended: asyncio.Queue[str] = asyncio.Queue()
-        crew = Supervisor(
-            Config().replace(replicas=1),
-            "",
-            ProcessLauncher(1),
-            lambda name, how: ended.put_nowait(how),
-        )
-        await crew.open()
-        crew.start(Address("127.0.0.1", 1), "token")
-        hows = [await asyncio.wait_for(ended.get(), 10) for _ in range(2)]
-        await crew.close()
-        return hows
-
-    monkeypatch.setattr("counterpoint.serve.worker.supervisor.PAUSE_S", (0.01, 0.01))
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
-    assert all("Resource temporarily unavailable" in how for how in asyncio.run(work()))
-
-
 def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch):
     assert [workers_on_gpu(rank, 5, 2) for rank in range(5)] == [3, 2, 3, 2, 3]
     assert [workers_on_gpu(rank, 2, 4) for rank in range(2)] == [1, 1]
@@ -130,38 +92,3 @@ def test_a_link_is_priced_by_its_transport():
         == link_bytes_per_s(Config().replace(transport="tcp"), "NVIDIA H200")
         == 1e9
     )
-
-
-def test_counters_do_not_fall_when_a_worker_goes():
-    a = Stats(
-        running=1,
-        steps=5,
-        generated_tokens=7,
-        pages_total=10,
-        page_tokens=16,
-        finished={"stop": 2},
-        split_s=((1, 0, 2.0),),
-    )
-    b = Stats(
-        running=2,
-        steps=1,
-        generated_tokens=3,
-        pages_total=10,
-        page_tokens=16,
-        finished={"stop": 1},
-        split_s=((1, 0, 1.0),),
-    )
-    both, left = merge([a, b]), merge([without_gauges(a), b])
-    assert (both.steps, both.generated_tokens, both.finished, both.split_s) == (
-        6,
-        10,
-        {"stop": 3},
-        ((1, 0, 3.0),),
-    )
-    assert (left.steps, left.generated_tokens, left.finished, left.split_s) == (
-        6,
-        10,
-        {"stop": 3},
-        ((1, 0, 3.0),),
-    )
-    assert (both.running, left.running, both.pages_total, left.pages_total) == (3, 2, 20, 10)

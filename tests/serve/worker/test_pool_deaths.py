@@ -1,4 +1,4 @@
-"""What becomes of streams when workers of a pool die, stand still, or are left by their clients. Over HTTP, real processes."""
+"""Streams of a pool whose workers die or freeze, or whose clients leave."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import httpx
 import psutil
 import pytest
 from pool_process import Pool
-from serve_process import poll
-from test_process_life import Reading
+from serve_process import Reading, poll
 from tiny_model import TINY
 
 LONG = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True, "stream": True}

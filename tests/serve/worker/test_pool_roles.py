@@ -1,4 +1,5 @@
-"""A worker that changes its role finishes what it has first, and several choices of one prompt send its KV once. Over HTTP."""
+"""A worker finishes its requests before it changes its role; choices of one prompt send its KV
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ EASY = {"ttft_s": 100.0}  # so that the router leaves the pools' roles as they a
 
 @pytest.fixture
 def elastic(tmp_path: Path) -> Iterator[HeldPool]:
-    """Prefill workers miss the pool's target as soon as they have anything to do; decode workers never do."""
+    """Prefill workers miss their target with any request; decode workers never do."""
     with held_pool(tmp_path, elastic=True, elastic_s=0.2, ttft_s=1e-9, tpot_s=100.0) as pool:
         yield pool
 
