@@ -57,8 +57,8 @@ def test_help_imports_nothing_heavy():
         "httpx",
     ]
     code = (
-        "import sys; from counterpoint.cli import status_of; "
-        f"status = [status_of([*c, '--help']) for c in ([], ['serve'])]; print('heavy:', [m for m in {heavy} if m in sys.modules])"
+        "import sys; from counterpoint.cli import run_command; "
+        f"status = [run_command([*c, '--help']) for c in ([], ['serve'])]; print('heavy:', [m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from counterpoint.build import claim_gpu, link_bytes_per_s, make_transports, workers_on_gpu
 from counterpoint.config import Config, ConfigError
 from counterpoint.disagg.peer_connection import Address
 from counterpoint.serve.observability.merge_stats import merge, without_gauges
@@ -17,6 +16,12 @@ from counterpoint.serve.worker.pool import make_rebalancer
 from counterpoint.serve.worker.registry import shared_token
 from counterpoint.serve.worker.supervisor import ProcessLauncher, Supervisor, divide_cores
 from counterpoint.types import Stats
+from counterpoint.worker_setup import (
+    claim_gpu,
+    link_bytes_per_s,
+    make_transports,
+    workers_on_gpu,
+)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class EngineClient:
         self,
         config: Config,
         on_record: Callable[[RequestTiming], None] | None = None,
-        system: str = "counterpoint.build:system",
+        system: str = "counterpoint.build:build_system",
         listener: OutputListener | None = None,
     ) -> None:
         self.config = config

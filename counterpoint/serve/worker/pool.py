@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from counterpoint import build
+from counterpoint import worker_setup
 from counterpoint.config import Config, ConfigError
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import (
@@ -88,7 +88,7 @@ class Pool:
         config: Config,
         source: ModelSource,
         on_record: Callable[[RequestTiming], None] | None = None,
-        system: str = "counterpoint.build:system",
+        system: str = "counterpoint.build:build_system",
         listener: OutputListener | None = None,
     ) -> None:
         cluster = config.cluster
@@ -383,9 +383,9 @@ class Pool:
         )
 
     def _make_load_tracker(self, ready: WorkerReady) -> LoadTracker:
-        prices = build.make_estimator(self.config, self.source, ready.units, ready.gpu)
+        prices = worker_setup.make_estimator(self.config, self.source, ready.units, ready.gpu)
         wires = LinkBandwidth(
-            build.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token
+            worker_setup.link_bytes_per_s(self.config, ready.gpu), ready.kv_bytes_per_token
         )
         return LoadTracker(
             Router(prices, wires, RoutingRule.from_config(self.config.cluster)),

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.build import WorkerPlacement, claim_gpu, make_identity, make_transports
 from counterpoint.config import Config, ConfigError, parse_host_port, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.device.cores import pin
@@ -61,7 +60,9 @@ from counterpoint.serve.worker.worker_protocol import (
     read_cluster_token,
 )
 from counterpoint.spec.model import ModelError
+from counterpoint.system import WorkerPlacement
 from counterpoint.types import AddRequest, Output, OutputDelta, Release, Role
+from counterpoint.worker_setup import claim_gpu, make_identity, make_transports
 
 POLL_S = 0.1
 STATES = sorted({state.value for state in (*SendState, *ReceiveState)} - {SendState.RELEASED.value})
@@ -106,7 +107,7 @@ def join(config: Config, front: str, role: Role, name: str | None) -> int:
     return run_worker(
         StartWorker(
             config=config.replace(cluster_token=None),
-            system="counterpoint.build:system",
+            system="counterpoint.build:build_system",
             name=name or f"{role.value}-{socket.gethostname()}",
             role=role,
             frontend=Address(host, port),
