@@ -220,10 +220,11 @@ def _cpu_kv_pool(config: Config, decoder: Decoder, placement: WorkerPlacement) -
         available_bytes() // placement.engines,
     )
     make_limits(config, spec, pages, 1)  # refuse before the pool is allocated
-    storage, tensors = None, 2 * spec.layers
-    if placement.allocate is not None:
-        storage = placement.allocate(pages, bytes_per_page // tensors, tensors).regions
-    return KVPool(spec, pages, page_tokens, decoder.kv_dtype, storage=storage)
+    if placement.allocate is None:
+        return KVPool(spec, pages, page_tokens, decoder.kv_dtype)
+    tensors = 2 * spec.layers
+    storage = placement.allocate(pages, bytes_per_page // tensors, tensors).regions
+    return KVPool.in_storage(spec, pages, page_tokens, decoder.kv_dtype, storage)
 
 
 def cpu_policy(

@@ -19,10 +19,10 @@ from counterpoint.model.kv import KVPool
 def pool_memory(pool: KVPool) -> KvMemory:
     """Raises ValueError if the pool's layers are not each in one piece, or, on a GPU, are not one allocation together."""
     if pool.k[0].device.type != "cpu":
-        if pool.whole is None:
+        if pool.buffer is None:
             raise ValueError(f"a pool on {pool.k[0].device} must be one allocation")
         return GpuKvMemory.from_tensor(
-            pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
+            pool.buffer.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
         )
     regions = [_bytes(side[layer]) for layer in range(len(pool.k)) for side in (pool.k, pool.v)]
     return KvMemory(tuple(regions), regions[0].nbytes // pool.pages)

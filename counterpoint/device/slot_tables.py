@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.sampling_tables import SamplingTables
-from counterpoint.model.batch import PassTensors, make_batch
+from counterpoint.model.batch import PassSegments, PassTensors, make_batch
 from counterpoint.model.ops import Ops
 from counterpoint.model.sample import SamplerInputs
 from counterpoint.types import InitSlot, Segment
@@ -99,9 +99,8 @@ class SlotTables:
         pages_SP = self.pages[:, :width][
             rows.slot_S
         ].long()  # beyond a request's pages: an earlier one's, or 0
-        return make_batch(
-            tokens_T, rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP, self.page_tokens, ops
-        )
+        segments = PassSegments(rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP)
+        return make_batch(tokens_T, segments, self.page_tokens, ops)
 
     def sampler_inputs(self, rows: PassRows) -> SamplerInputs:
         """How the sampled segments of a pass are sampled."""

@@ -14,7 +14,7 @@ from counterpoint.device.cuda.sampling import MOST_TOP, SamplingMode, tail_for
 from counterpoint.device.cuda.stream_partitions import StreamPartition, StreamPartitions
 from counterpoint.device.sampling_tables import SamplingStage
 from counterpoint.interfaces import Policy
-from counterpoint.model.batch import make_batch
+from counterpoint.model.batch import PassSegments, make_batch
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops, reference_ops
@@ -42,14 +42,8 @@ def reference_logits(
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)
     sizes = torch.tensor([0]), torch.tensor([len(tokens)])
-    batch = make_batch(
-        torch.tensor(tokens),
-        *sizes,
-        torch.tensor([True]),
-        torch.arange(pages)[None],
-        PAGE,
-        decoder.ops,
-    )
+    segments = PassSegments(*sizes, torch.tensor([True]), torch.arange(pages)[None])
+    batch = make_batch(torch.tensor(tokens), segments, PAGE, decoder.ops)
     x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, spec.layers)
     return decoder.logits(x_TD, batch, torch.arange(len(tokens)))
 

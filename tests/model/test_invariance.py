@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.model import Decoder, cpu_ops, make_batch
+from counterpoint.model import Decoder, PassSegments, cpu_ops, make_batch
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.invariance import require_invariant_gemms
 from counterpoint.model.kv import KVPool
@@ -120,9 +120,8 @@ class Passes:
             torch.tensor([n for _, n in pieces]),
             torch.ones(len(pieces), dtype=torch.bool),
         )
-        batch = make_batch(
-            torch.tensor(tokens), torch.tensor(start), counts, all_sampled, table_SP, PAGE, ops
-        )
+        segments = PassSegments(torch.tensor(start), counts, all_sampled, table_SP)
+        batch = make_batch(torch.tensor(tokens), segments, PAGE, ops)
         x_TD = self.decoder.run_layers(self.decoder.embed(batch), batch, self.kv, 0, layers)
         return self.decoder.logits(x_TD, batch)
 

@@ -13,7 +13,16 @@ from model_builders import PAGE, Run, prompts
 from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.model import Decoder, KVPool, Ops, cpu_ops, make_batch, native, reference_ops
+from counterpoint.model import (
+    Decoder,
+    KVPool,
+    Ops,
+    PassSegments,
+    cpu_ops,
+    make_batch,
+    native,
+    reference_ops,
+)
 from counterpoint.model import ops as reference
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.native import Kernels, load_kernels, plan_tiles
@@ -233,16 +242,17 @@ def test_a_batch_is_the_segments_row_by_row():
     ops = dataclasses.replace(reference_ops(), plan_attention=lambda *plan: plan)
     start, tokens = torch.tensor([5, 0, 9]), torch.tensor([3, 1, 2])
     table = torch.tensor([[10, 11, 12], [20, 0, 0], [30, 31, 32]])
-    batch = make_batch(
-        torch.arange(6), start, tokens, torch.tensor([True, False, True]), table, PAGE, ops
-    )
+    sampled = torch.tensor([True, False, True])
+    segments = PassSegments(start, tokens, sampled, table)
+    batch = make_batch(torch.arange(6), segments, PAGE, ops)
     assert batch.positions_T.tolist() == [5, 6, 7, 0, 9, 10]
     assert batch.kv_rows_T.tolist() == [45, 46, 47, 80, 129, 130]
     assert batch.sample_rows_B.tolist() == [2, 5]
-    by_index = make_batch(torch.arange(6), start, tokens, torch.tensor([2, 0]), table, PAGE, ops)
+    some = segments._replace(sample_S=torch.tensor([2, 0]))
+    by_index = make_batch(torch.arange(6), some, PAGE, ops)
     assert by_index.sample_rows_B.tolist() == [5, 2]
     with pytest.raises(IndexError):
-        make_batch(torch.arange(6), start + 4, tokens, torch.tensor([0]), table, PAGE, ops)
+        make_batch(torch.arange(6), segments._replace(start_S=start + 4), PAGE, ops)
 
 
 def test_decodes_of_very_uneven_lengths_are_gathered_in_groups():
@@ -296,18 +306,12 @@ def test_only_what_is_wanted_follows_the_last_attention():
     def hidden(only: list[int] | None) -> tuple[Tensor, KVPool]:
         run = Run(decoder, requests)
         begin, end = torch.tensor([0]), torch.tensor([21])
-        batch = make_batch(
-            requests[0],
-            begin,
-            end,
-            torch.tensor([True]),
-            run.table,
-            run.kv.page_tokens,
-            decoder.ops,
-        )
-        only_B = None if only is None else torch.tensor(only, dtype=torch.int64)
-        x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2, None, only_B)
-        return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers, None, only_B), run.kv
+        segments = PassSegments(begin, end, torch.tensor([True]), run.table)
+        batch = make_batch(requests[0], segments, run.kv.page_tokens, decoder.ops)
+        rows_B = None if only is None else torch.tensor(only, dtype=torch.int64)
+        batch = dataclasses.replace(batch, output_rows_B=rows_B)
+        x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2)
+        return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers), run.kv
 
     whole, kv = hidden(None)
     for only in ([20], [3, 0, 20], []):

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from counterpoint.config import ModelConfig
-from counterpoint.model import Decoder, KVPool, load_decoder, make_batch
+from counterpoint.model import Decoder, KVPool, PassSegments, load_decoder, make_batch
 from counterpoint.model.checkpoint import gguf_name
+from counterpoint.model.ops_cpu import CpuOptions
 from counterpoint.spec.source import ModelSource
 
 PAGE = 4
@@ -98,7 +99,8 @@ def save(model: PreTrainedModel, folder: Path) -> ModelSource:
 
 
 def load(source: ModelSource, dtype: str = "float32", **how: Any) -> Decoder:
-    return load_decoder(source, ModelConfig(dtype=dtype), **how)
+    ops = how.pop("ops", None)
+    return load_decoder(source, ModelConfig(dtype=dtype), ops=ops, cpu=CpuOptions(**how))
 
 
 class Run:
@@ -121,7 +123,9 @@ class Run:
         tokens_T = torch.cat([self.requests[r][a:b] for r, a, b in segments])
         sample = torch.ones(len(segments), dtype=torch.bool)
         ops = self.decoder.ops
-        batch = make_batch(tokens_T, start, stop - start, sample, self.table[index], PAGE, ops)
+        batch = make_batch(
+            tokens_T, PassSegments(start, stop - start, sample, self.table[index]), PAGE, ops
+        )
         x_TD = self.decoder.embed(batch)
         edges = (0, *groups, self.decoder.spec.layers)
         for first, last in itertools.pairwise(edges):
