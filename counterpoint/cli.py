@@ -99,7 +99,7 @@ def serve(config: Config) -> int:
         # A cluster that we start sends no usage statistics.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Without this, a lost head ends this process after a minute.
-        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"
+        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"  # noqa: SIM112
     source = build.find_model(config)
     from counterpoint.serve.server import run
 

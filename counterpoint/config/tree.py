@@ -41,11 +41,11 @@ TYPE_NAMES: dict[Any, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    model: ModelConfig = ModelConfig()
-    device: DeviceConfig = DeviceConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    server: ServerConfig = ServerConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    device: DeviceConfig = dataclasses.field(default_factory=DeviceConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def replace(self, **flags: Any) -> Config:
         """A copy with flat settings (`chunk_tokens=256`) put into their sections.

@@ -122,8 +122,8 @@ DEQUANTISE_CHUNK = (
 
 
 class GgufFile:
-    """A GGUF file, dequantised by the `gguf` package. The llama architecture stores the rows of Q and
-    K with the two halves of each head interleaved; `take` restores their order."""
+    """A GGUF file, dequantised by the `gguf` package. The llama architecture stores the rows of Q
+    and K with the two halves of each head interleaved; `take` restores their order."""
 
     def __init__(self, path: str, spec: ModelSpec) -> None:
         self.path = path
@@ -191,8 +191,8 @@ def gguf_name(name: str) -> str:
 
 
 class RandomCheckpoint:
-    """Random weights of any shape, a function of the seed. One block of normal numbers is drawn, and
-    each tensor is a slice of it (repeated) from its own offset: as fast as a copy."""
+    """Random weights of any shape, a function of the seed. One block of normal numbers is drawn,
+    and each tensor is a slice of it (repeated) from its own offset: as fast as a copy."""
 
     BLOCK = (1 << 22) + 57  # not a power of two: rows of a matrix must not repeat
 

@@ -111,7 +111,8 @@ class Decoder:
     def before_attention(
         self, normed_TD: Tensor, kv: KVPool, index: int, angles: Any, kv_rows_T: Tensor
     ) -> Tensor:
-        """A layer up to its attention: writes K and V of the rows to the pool, returns Q [T, H, A]."""
+        """A layer up to its attention: writes K and V of the rows to the pool, returns Q [T, H,
+        A]."""
         spec, ops, layer = self.spec, self.ops, self.weights.layers[index]
         norms = layer.query_norm, layer.key_norm
         qkv_TE = ops.linear(normed_TD, layer.qkv)

@@ -9,7 +9,8 @@ per token. Then x w^T is the product of the e4m3 numbers times the two scales. T
 e4m3 under one fixed scale (KV_SCALE): its range of 2^-9 to 448 holds keys and values of the models
 served, and larger ones saturate.
 
-Shapes: R rows, K numbers per row. Format: OCP 8-bit floating point specification 1.0, E4M3 (no infinity).
+Shapes: R rows, K numbers per row. Format: OCP 8-bit floating point specification 1.0, E4M3 (no
+infinity).
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ def compile_kernels(compiler: str, path: Path) -> None:
 
 
 def fingerprint(compiler: str) -> str:
-    """A hash of source, flags, compiler and CPU: a library is used only on the CPU it was made for."""
+    """A hash of source, flags, compiler and CPU: a library is used only on the CPU it was made
+    for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = sorted(

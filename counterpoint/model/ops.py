@@ -1,13 +1,14 @@
 """Ops: the operators of a decoder as a record of functions, and a plain-torch reference of each.
 
 Owns: the signatures. Every record computes what the reference computes, up to rounding. The
-reference is written to be read: float32, one segment after another.
-Must not: hold weights or state between calls, or set threads.
+reference is written to be read: float32, one segment after another. Must not: hold weights or state
+between calls, or set threads.
 
 Shapes: T tokens of the pass, S segments, N tokens of one segment, L its context length, P pages in
-a block-table row, D hidden, F ffn, V vocabulary, H query heads, K KV heads, A head size,
-E = (H + 2 * K) * A features of the fused Q, K, V.
-Formulas: RMS norm arXiv:1910.07467; RoPE arXiv:2104.09864 in the half-split layout; SwiGLU arXiv:2002.05202.
+a block-table row, D hidden, F ffn, V vocabulary, H query heads, K KV heads, A head size, E features
+of the fused Q, K and V: (H + 2 * K) * A.
+Formulas: RMS norm arXiv:1910.07467; RoPE arXiv:2104.09864 in the half-split layout; SwiGLU
+arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Ops:
     pack_embedding    (weight [V, D]) -> table
     embed             (tokens [T], table) -> [T, D]
     rms_norm          (x [T, D], weight [D], eps) -> [T, D]
-    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm: bit for bit `add`, then `rms_norm`
+    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm: the same bits as
+                      `add`, then `rms_norm`
     add               (x, delta) -> x + delta
     silu_mul          (x [T, 2F]: gate, then up) -> silu(gate) * up [T, F]
     rope_angles       (positions [T], inverse frequencies [A/2], scale) -> angles, computed once

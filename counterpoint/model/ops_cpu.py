@@ -155,7 +155,8 @@ def pack_bf16(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | Non
 
 
 def linear_bf16(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Computes one row as two: a single row would take another kernel with another order of sums."""
+    """Computes one row as two: a single row would take another kernel with another order of
+    sums."""
     x16 = x.to(torch.bfloat16)
     if x.shape[0] == 1:
         x16 = x16.expand(2, -1)
@@ -205,8 +206,9 @@ def append_finite(
     v_pages: Tensor,
     kv_rows_T: Tensor,
 ) -> Tensor:
-    """As the reference, but writes 0 to the pool for a number that is not finite. Gathered attention
-    reads whole pages: NaN of a failed request would reach the page's next owner despite the mask."""
+    """As the reference, but writes 0 to the pool for a number that is not finite. Gathered
+    attention reads whole pages: NaN of a failed request would reach the page's next owner despite
+    the mask."""
     kv_features = k_pages.shape[2] * k_pages.shape[3]
     x_TE[:, -2 * kv_features :].nan_to_num_(0.0, 0.0, 0.0)
     return rope_and_append(x_TE, angles, query_norm_A, key_norm_A, eps, k_pages, v_pages, kv_rows_T)

@@ -2,18 +2,18 @@
 
 Owns: how logits, a request's settings and its seed become a token. The n-th token of a request is a
 function of its own logits, settings, seed and n; rows are independent. Padding ids (`limit` and
-above) and ids that a row's mask forbids are never sampled. There is no Python loop over rows, and no
-host synchronisation where `Filters.width` is 0.
-Must not: hold state, use torch's own generators, or change the logits it is given.
+above) and ids that a row's mask forbids are never sampled. There is no Python loop over rows, and
+no host synchronisation where `Filters.width` is 0. Must not: hold state, use torch's own
+generators, or change the logits it is given.
 
 Order of stages: penalties, logit bias (banned stop tokens too), grammar masks, temperature, min-p,
 top-k, top-p. Top-p uses the renormalised result of the stages before it. Each filter is a floor on
 the scaled logits; ties at the floor stay, so it does not matter how a sort breaks ties.
 
-Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N biases per row,
-R rows of a stage, F rows with top-k or top-p.
-Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1; min-p
-arXiv:2407.01082 section 3.
+Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N biases per row, R
+rows of a stage, F rows with top-k or top-p.
+Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1;
+min-p arXiv:2407.01082 section 3.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from counterpoint.types import NO_GRAMMAR, NOT_FINITE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the rows `rows_R` (None: all). `tokens_RL` holds each row's prompt [0, prompt) and
-    output [prompt, length); entries beyond `length_R` are ignored. Repetition counts both, presence
-    and frequency the output alone."""
+    """Penalties of the rows `rows_R` (None: all). `tokens_RL` holds each row's prompt [0, prompt)
+    and output [prompt, length); entries beyond `length_R` are ignored. Repetition counts both,
+    presence and frequency the output alone."""
 
     rows_R: Tensor | None
     tokens_RL: Tensor
@@ -44,8 +44,8 @@ class Penalties:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Adds `values_RN` to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry adds
-    0 to id 0."""
+    """Adds `values_RN` to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry
+    adds 0 to id 0."""
 
     rows_R: Tensor | None
     ids_RN: Tensor
@@ -62,9 +62,10 @@ class GrammarMasks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filters:
-    """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off; `top_p_F` None:
-    off in all rows. `width`: how many of the largest logits to sort first, at least every top-k in
-    use; 0: all, which avoids a host synchronisation on a GPU. `floor` replaces `filter_floor`."""
+    """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off; `top_p_F`
+    None: off in all rows. `width`: how many of the largest logits to sort first, at least every
+    top-k in use; 0: all, which avoids a host synchronisation on a GPU. `floor` replaces
+    `filter_floor`."""
 
     rows_F: Tensor
     top_k_F: Tensor
@@ -91,7 +92,8 @@ class DrawParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplerInputs:
-    """How the rows of one batch are sampled. A stage that no row uses is None or empty, and free."""
+    """How the rows of one batch are sampled. A stage that no row uses is None or empty, and
+    free."""
 
     penalties: Penalties | None = None
     logit_bias: tuple[LogitBias, ...] = ()
@@ -140,9 +142,9 @@ def logprobs(
 def uniform(seed_R: Tensor, n_R: Tensor) -> Tensor:
     """A number in [0, 1) per row, float64 with 53 bits, from (seed, n) alone.
 
-    It is draw n of the SplitMix64 stream that starts at the mixed seed (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", OOPSLA 2014, section 5), used as a counter-based
-    generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    It is draw n of the SplitMix64 stream that starts at the mixed seed (Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", OOPSLA 2014, section 5), used as a
+    counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
     bits_R = _mix(_mix(seed_R + _GAMMA) + n_R * _GAMMA)
     return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
@@ -199,7 +201,7 @@ def draw_tokens(logits_RV: Tensor, draw: DrawParams) -> Tensor:
     cdf_RV = x_RV.softmax(1).cumsum_(1)
     total_R = cdf_RV[:, -1]
     target_R = (uniform(draw.seed_R, draw.n_R) * total_R).to(cdf_RV.dtype)
-    # Below the total, so that some id exceeds it. An id that a filter removed adds 0 and is skipped.
+    # Below the total, so that some id exceeds it. A filtered id adds 0 and is skipped.
     target_R = torch.minimum(target_R, total_R.nextafter(torch.zeros_like(total_R)))
     ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(
         max=cdf_RV.shape[1] - 1
