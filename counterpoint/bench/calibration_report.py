@@ -43,7 +43,8 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(table: Calibration, prior: Roofline) -> dict[str, Any]:
-    """The report as JSON values: errors of the fit and of the bare roofline, by kind, on held-out steps."""
+    """The report as JSON values: errors of the fit and of the bare roofline, by kind, on held-out
+    steps."""
     held_out = [p for p in table.points if p.held_out]
     # Held-out steps were measured in short runs: without the sustained slowdown.
     fitted = Fitted(msgspec.structs.replace(table, on_and_on={}), prior)

@@ -26,8 +26,8 @@ from counterpoint.types import FinishReason, PolicyReport, RequestTiming, Stats
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """A server. `url` with or without /v1. `extensions`: send the extensions above, and require the exact
-    output length."""
+    """A server. `url` with or without /v1. `extensions`: send the extensions above, and require the
+    exact output length."""
 
     url: str
     model: str
@@ -49,7 +49,8 @@ class HttpTarget:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self, query: Query, tokens: TokenRange, seed: int) -> bytes:
-        """The request as JSON. A synthetic prompt is sent as token ids, which only completions accept."""
+        """The request as JSON. A synthetic prompt is sent as token ids, which only completions
+        accept."""
         body: dict[str, object] = {"model": self.model}
         if self.endpoint == "chat":
             messages = query.messages or (("user", query.prompt),)

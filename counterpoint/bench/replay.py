@@ -52,7 +52,7 @@ class ReplayOptions:
     and inbox, and `limit_s`, after which unfinished requests are aborted."""
 
     warmup: Sequence[Query] = ()
-    tokens: TokenRange = TokenRange()
+    tokens: TokenRange = dataclasses.field(default_factory=TokenRange)
     seed: int = 0
     on_request: OnRequest = ignore_progress
     timeline: Timeline | None = None
@@ -155,8 +155,8 @@ def _collect_results(
 
 
 async def wait_for_idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
-    """The server's Stats once it has no request, or as they are after IDLE_WAIT_S. None if it has no
-    /metrics of this engine."""
+    """The server's Stats once it has no request, or as they are after IDLE_WAIT_S. None if it has
+    no /metrics of this engine."""
     deadline_s = clock() + IDLE_WAIT_S
     while (stats := await scrape(http, target)) is not None:
         if not (stats.running or stats.waiting) or clock() > deadline_s:
@@ -180,8 +180,8 @@ def _raise_socket_limit(count: int) -> None:
 
 
 class ReplayPhase:
-    """Collects the outputs of one set of requests. `finished` is set when all have ended and the engine is
-    idle."""
+    """Collects the outputs of one set of requests. `finished` is set when all have ended and the
+    engine is idle."""
 
     def __init__(self, num_requests: int, on_request: OnRequest) -> None:
         self.num_requests = num_requests
@@ -233,9 +233,9 @@ class EnginePlayer:
         on_request: OnRequest,
         limit_s: float | None = None,
     ) -> tuple[ReplayPhase, float, list[float]]:
-        """Put each request into the inbox at its time and wait until all have ended; abort what is unfinished
-        after `limit_s`. Returns the phase, its start, and when each request was put. Raises RuntimeError if
-        the loop fails."""
+        """Put each request into the inbox at its time and wait until all have ended; abort what is
+        unfinished after `limit_s`. Returns the phase, its start, and when each request was put.
+        Raises RuntimeError if the loop fails."""
         phase = self.phase = ReplayPhase(len(requests), on_request)
         inbox, sent_s = self.inbox, []
         start_s = inbox.clock() + HEAD_START_S

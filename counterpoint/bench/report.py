@@ -52,8 +52,10 @@ class ReplayResult:
 class RequestLatency:
     """What the client of one completed request saw, in seconds.
 
-    `ttft`: arrival to first token. `gaps`: between deliveries; tokens with one time are one delivery.
-    `tpot`: (last token - first token) / (tokens - 1); None for one token. `e2e`: arrival to end."""
+    `ttft`: arrival to first token. `gaps`: between deliveries; tokens with one time are one
+    delivery. `tpot`: (last token - first token) / (tokens - 1); None for one token. `e2e`: arrival
+    to end.
+    """
 
     __slots__ = ("e2e", "gaps", "tokens", "tpot", "ttft")
 
@@ -71,7 +73,8 @@ class RequestLatency:
         return float(self.gaps.max()) if len(self.gaps) else None
 
     def meets(self, slo: Slo) -> dict[str, bool]:
-        """Which targets are met. A target on a value that a one-token reply does not have is met."""
+        """Which targets are met. A target on a value that a one-token reply does not have is
+        met."""
         return {
             "ttft": slo.ttft_s is None or (self.ttft is not None and self.ttft <= slo.ttft_s),
             "tpot": slo.tpot_s is None or self.tpot is None or self.tpot <= slo.tpot_s,
@@ -268,9 +271,10 @@ def bubble_shares(
 ) -> dict[str, float | None]:
     """The idle share of each engine, by name, and their mean as `all`.
 
-    Idle: units times seconds without a step, over all units times the seconds in which any request was
-    present. So a worker of a pool that has no work while another has is idle. Units that a step has but
-    does not use are `active_share`."""
+    Idle: units times seconds without a step, over all units times the seconds in which any request
+    was present. So a worker of a pool that has no work while another has is idle. Units that a step
+    has but does not use are `active_share`.
+    """
     present_s = time_with_requests_s(records)
     idle: dict[str, float | None] = {}
     for name, stats in engines:
@@ -310,7 +314,8 @@ MAX_SEND_LAG_S = 0.05
 
 
 def _send_lag(lag_s: Sequence[float]) -> dict[str, Any]:
-    """Whether the load generator kept time: `degraded` if over 1 % of requests left over 50 ms late."""
+    """Whether the load generator kept time: `degraded` if over 1 % of requests left over 50 ms
+    late."""
     if not len(lag_s):
         return {}
     p50, p99 = np.percentile(lag_s, [50, 99])
@@ -340,7 +345,8 @@ def _per_request(records: Sequence[RequestTiming], errors: Mapping[str, str]) ->
 
 
 def _distribution(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean, median, std (population), p50 ... p99 (linear interpolation) and max, in milliseconds."""
+    """Mean, median, std (population), p50 ... p99 (linear interpolation) and max, in
+    milliseconds."""
     ms = np.array([v for v in seconds if v is not None]) * 1e3
     keys = ["mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"]
     if not len(ms):
@@ -367,8 +373,8 @@ def _max_tokens_per_s(records: Sequence[RequestTiming]) -> float | None:
 
 
 def _max_concurrency(records: Sequence[RequestTiming]) -> int:
-    """Most requests between arrival and end at any instant. An end and an arrival at the same instant do
-    not overlap."""
+    """Most requests between arrival and end at any instant. An end and an arrival at the same
+    instant do not overlap."""
     edges = sorted([(r.arrival_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
     most = now = 0
     for _, change in edges:

@@ -32,9 +32,9 @@ class Stopwatch:
         self.inner.close()
 
     def summarise(self) -> dict[str, object]:
-        """Seconds of the loop's turns: in total (`busy_s`), in launching steps by kind, with the longest (one
-        that waits for the device takes as long as the running step), and `turn_ms`: the mean rest of a turn
-        (events, decisions, answers)."""
+        """Seconds of the loop's turns: in total (`busy_s`), in launching steps by kind, with the
+        longest (one that waits for the device takes as long as the running step), and `turn_ms`:
+        the mean rest of a turn (events, decisions, answers)."""
         inbox, launches = self.inbox, sorted(self._launches.items())
         launching_s = self._others_s + sum(sum(took) for _, took in launches)
         return {

@@ -32,8 +32,8 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def write_json(result: Result, path: str | None) -> bool:
-    """Writes the whole result to `path`, if given. Returns False for - (standard output), where nothing
-    else may be printed."""
+    """Writes the whole result to `path`, if given. Returns False for - (standard output), where
+    nothing else may be printed."""
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if path == "-":
         print(text.decode())
@@ -176,8 +176,8 @@ def warning_lines(result: Result) -> list[str]:
         ]
     if result.get("degraded"):
         lines.append(
-            f"the load generator itself was late (p99 {format_number(result['p99_send_lag_ms'])} ms): "
-            "the load was not the one asked for; use a faster machine or a lower rate"
+            "the load generator itself was late (p99 "
+            f"{format_number(result['p99_send_lag_ms'])} ms): the load was not the one asked for; use a faster machine or a lower rate"
         )
     if result.get("pages_leaked"):
         lines.append(f"{result['pages_leaked']} pages of the KV cache did not come back")

@@ -307,8 +307,8 @@ def device_spec(name: str) -> DeviceSpec:
             degree=count,
             memory_bytes=count * spec.memory_bytes,
             measured=False,
-            source=f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} GB/s "
-            "bus bandwidth, not measured",
+            source=f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} "
+            "GB/s bus bandwidth, not measured",
         )
     cores = key.removeprefix("cpu-")
     if cores != key and cores.isdigit() and int(cores) > 0:

@@ -119,26 +119,7 @@ def check_numbers(config: Mapping[str, Any], keys: Iterable[str], within: str = 
 def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
     """Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`, which has
     all."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(field) or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(
-            f"{field} differs between layer types ({', '.join(rope)}): this engine supports one "
-            "for all"
-        )
-    check_numbers(rope, ROPE_NUMBER_FIELDS, f"{field}.")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does "
-            "not support it"
-        )
+    field, rope, kind = _checked_rope(config)
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind == "default":
         return RopeSpec(theta=theta)
@@ -178,6 +159,31 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
         attention_factor=yarn_attention_factor(rope, factor),
         truncate=rope.get("truncate", True),
     )
+
+
+def _checked_rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
+    """(name of the field, its content, the rope type). Raises ModelError if it is unsupported."""
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(field) or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError(
+            f"{field} differs between layer types ({', '.join(rope)}): this engine supports one "
+            "for all"
+        )
+    check_numbers(rope, ROPE_NUMBER_FIELDS, f"{field}.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(
+            f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does "
+            "not support it"
+        )
+    return field, rope, kind
 
 
 def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:

@@ -18,7 +18,7 @@ from counterpoint.bench.workload import (
     Query,
     TokenRange,
     prompt_ids,
-    synthetic_queries,
+    SyntheticLoad,
 )
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
@@ -233,9 +233,9 @@ def system(pages: int = 200):
 
 def test_an_engine_in_this_process_gives_the_same_outcome():
     engine, inbox, executor = system()
-    load = synthetic_queries(
+    load = SyntheticLoad(
         20, Lengths(60, "uniform"), Lengths(5, "uniform"), rate=400.0, groups=PrefixGroups(2, 0.8)
-    )
+    ).queries()
     events: list[str] = []
     outcome = replay_engine(
         engine, inbox, executor, load, tokens=TokenRange(100, 200), watch=events.append

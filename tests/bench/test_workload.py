@@ -17,7 +17,7 @@ from counterpoint.bench.workload import (
     offered_rate,
     prompt_ids,
     reusable_prefix_share,
-    synthetic_queries,
+    SyntheticLoad,
 )
 
 
@@ -61,14 +61,14 @@ def test_lengths_have_their_mean_and_bounds(kind):
 
 def test_a_load_follows_from_its_seed():
     def load(seed):
-        return synthetic_queries(
+        return SyntheticLoad(
             50,
             Lengths(80, "lognormal"),
             Lengths(20, "uniform"),
             rate=5.0,
             groups=PrefixGroups(3, 0.5),
             seed=seed,
-        )
+        ).queries()
 
     assert load(3) == load(3)
     assert load(3) != load(4)
@@ -83,9 +83,9 @@ def common(a, b):
 
 
 def test_groups_share_their_part_of_the_prompt():
-    load = synthetic_queries(
+    load = SyntheticLoad(
         40, Lengths(320, "uniform", 0.5), Lengths(4), groups=PrefixGroups(2, 0.5), seed=0
-    )
+    ).queries()
     for a in load:
         for b in load:
             if a is b:
