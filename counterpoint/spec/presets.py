@@ -24,14 +24,17 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+Sizes = tuple[int, int, int, int, int, int]  # layers, hidden, heads, kv_heads, head_dim, ffn
+
+
 def model(
-    name: str, family: str, sizes: tuple[int, ...], vocab: int, context: int, **fields: Any
+    name: str, family: str, sizes: Sizes, vocab: int, context: int, **fields: Any
 ) -> ModelSpec:
-    """`sizes`: layers, hidden, heads, kv_heads, head_dim, ffn. `fields` override the family's."""
+    """A spec with `fields` over the family's."""
     return ModelSpec(name, family, *sizes, vocab, context, **(FAMILY_FIELDS[family] | fields))
 
 
-def llama3(name: str, sizes: tuple[int, ...], rope: RopeSpec, tied: bool = False) -> ModelSpec:
+def llama3(name: str, sizes: Sizes, rope: RopeSpec, tied: bool = False) -> ModelSpec:
     return model(
         name, "llama", sizes, 128256, 131072,
         rope=rope, tied_embeddings=tied, eos_token_ids=LLAMA3_ENDS,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.bench.trace import TraceError, read_trace, write_queries
+from counterpoint.bench.trace import read_trace
+from counterpoint.bench.trace_formats import TraceError, write_queries
 from counterpoint.bench.workload import describe_load, prompt_ids
 from counterpoint.types import Slo
 

@@ -11,13 +11,13 @@ from counterpoint.bench.workload import (
     Lengths,
     PrefixGroups,
     Query,
+    SyntheticLoad,
     TokenRange,
     arrival_times,
     describe_load,
     offered_rate,
     prompt_ids,
     reusable_prefix_share,
-    SyntheticLoad,
 )
 
 

@@ -176,12 +176,12 @@ def test_requests_without_blocks_or_ending_in_the_system_prompt_stand_alone():
 
 def test_thinning_keeps_groups_whole():
     load = chats(groups=200, turns=4)
-    thin = thin(load, 0.2, seed=5)
-    assert len(thin) == pytest.approx(160, abs=4)
-    kept = {q.number % 200 for q in thin}
-    assert [q.number for q in thin] == [q.number for q in load if q.number % 200 in kept]
-    assert thin[0].arrival_s == 0
-    assert reusable_prefix_share(thin) == pytest.approx(reusable_prefix_share(load), abs=0.01)
+    kept_load = thin(load, 0.2, seed=5)
+    assert len(kept_load) == pytest.approx(160, abs=4)
+    kept = {q.number % 200 for q in kept_load}
+    assert [q.number for q in kept_load] == [q.number for q in load if q.number % 200 in kept]
+    assert kept_load[0].arrival_s == 0
+    assert reusable_prefix_share(kept_load) == pytest.approx(reusable_prefix_share(load), abs=0.01)
     assert thin(load, 1.0, seed=5) == load
     with pytest.raises(ValueError, match="thin"):
         thin(load, 0.0, seed=5)
@@ -189,9 +189,9 @@ def test_thinning_keeps_groups_whole():
 
 def test_thinning_the_public_trace_keeps_its_hits(public_trace):
     load = read_trace(public_trace("mooncake_conversation_trace.jsonl")).queries
-    thin = thin(load, 0.05, seed=0)
-    assert len(thin) / len(load) == pytest.approx(0.05, abs=0.002)
-    assert reusable_prefix_share(thin) > 0.3  # random rows would leave 0.09
+    kept_load = thin(load, 0.05, seed=0)
+    assert len(kept_load) / len(load) == pytest.approx(0.05, abs=0.002)
+    assert reusable_prefix_share(kept_load) > 0.3  # random rows would leave 0.09
 
 
 def test_the_first_can_be_left_out():
