@@ -177,7 +177,8 @@ def warning_lines(result: Result) -> list[str]:
     if result.get("degraded"):
         lines.append(
             "the load generator itself was late (p99 "
-            f"{format_number(result['p99_send_lag_ms'])} ms): the load was not the one asked for; use a faster machine or a lower rate"
+            f"{format_number(result['p99_send_lag_ms'])} ms): the load was not the one asked for; "
+            "use a faster machine or a lower rate"
         )
     if result.get("pages_leaked"):
         lines.append(f"{result['pages_leaked']} pages of the KV cache did not come back")

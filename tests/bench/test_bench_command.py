@@ -1,4 +1,4 @@
-"""The command as it is called: flags in, table or JSON out."""
+"""The `bench` command: flags in, table or JSON out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import cyclopts
 import pytest
-from bench_server import Fake, running
+from bench_server import FakeServer, running
 
 from counterpoint.bench.command import bench
 from counterpoint.bench.trace import read_trace
@@ -15,7 +15,7 @@ from counterpoint.bench.trace import read_trace
 
 @pytest.fixture
 def fake():
-    return Fake()
+    return FakeServer()
 
 
 @pytest.fixture

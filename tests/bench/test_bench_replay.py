@@ -1,4 +1,6 @@
-"""Replays, over HTTP against a small server and on an engine in this process: open loop, honest about failures and lateness."""
+"""Replays over HTTP against a small server, and on an engine in this process: open loop, with every
+failure and delay reported.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import threading
 import time
 
 import pytest
-from bench_server import Fake, running
+from bench_server import FakeServer, running
 
 from counterpoint.bench import replay
 from counterpoint.bench.client import METRIC_FIELDS, HttpTarget
@@ -37,7 +39,7 @@ def query(number: int, kind: int = FINE, arrival_s: float = 0.0, tokens: int = 4
 
 @pytest.fixture
 def fake():
-    return Fake()
+    return FakeServer()
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_a_shorter_answer_is_fine_where_its_length_was_not_asked_for(fake, targe
 
 
 def test_arrivals_do_not_wait_for_answers(fake, target):
-    """All ten requests reach the server while it answers none; only then is it let go."""
+    """All ten requests reach the server before it answers any."""
     fake.expected = 10
     outcome = []
     player = threading.Thread(
@@ -114,7 +116,8 @@ def test_arrivals_do_not_wait_for_answers(fake, target):
 
 
 def test_a_late_generator_is_reported(target, monkeypatch):
-    """The generator's clock runs ahead by 0.3 s while it prepares the second query: as if the process had been held up."""
+    """The generator's clock jumps by 0.3 s before the second query, as if the process had
+    stalled."""
     real, held = time.perf_counter, [0.0]
     monkeypatch.setattr(replay, "clock", lambda: real() + held[0])
 
@@ -180,7 +183,7 @@ def test_other_servers_have_no_figures(target):
 
 
 class Echo:
-    """An executor whose steps are done at once: every sampled token is 7. It remembers the prompts it was given."""
+    """An executor that finishes steps at once with token 7, and records the prompts."""
 
     def __init__(self, inbox: WallClockEventQueue, layers: int) -> None:
         self.inbox, self.layers = inbox, layers

@@ -1,4 +1,4 @@
-"""Every metric against small cases worked out by hand."""
+"""Every metric, against small cases computed by hand."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_wilson_interval():
     assert narrow and wide and narrow[1] - narrow[0] < wide[1] - wide[0]
 
 
-# ---------------------------------------------------------------- the engine's and the generator's side
+# ---------------------------------------------------------------- engine and load generator
 
 
 def test_split_shares_are_of_this_run_only(record):
@@ -238,9 +238,10 @@ def test_the_engines_inside_is_of_this_run_only(record):
     assert result["decisions"] == {"split": 2} and result["fallbacks"] == {"fused gains more": 1}
 
 
-def test_bubbles_are_units_that_nobody_has_while_somebody_waits(record):
-    """Requests are there in [0, 2) and [1, 4) and [6, 7): 5 s. One engine has all its 10 units for 2 s and 4 and 2 of them for 1 s;
-    the other, of the same size, mixed steps on all for 5 s."""
+def test_bubbles_are_idle_units_while_a_request_is_present(record):
+    """Requests are present in [0, 2), [1, 4) and [6, 7): 5 s. One engine uses all its 10 units
+    for 2 s, and 4 and 2 of them for 1 s; the other, of the same size, runs mixed steps on all
+    for 5 s."""
     there = [
         record("b", 1.0, (3.0,), finished_s=4.0),
         record("a", 0.0, (1.0,), finished_s=2.0),

@@ -42,7 +42,8 @@ from counterpoint.types import BatchShape, Command, InitSlot, Lane, Role, Step, 
 
 
 class TiringDevice:
-    """REAL, but passes with prompt tokens take 1.2 times as long after half a second, and steps beside others again after two."""
+    """REAL, but prefills take 1.2 times as long after 0.5 s, and co-running steps from
+    `pairs_from_s` on."""
 
     def __init__(self) -> None:
         self.inbox: VirtualEventQueue | None = None
@@ -149,7 +150,7 @@ class FailingExecutor(SimExecutor):
 
 
 def test_a_wrong_guess_does_not_change_the_measurement():
-    """Decode is thought to take no time beside prefill, or a hundred times as long: the same is measured."""
+    """With a guess of almost no time, and of a hundred times the real one."""
     b = calibration_bench()
     prefill, decode = CalibrationJob((ProbePrompt(512),), (1000,) * 32, 32).shapes(LLAMA.layers)
     assert prefill is not None and decode is not None

@@ -1,4 +1,4 @@
-"""Loads made to fit: the clock, the lengths and the number of requests change; what prompts have in common does not."""
+"""Transforms of a load: what they change, and the prefixes they keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from counterpoint.types import Slo
 
 
 def chats(groups: int, turns: int, system: tuple[int, ...] = (0,)) -> list[Query]:
-    """`groups` interleaved conversations of `turns` requests; all begin with the system blocks, and each turn adds a block."""
+    """`groups` interleaved conversations of `turns` requests. All start with the system blocks;
+    each turn adds a block."""
     load = []
     for turn in range(turns):
         for group in range(groups):
@@ -130,7 +131,7 @@ def test_a_querys_own_targets_come_first():
     ]
 
 
-def test_a_rehearsal_leaves_no_prefix_behind():
+def test_warmup_queries_share_no_prefix_with_the_load():
     load = chats(3, 3)
     warm = warmup_queries(load, 2)
     assert [(q.prompt_tokens, q.arrival_s) for q in warm] == [
@@ -153,7 +154,7 @@ def test_groups_are_conversations_not_the_common_system_prompt():
         assert group == label[q.number % 100]
 
 
-def test_two_system_prompts_tie_no_group_together():
+def test_two_system_prompts_make_no_groups():
     load = chats(50, 3, system=(0,)) + [
         dataclasses.replace(
             q, number=q.number + 150, prefix_ids=(1, *[b + 10_000 for b in q.prefix_ids[1:]])

@@ -1,4 +1,4 @@
-"""Made loads: what their numbers promise, and that prompts share tokens exactly where their blocks say so."""
+"""Synthetic loads: their statistics, and prompts that share tokens exactly as their blocks do."""
 
 from __future__ import annotations
 
@@ -126,8 +126,9 @@ def test_tokens_depend_on_the_seed_only():
     assert prompt_ids(query, seed=1) != prompt_ids(query, seed=2)
 
 
-def test_tokens_are_the_hash_that_is_written_down():
-    """The same by whole numbers, one token at a time: so a load means the same tokens on every machine and in every version."""
+def test_tokens_are_the_documented_hash():
+    """Recomputed with Python ints, one token at a time: a load has the same tokens on every machine
+    and in every version."""
 
     def mix(word):
         word = (word + 0x9E3779B97F4A7C15) % 2**64

@@ -1,10 +1,9 @@
-"""The CPU's ops against the reference, and what they promise beyond it."""
+"""The CPU's ops against the reference, and their batch invariance."""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,7 @@ def test_a_pass_in_layer_groups_is_the_same_bit_for_bit(dtype: str, native: bool
 
 
 def test_what_shares_a_pass_does_not_matter_bit_for_bit(kernels: Path, compiled: Kernels):
-    """One request alone, token by token, in chunks, and among others of other lengths, on one thread and on two."""
+    """One request alone, token by token, in chunks, and beside others, on one thread and on two."""
     decoder = make("float16", kernels)
     requests = prompts(SPEC.vocab, 200, 37, 90, 3)
     alone = Run(decoder, requests).step((0, 0, 200))
@@ -217,7 +216,7 @@ def test_kernels_between_the_products(compiled: Kernels, rows: int, width: int):
 
 @pytest.mark.parametrize("native", [True, False], ids=["C kernels", "torch"])
 def test_a_failed_request_does_not_spoil_the_next_owner_of_its_pages(native: bool, kernels: Path):
-    """What is not a finite number stays with the request that made it."""
+    """NaN and infinity stay within the request that produced them."""
     decoder = make("float16", kernels if native else None)
     good = prompts(SPEC.vocab, 7)[0]
     want = Run(decoder, [good]).step((0, 0, 7))
@@ -280,7 +279,9 @@ def test_without_a_compiler_torch_takes_over(
 
 
 def test_a_head_size_that_the_kernels_do_not_take(kernels: Path):
-    check: Callable[[int], Ops] = lambda dim: cpu_ops("float32", dim, cache=kernels)
+    def check(dim: int) -> Ops:
+        return cpu_ops("float32", dim, cache=kernels)
+
     assert check(24).attention is gathered_attention
     assert check(80).attention is not gathered_attention or isinstance(load_kernels(kernels), str)
 
@@ -298,8 +299,9 @@ def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(
     assert "bfloat16" not in cpu_ops("auto", checkpoint_dtype=torch.float32, cache=kernels).name
 
 
-def test_only_what_is_wanted_follows_the_last_attention():
-    """The rows asked for are as in a whole pass, in any order; with none of them the cache is written all the same."""
+def test_only_output_rows_are_computed_after_the_last_attention():
+    """The output rows equal those of a full pass, in any order. Without any, the cache is still
+    written."""
     decoder = build_decoder(SPEC, RandomCheckpoint(7, deviation=0.2), reference_ops())
     requests = prompts(SPEC.vocab, 21)
 

@@ -57,7 +57,8 @@ def oracle() -> Oracle:
 
 
 def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
-    """All prompts prefilled in one pass, then decoded as one batch. The end of sequence is not chosen, as in the oracle."""
+    """All prompts prefilled in one pass, then decoded as one batch, without end of sequence as in
+    the oracle."""
     size = len(prompts)
     width = -(-(max(map(len, prompts)) + NEW_TOKENS) // PAGE)
     kv = KVPool(decoder.spec, size * width, PAGE, decoder.kv_dtype)

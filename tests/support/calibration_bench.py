@@ -62,7 +62,8 @@ class CalibrationBench:
 
 @dataclass(frozen=True)
 class SlowHost:
-    """A host that launches decodes as one graph, passes of up to 512 rows in pieces, and larger ones operation by operation."""
+    """Launches decodes as one graph, passes of up to 512 rows as piecewise graphs, and larger ones
+    operation by operation."""
 
     def seconds(self, work: BatchShape) -> float:
         if not work.prefill_tokens:
@@ -77,7 +78,7 @@ class SlowHost:
 
 @dataclass(frozen=True)
 class PaddingDevice:
-    """A device that fills decode batches up to a bucket, and small passes too, and that waits for what launches them."""
+    """Pads decode batches and small passes to buckets, and waits for the host's launches."""
 
     inner: Estimator
     buckets: tuple[int, ...] = ()
@@ -100,7 +101,7 @@ class PaddingDevice:
 
 @dataclass(frozen=True)
 class FixedTime:
-    """Every step takes as long."""
+    """Every step takes `alone_s`."""
 
     alone_s: float
 

@@ -98,13 +98,13 @@ def save(model: PreTrainedModel, folder: Path) -> ModelSource:
     return ModelSource("hf", str(folder), folder.name)
 
 
-def load(source: ModelSource, dtype: str = "float32", **how: Any) -> Decoder:
-    ops = how.pop("ops", None)
-    return load_decoder(source, ModelConfig(dtype=dtype), ops=ops, cpu=CpuOptions(**how))
+def load(source: ModelSource, dtype: str = "float32", **options: Any) -> Decoder:
+    """`options` are those of CpuOptions."""
+    return load_decoder(source, ModelConfig(dtype=dtype), cpu=CpuOptions(**options))
 
 
 class Run:
-    """A decoder with a KV pool, whose pages are dealt in a scrambled order, and the tokens of some requests."""
+    """A decoder, a KV pool whose pages are assigned in random order, and the tokens of requests."""
 
     def __init__(self, decoder: Decoder, requests: list[Tensor], pages: int = 256) -> None:
         self.decoder = decoder
@@ -117,8 +117,8 @@ class Run:
         self.requests = requests
 
     def step(self, *segments: tuple[int, int, int], groups: tuple[int, ...] = ()) -> Tensor:
-        """Compute positions [start, stop) of each (request, start, stop); the logits of each one's last position. `groups` are the
-        layers at which the pass is cut."""
+        """Compute positions [start, stop) of each (request, start, stop); returns the logits of
+        each last position. `groups`: the layers at which layer groups start."""
         index, start, stop = (torch.tensor(column) for column in zip(*segments, strict=True))
         tokens_T = torch.cat([self.requests[r][a:b] for r, a, b in segments])
         sample = torch.ones(len(segments), dtype=torch.bool)
@@ -150,7 +150,8 @@ def write_gguf(
     quantise: GGMLQuantizationType = GGMLQuantizationType.F32,
     **extra: Tensor,
 ) -> ModelSource:
-    """The model as a GGUF file as llama.cpp's converter would write it; matrices in `quantise`, beside them tensors `extra`."""
+    """The model as a GGUF file as llama.cpp's converter writes it, with matrices in `quantise`, and
+    the tensors `extra`."""
     config = model.config
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, architecture)
