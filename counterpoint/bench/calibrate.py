@@ -88,8 +88,7 @@ def command(*, options: CalibrateOptions = CalibrateOptions(), config: Config) -
         assert target is not None
         if not target.levels:
             raise ValueError(
-                f"{target.key.device} can't be split here, so there is nothing to decide that "
-                "needs prices"
+                f"{target.key.device} can't be split here, so no policy needs its step times"
             )
         path = options.out or build.calibration_folder() / file_name(target.key)
         table = open_table(path, target, options.seed, options.fresh)

@@ -52,33 +52,35 @@ class ReplayResult:
 class RequestLatency:
     """What the client of one completed request saw, in seconds.
 
-    `ttft`: arrival to first token. `gaps`: between deliveries; tokens with one time are one
-    delivery. `tpot`: (last token - first token) / (tokens - 1); None for one token. `e2e`: arrival
-    to end.
+    `ttft_s`: arrival to first token. `gaps_s`: between deliveries; tokens with one time are one
+    delivery. `tpot_s`: (last token - first token) / (tokens - 1); None for one token. `e2e_s`:
+    arrival to end.
     """
 
-    __slots__ = ("e2e", "gaps", "tokens", "tpot", "ttft")
+    __slots__ = ("e2e_s", "gaps_s", "tokens", "tpot_s", "ttft_s")
 
     def __init__(self, record: RequestTiming) -> None:
         times = np.asarray(record.token_s)
         self.tokens = len(times)
-        self.ttft = float(times[0] - record.arrival_s) if len(times) else None
+        self.ttft_s = float(times[0] - record.arrival_s) if len(times) else None
         gaps = np.diff(times)
-        self.gaps: NDArray[np.float64] = gaps[gaps > 0]
-        self.tpot = float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else None
-        self.e2e = record.finished_s - record.arrival_s
+        self.gaps_s: NDArray[np.float64] = gaps[gaps > 0]
+        self.tpot_s = float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else None
+        self.e2e_s = record.finished_s - record.arrival_s
 
     @property
-    def longest_gap(self) -> float | None:
-        return float(self.gaps.max()) if len(self.gaps) else None
+    def longest_gap_s(self) -> float | None:
+        return float(self.gaps_s.max()) if len(self.gaps_s) else None
 
     def meets(self, slo: Slo) -> dict[str, bool]:
         """Which targets are met. A target on a value that a one-token reply does not have is
         met."""
         return {
-            "ttft": slo.ttft_s is None or (self.ttft is not None and self.ttft <= slo.ttft_s),
-            "tpot": slo.tpot_s is None or self.tpot is None or self.tpot <= slo.tpot_s,
-            "itl": slo.itl_s is None or self.longest_gap is None or self.longest_gap <= slo.itl_s,
+            "ttft": slo.ttft_s is None or (self.ttft_s is not None and self.ttft_s <= slo.ttft_s),
+            "tpot": slo.tpot_s is None or self.tpot_s is None or self.tpot_s <= slo.tpot_s,
+            "itl": slo.itl_s is None
+            or self.longest_gap_s is None
+            or self.longest_gap_s <= slo.itl_s,
         }
 
 
@@ -114,11 +116,11 @@ def summarise(
     result = _throughput(records, done, latency, duration_s)
     result |= _goodput(records, latency, slo, duration_s)
     values = list(latency.values())
-    result |= _distribution("ttft", [v.ttft for v in values])
-    result |= _distribution("tpot", [v.tpot for v in values])
-    result |= _distribution("itl", np.concatenate([v.gaps for v in values]) if values else ())
-    result |= _distribution("e2el", [v.e2e for v in values])
-    result |= _distribution("longest_gap", [v.longest_gap for v in values])
+    result |= _distribution("ttft", [v.ttft_s for v in values])
+    result |= _distribution("tpot", [v.tpot_s for v in values])
+    result |= _distribution("itl", np.concatenate([v.gaps_s for v in values]) if values else ())
+    result |= _distribution("e2el", [v.e2e_s for v in values])
+    result |= _distribution("longest_gap", [v.longest_gap_s for v in values])
     result |= _engine_counters(records, outcome.after, outcome.before)
     result |= _send_lag(outcome.lag_s)
     result["error_counts"] = dict(
@@ -336,9 +338,9 @@ def _per_request(records: Sequence[RequestTiming], errors: Mapping[str, str]) ->
         "input_lens": [r.prompt_tokens for r in records],
         "cached_lens": [r.cached_tokens for r in records],
         "output_lens": [v.tokens for v in latency],
-        "ttfts": [v.ttft for v in latency],
-        "itls": [v.gaps.tolist() for v in latency],
-        "latencies": [v.e2e for v in latency],
+        "ttfts": [v.ttft_s for v in latency],
+        "itls": [v.gaps_s.tolist() for v in latency],
+        "latencies": [v.e2e_s for v in latency],
         "finish_reasons": [str(r.finish_reason) for r in records],
         "errors": [errors.get(r.id, "") for r in records],
     }

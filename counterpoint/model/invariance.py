@@ -34,11 +34,11 @@ def require_invariant_gemms(decoder: Decoder, device: torch.device | str = "cpu"
     chance = torch.Generator().manual_seed(0)
     for name, (packed, inputs) in matrices.items():
         x_RK = torch.randn(MAX_ROWS, inputs, generator=chance).to(device, activation_dtype(decoder))
-        whole = ops.linear(x_RK.clone(), packed)
+        expected = ops.linear(x_RK.clone(), packed)
         for rows in ROWS:
             first = MAX_ROWS // 2 if rows <= MAX_ROWS // 2 else 0
             part = slice(first, first + rows)
-            if not torch.equal(ops.linear(x_RK[part].clone(), packed), whole[part]):
+            if not torch.equal(ops.linear(x_RK[part].clone(), packed), expected[part]):
                 raise ConfigError(
                     f"batch_invariant: on this device ({ops.name}) the product {name} of "
                     f"{spec.name} gives a row other bits among {rows} rows than among {MAX_ROWS}: "

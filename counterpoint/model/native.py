@@ -201,13 +201,13 @@ def load_kernels(cache: Path) -> Kernels | str:
 
 def compile_kernels(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as scratch:
-        fresh = Path(scratch) / path.name
+        built = Path(scratch) / path.name
         subprocess.run(
-            [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"],
+            [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"],
             check=True,
             capture_output=True,
         )
-        os.replace(fresh, path)
+        os.replace(built, path)
 
 
 def fingerprint(compiler: str) -> str:

