@@ -45,7 +45,7 @@ class NoFusion(Auto):
     ) -> None:
         super().__init__(scheduler, units, layers, levels, estimator, depth)
         self.levels = levels
-        self.prices = SplitPricer(self.cost_model, units, layers, levels, scheduler.max_pass_tokens)
+        self.pricer = SplitPricer(self.cost_model, units, layers, levels, scheduler.max_pass_tokens)
 
 
 class NoPartition(NoFusion):
