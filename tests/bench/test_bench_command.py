@@ -134,7 +134,7 @@ def test_a_trace_against_a_server_and_the_load_saved(fake, url, call, data, tmp_
         "--requests",
         "3",
         "--time-scale",
-        "0.01",
+        "0.2",
     )
     status, out, _ = call(
         "--url",
