@@ -94,7 +94,6 @@ def find_model(config: Config) -> ModelSource:
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a CUDA GPU that it can use."""
     import torch
 
     return torch.cuda.is_available()
@@ -206,7 +205,6 @@ def _load_cpu_decoder(config: Config, source: ModelSource) -> Decoder:
 
 
 def _cpu_kv_pool(config: Config, decoder: Decoder, placement: WorkerPlacement) -> KVPool:
-    """Raises ConfigError if not even one page fits."""
     from counterpoint.device.memory import available_bytes, choose_pages
     from counterpoint.model.kv import KVPool, page_bytes
 
@@ -230,7 +228,6 @@ def _cpu_kv_pool(config: Config, decoder: Decoder, placement: WorkerPlacement) -
 def cpu_policy(
     config: Config, spec: ModelSpec, key: CalibrationKey, prior: Roofline, auto: type[Auto] = Auto
 ) -> tuple[Policy, list[str]]:
-    """The policy for the cores of `key`, and notes for the user."""
     cores, notes = key.units, []
     wanted = config.scheduler.policy
     if cores == 1 and wanted in ("multiplex", "auto"):

@@ -59,7 +59,6 @@ class CalibrateOptions:
     ] = 1
 
     def check(self) -> None:
-        """Raises ValueError with the flag and the fix."""
         if not 0 < self.budget < math.inf:
             raise ValueError(f"--budget is {self.budget}: it must be more than 0 seconds")
         if self.seed < 0:

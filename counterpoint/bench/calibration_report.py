@@ -24,7 +24,6 @@ def kind_of(point: CalibrationPoint) -> str:
 
 
 def errors(estimator: Estimator, points: Sequence[CalibrationPoint]) -> dict[str, dict[str, float]]:
-    """Relative errors by kind of step."""
     found: dict[str, list[float]] = {}
     for point in points:
         off = abs(estimator.seconds(point.work, point.units, point.co_running) / point.seconds - 1)

@@ -58,7 +58,6 @@ class CalibrationRun:
         return measured.issuperset(self._point_keys(job))
 
     def _point_keys(self, job: CalibrationJob) -> list[PointKey]:
-        """The points that the job measures."""
         prefill, decode = job.shapes(self.probe.layers)
         if prefill is None or decode is None:
             return [(prefill or decode or BatchShape(), job.units, None)]

@@ -1,12 +1,12 @@
 """The HTTP client of a replay: sends one query, reads one stream of tokens.
 
 Owns: the request body, server-sent events, the time of each token, and what counts as a failure.
-Every query ends in exactly one RequestTiming, whatever the server does; a failure keeps its
-message. Must not: decide when a query is sent (replay.py), or judge latencies (report.py).
+Every query ends in exactly one RequestTiming; a failure keeps its message.
+Must not: decide when a query is sent (replay.py), or judge latencies (report.py).
 
-It works with any server of the OpenAI API. `ignore_eos` and `continuous_usage_stats` are common
-extensions: the first fixes the length of the answer, the second adds the token count to every
-chunk. `slo`, the query's targets, is an extension of this engine, which others ignore.
+It works with any server of the OpenAI API. Common extensions: `ignore_eos` fixes the length of the
+answer, `continuous_usage_stats` puts the token count into every chunk. `slo`, the query's targets,
+is our own; other servers ignore it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ JSON = json_flag(OUTPUT)
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TargetOptions:
-    """What is measured: a server, or an engine in this process."""
-
     url: Annotated[str | None, flag("a server of the OpenAI API, with or without /v1", TARGET)] = (
         None
     )
@@ -84,8 +82,6 @@ class TargetOptions:
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """How the result is judged, and where it is written."""
-
     slo: Annotated[
         str | None,
         flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for goodput and attainment", OUTPUT),
@@ -105,8 +101,6 @@ class ReportOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchRun:
-    """What one call of the command measures, and where progress is shown."""
-
     target: TargetOptions
     load: LoadOptions
     out: ReportOptions
@@ -285,7 +279,6 @@ def _token_range(text: str | None) -> TokenRange | None:
 def _build_result(
     about: dict[str, Any], run: BenchRun, trace: Trace, outcome: ReplayResult
 ) -> dict[str, Any]:
-    """The JSON to write: first what was done, then the outcome."""
     load, rate = run.load, offered_rate(trace.queries)
     arrivals = load.arrivals or ("trace" if load.trace else "poisson")
     slo = {query.id: query.slo for query in trace.queries}

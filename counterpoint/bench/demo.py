@@ -114,7 +114,6 @@ def start_server(model: str, console: Console) -> Iterator[str]:
 
 
 def ask_question(url: str, question: str, console: Console) -> None:
-    """Stream one chat answer to the console."""
     console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
     body = {
         "messages": [{"role": "user", "content": question}],

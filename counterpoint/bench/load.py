@@ -212,7 +212,6 @@ class LoadOptions:
         return queries if self.requests is None else transform.take_first(queries, self.requests)
 
     def _set_arrivals(self, queries: list[Query], timed: bool) -> list[Query]:
-        """The same queries at the times asked for."""
         if self.arrivals == "trace" and not timed:
             raise ValueError(
                 "--arrivals trace: the workload has no times of its own; choose poisson, gamma, "

@@ -1,8 +1,8 @@
-"""Replay: plays a load against a server or an engine in this process, open loop.
+"""Plays a load against a server or an engine in this process, open loop.
 
-Owns: when each query is sent, and what is collected. No query waits for an answer. A query sent
-late counts as late (`ReplayResult.lag_s`). Every query ends in exactly one RequestTiming. Both ways
-of replaying return the same ReplayResult. Must not: change the load or judge the records.
+Owns: when each query is sent, and what is collected. No query waits for an answer; one sent late
+counts as late (`lag_s`). Every query ends in exactly one RequestTiming.
+Must not: change the load or judge the records.
 """
 
 from __future__ import annotations
@@ -267,9 +267,9 @@ def replay_engine(
 ) -> ReplayResult:
     """Play `queries` on an engine whose loop is not running; warm-up queries all at once.
 
-    The loop runs in a thread and ends before this returns. The arrival in a RequestTiming is the
-    moment at which the query entered the inbox. Raises ValueError for a query that is a text (see
-    transform.drop_texts), RuntimeError if the engine or its device fails.
+    The loop runs in a thread until all have ended. A request arrives when it enters the inbox.
+    Raises ValueError for a query that is a text (see transform.drop_texts), RuntimeError if the
+    engine fails.
     """
     warmup = [(0.0, _make_add_request(query, options)) for query in options.warmup]
     requests = [(query.arrival_s, _make_add_request(query, options)) for query in queries]

@@ -1,9 +1,7 @@
-"""The report: from the timings of finished requests to one flat result.
+"""From the timings of finished requests to one flat result.
 
-Owns: the definition of every metric (docs/bench.md describes them, and how other tools differ).
-CUDA, CPU, simulator and HTTP replay use this one function. A failed request is never left out of
-an SLO share. What is undefined is None, never 0. Must not: read a clock, or know where a timing
-came from.
+Owns: the definition of every metric (docs/bench.md). CUDA, CPU, simulator and HTTP replay share it.
+A failed request counts in every SLO share. What is undefined is None, never 0.
 """
 
 from __future__ import annotations
@@ -26,12 +24,9 @@ Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The outcome of a load. Times are seconds since its start.
-
-    `records` has every request sent, failed ones too. `errors`: messages by request id. `lag_s`:
-    how late each request was sent, in the order of `records`. `before` and `after`: the engine's
-    Stats around the load, where available.
-    """
+    """The outcome of a load; times are seconds since its start. `records`: every request sent,
+    failed ones too. `errors`: messages by request id. `lag_s`: how late each request was sent.
+    `before`, `after`: the engine's Stats, where available."""
 
     records: Sequence[RequestTiming]
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -103,9 +98,8 @@ def summarise(
 ) -> dict[str, Any]:
     """One flat result of JSON values: the keys of `vllm bench serve`, and ours.
 
-    `slo` is for all requests, or by request id. The engine's counters are those of `after` minus
-    those of `before`. `detailed` adds a list per request. The duration is from the first arrival to
-    the last end.
+    `slo` is for all requests, or by request id. Counters are `after` minus `before`. `detailed`
+    adds lists per request. The duration is from the first arrival to the last end.
     """
     records = outcome.records
     done = [r for r in records if is_complete(r)]
@@ -273,9 +267,8 @@ def bubble_shares(
 ) -> dict[str, float | None]:
     """The idle share of each engine, by name, and their mean as `all`.
 
-    Idle: units times seconds without a step, over all units times the seconds in which any request
-    was present. So a worker of a pool that has no work while another has is idle. Units that a step
-    has but does not use are `active_share`.
+    Idle are units without a step while any request is present anywhere, also on another worker.
+    (Units that a step has but does not use are `active_share`.)
     """
     present_s = time_with_requests_s(records)
     idle: dict[str, float | None] = {}

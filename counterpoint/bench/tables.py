@@ -44,7 +44,6 @@ def write_json(result: Result, path: str | None) -> bool:
 
 
 def show_result(console: Console, result: Result, title: str = "") -> None:
-    """One result: latencies, throughput, targets, engine counters and warnings."""
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("ms", no_wrap=True)
     for point in STATISTICS:
@@ -59,7 +58,6 @@ def show_result(console: Console, result: Result, title: str = "") -> None:
 
 
 def show_comparison(console: Console, results: Mapping[str, Result], title: str = "") -> None:
-    """Several results of one load, one row each."""
     columns = [
         "TTFT\np50",
         "TTFT\np99",
@@ -145,7 +143,6 @@ def result_lines(result: Result) -> list[str]:
 
 
 def engine_lines(result: Result) -> list[str]:
-    """The lanes and the prediction errors."""
     lines = []
     lanes: dict[str, list[str]] = {}
     for part in sorted(result.get("lane_share", ()), key=lambda part: -part["share"]):
@@ -167,7 +164,6 @@ def engine_lines(result: Result) -> list[str]:
 
 
 def warning_lines(result: Result) -> list[str]:
-    """What casts doubt on the figures."""
     lines = []
     if result["failed"]:
         lines.append(f"{result['failed']} requests failed and count as misses")

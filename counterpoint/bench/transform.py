@@ -165,11 +165,11 @@ def apply_slo(queries: Sequence[Query], slo: Slo) -> list[Query]:
 
 
 def group_by_prefix(queries: Sequence[Query], max_share: float = 0.01) -> list[int]:
-    """A group number per query: the queries of a group share a prefix that matters.
+    """A group number per query: the queries of a group share a prefix.
 
     A group is a largest subtree of the tree of prefix blocks with at most `max_share` of all
-    queries. A prefix of more queries (a system prompt) makes no group: every part of the load has
-    it. Queries without blocks are groups of their own.
+    queries. A more common prefix (a system prompt) makes no group. Queries without blocks are
+    alone.
     """
     limit = max(1, int(len(queries) * max_share))
     groups: dict[tuple[int, ...] | int, int] = {}
@@ -193,9 +193,8 @@ def group_by_prefix(queries: Sequence[Query], max_share: float = 0.01) -> list[i
 
 
 def thin(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
-    """About `share` of the queries, as whole prefix groups chosen at random: so they keep their
-    cache hits, which a choice of single rows would destroy. Arrival times stay, so the rate falls
-    by `share`."""
+    """About `share` of the queries, as random whole prefix groups, which keep their cache hits.
+    (Random rows would lose them.) Arrival times stay, so the rate falls by `share`."""
     if not 0 < share <= 1:
         raise ValueError(f"thin is {share}: it must be more than 0 and at most 1")
     label = group_by_prefix(queries)

@@ -1,8 +1,8 @@
 """The load: which requests arrive when, and with which tokens.
 
-Owns: Query, the synthetic generators (arrivals, lengths, prefix groups), and the tokens of a
-prompt. Everything follows from a seed, on every machine. Two prompts share a prefix exactly as far
-as their prefix blocks do. Must not: read a file, a clock, or know who will answer.
+Owns: Query, the synthetic generators (arrivals, lengths, prefix groups), the tokens of a prompt.
+Everything follows from a seed, on every machine. Two prompts share a prefix exactly as far as their
+blocks do. Must not: read a file or a clock.
 """
 
 from __future__ import annotations
@@ -184,7 +184,6 @@ class SyntheticLoad:
     seed: int = 0
 
     def queries(self) -> list[Query]:
-        """In order of arrival."""
         rng, groups = np.random.default_rng(self.seed), self.groups
         times = arrival_times(self.count, self.arrivals, self.rate, rng)
         prompts, outputs = self.prompt.draw(self.count, rng), self.output.draw(self.count, rng)
@@ -286,7 +285,6 @@ def reusable_prefix_share(queries: Sequence[Query]) -> float:
 
 
 def describe_load(queries: Sequence[Query]) -> dict[str, Any]:
-    """Statistics of a load: requests, rate, variation of gaps, lengths, shared prefixes."""
     gaps = np.diff([q.arrival_s for q in queries])
     result: dict[str, Any] = {
         "requests": len(queries),

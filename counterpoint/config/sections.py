@@ -15,8 +15,6 @@ from counterpoint.types import Slo
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model runs, and how it is loaded."""
-
     model: str = setting(
         "smollm2", "a Hugging Face folder, a GGUF file, or a name from `counterpoint models`"
     )
@@ -40,8 +38,6 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """On what it runs, and how much memory it gets."""
-
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto: cuda if there is a usable GPU, else cpu"
     )
@@ -78,8 +74,6 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Which requests run when, on which part of the device."""
-
     policy: Literal["serial", "chunked", "multiplex", "auto"] = setting(
         "auto",
         "serial: whole prompts first; chunked: mixed batches; multiplex: two lanes; "
@@ -148,8 +142,6 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP server, its limits and its logs."""
-
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one, printed")
     drain_s: float = setting(30.0, "on SIGTERM, how long running requests may go on", at_least=0)
@@ -319,7 +311,6 @@ class ClusterConfig:
 
     @property
     def workers(self) -> int:
-        """Workers of this machine."""
         return self.prefill + self.decode + self.replicas
 
     @property

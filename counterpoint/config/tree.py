@@ -1,8 +1,8 @@
 """The whole configuration, and how settings get into it.
 
-Owns: Config, the YAML file, and the types of values. An unknown key or a bad value raises
-ConfigError with the key and the fix, before any work is done. Flags beat the file, the file beats
-the defaults. Must not: read the environment, touch a device or load a model.
+Owns: Config, the YAML file, the types of values. An unknown key or a bad value is a ConfigError
+with the key and the fix. Flags beat the file, the file beats the defaults.
+Must not: read the environment, touch a device or load a model.
 
 A flag is a field's name with dashes (`--chunk-tokens 512`). The YAML file has the same names under
 their section:
@@ -114,7 +114,6 @@ def from_file(path: str) -> Config:
 
 
 def section_of(key: str) -> str:
-    """The section that holds setting `key`. Raises ConfigError if none does."""
     for name, section in SECTIONS.items():
         if key in section.__dataclass_fields__:
             return name

@@ -1,14 +1,12 @@
 """Ops of a CPU.
 
-Owns: the choice of the fastest arithmetic that this CPU and torch build have. Results equal the
-reference up to the rounding of the weights. In float16 and bfloat16 with the C kernels a row has
-the same bits whatever shares its pass and however its prompt was chunked (FBGEMM and oneDNN sum
-every row in one order too), so all policies give the same tokens.
+Owns: the choice of the fastest arithmetic of this CPU and torch build. Results equal the reference
+up to the rounding of the weights. float16 and bfloat16 with the C kernels are batch invariant
+(FBGEMM and oneDNN sum every row in one order too), so all policies give the same tokens.
 Must not: set threads or affinity (the executor does).
 
-Matrix products take most of the time. There are three kinds. The products of one layer of
-SmolLM2-135M in microseconds, on 2 cores of an AMD Zen 4 (avx512_bf16), by rows of the pass; the
-weights of all 30 layers are used in turn, so that they come from memory:
+Matrix products take most of the time. Those of one layer of SmolLM2-135M in microseconds, on 2
+cores of an AMD Zen 4 (avx512_bf16), by rows of the pass, with weights read from memory:
 
     rows                                                        1       8      32     512
     float32   MKL, weights in float32                        1113    1289    2168   19360
@@ -16,10 +14,10 @@ weights of all 30 layers are used in turn, so that they come from memory:
     bfloat16  oneDNN, weights and inputs in bfloat16          437     418     806    8811
 
 float16 keeps 11 bits of a weight and all of the inputs: it generates the text of float32. bfloat16
-keeps 8 bits of both. It is twice as fast at large passes on a CPU that multiplies it (avx512_bf16,
-amx), and five times slower on others. So `auto` is bfloat16 for a bfloat16 checkpoint on such a
-CPU, else float16, else (without FBGEMM, as on ARM) float32. With the C kernels, float16 and
-bfloat16 store K and V as float16: half the memory, and half of what a decode step reads.
+keeps 8 bits of both. Without bfloat16 instructions (avx512_bf16, amx) it is five times slower. So
+`auto` is bfloat16 for a bfloat16 checkpoint on a CPU that has them, else float16, else (without
+FBGEMM, as on ARM) float32. With the C kernels, float16 and bfloat16 store K and V as float16: half
+the memory and half the reads of a decode step.
 """
 
 from __future__ import annotations

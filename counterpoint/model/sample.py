@@ -1,17 +1,16 @@
 """The sampler: one token per row of logits.
 
-Owns: how logits, a request's settings and its seed become a token. The n-th token of a request is a
-function of its own logits, settings, seed and n; rows are independent. Padding ids (`limit` and
-above) and ids that a row's mask forbids are never sampled. There is no Python loop over rows, and
-no host synchronisation where `Filters.width` is 0. Must not: hold state, use torch's own
-generators, or change the logits it is given.
+Owns: how logits, a request's settings and its seed become a token. The n-th token is a function of
+its own logits, settings, seed and n; rows are independent. Padding ids (`limit` and above) and
+masked ids are never sampled. No Python loop over rows, and no host synchronisation where
+`Filters.width` is 0. Must not: hold state, use torch's generators, or change its input.
 
-Order of stages: penalties, logit bias (banned stop tokens too), grammar masks, temperature, min-p,
-top-k, top-p. Top-p uses the renormalised result of the stages before it. Each filter is a floor on
-the scaled logits; ties at the floor stay, so it does not matter how a sort breaks ties.
+Order: penalties, logit bias (banned stop tokens too), grammar masks, temperature, min-p, top-k,
+top-p (of the renormalised rest). A filter is a floor on the scaled logits; ties at the floor stay,
+so it does not matter how a sort breaks ties.
 
-Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N biases per row, R
-rows of a stage, F rows with top-k or top-p.
+Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N biases per row,
+R rows of a stage, F rows with top-k or top-p.
 Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1;
 min-p arXiv:2407.01082 section 3.
 """

@@ -36,14 +36,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class GemmSpec:
-    """How matrix products run.
-
-    `tiles`: (rows, columns, efficiency) of the output tiles that kernels use, one tile per unit at
-    a time. `efficiency`: reached fraction of the units' peak, by number of units (more units draw
-    more power, and clocks fall). `read_fraction`: fraction of the read bandwidth that a product's
-    loads reach. `splits`: split-K factors for products with few tiles; each part has at least
-    `least_inner` of the inner dimension.
-    """
+    """How matrix products run. `tiles`: (rows, columns, efficiency) of the kernels' output tiles,
+    one tile per unit at a time. `efficiency`: reached fraction of the units' peak, by number of
+    units (clocks fall with more). `read_fraction`: reached fraction of the read bandwidth.
+    `splits`: split-K factors for products with few tiles; each part has at least `least_inner` of
+    the inner dimension."""
 
     tiles: tuple[tuple[int, int, float], ...]
     efficiency: Curve
@@ -54,9 +51,8 @@ class GemmSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How attention runs. `efficiency`: fraction of peak FLOP/s in prefill attention; `tile_rows`:
-    query rows of a tile; `read_bandwidth`: bytes/s that decode attention reads from the KV cache,
-    by number of units."""
+    """How attention runs. `efficiency`: fraction of peak FLOP/s in prefill; `tile_rows`: query rows
+    of a tile; `read_bandwidth`: bytes/s that decode reads from the KV cache, by number of units."""
 
     efficiency: float
     tile_rows: int
@@ -82,18 +78,16 @@ class ContentionSpec:
 class DeviceSpec:
     """One device.
 
-    `units`: SMs or cores. A partition has at least `smallest_units` and a multiple of `unit_step`;
-    the other partition gets the remaining units. `peak_flops`: dense FLOP/s of the whole device by
-    dtype. `read_bandwidth`: bytes/s by units. `kernel_s`: fixed time of each kernel.
-    `layer_launch_s`: least time of a layer whose kernels the host launches one by one (prefill;
-    decode steps replay captured graphs). `overlap`: whether two steps may share units. `source`:
-    where the numbers come from. `dtype` and `kv_dtype`: element types of weights and KV cache
-    unless asked otherwise.
+    A partition has at least `smallest_units` units (SMs, cores) and a multiple of `unit_step`; the
+    other one gets the rest. `peak_flops`: dense FLOP/s of all units by dtype. `read_bandwidth`:
+    bytes/s by units. `kernel_s`: fixed time of a kernel. `layer_launch_s`: least time of a layer
+    whose kernels the host launches one by one (prefill; decode replays graphs). `overlap`: whether
+    two steps may share units. `source`: where the numbers come from. `dtype`, `kv_dtype`: the
+    default element types.
 
-    `degree`: how many such devices hold the model together (tensor parallelism) and run in step.
-    `units`, `peak_flops` and the bandwidths are per device, `memory_bytes` is of all.
-    `link_bandwidth`: bus bandwidth in bytes/s of an all-reduce among them (as NCCL reports it);
-    `link_s`: its least time.
+    `degree`: so many devices hold the model together (tensor parallelism). All figures are per
+    device, except `memory_bytes`. `link_bandwidth`: bus bandwidth in bytes/s of an all-reduce among
+    them (as NCCL reports it); `link_s`: its least time.
     """
 
     name: str

@@ -46,8 +46,6 @@ class GgufHeader:
 
 
 class Cursor:
-    """Reads consecutive values from a mapped file."""
-
     __slots__ = ("at", "data")
 
     def __init__(self, data: mmap.mmap) -> None:

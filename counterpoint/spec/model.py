@@ -174,7 +174,6 @@ class ModelSpec:
         return self.layers * each + self.hidden + embeddings
 
     def weight_bytes(self, element_bytes: float = 2) -> int:
-        """Bytes of all weights at `element_bytes` each."""
         return int(self.parameters * element_bytes)
 
     def flops_per_token(self, context_tokens: int = 0, sampled: bool = True) -> int:

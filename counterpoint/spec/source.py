@@ -1,8 +1,8 @@
 """Where a model comes from.
 
-Owns: the meaning of MODEL on the command line, and fetching the models that have a name. A fetched
-file is complete and has the known sha256, or it is not there. An unknown name is answered with the
-nearest ones. Must not: import torch, read weights or the environment (the caller passes the cache).
+Owns: the meaning of MODEL on the command line, and fetching models that have a name. A fetched file
+has the known sha256, or it is not there. An unknown name is answered with the nearest ones.
+Must not: import torch, read weights or the environment (the caller passes the cache).
 """
 
 from __future__ import annotations
