@@ -40,7 +40,9 @@ BACKLOG = 2048
 log = logging.getLogger("counterpoint")
 
 
-def run(config: Config, source: ModelSource, system: str = "counterpoint.build:build_system") -> int:
+def run(
+    config: Config, source: ModelSource, system: str = "counterpoint.build:build_system"
+) -> int:
     """Serve until told to stop; the exit status (1: the engine could not start, or was stopped before its work was done).
     Raises ConfigError if the port is taken or the engine refuses a setting."""
     with listening(config.server.host, config.server.port) as listener:
