@@ -1,4 +1,4 @@
-"""Loads made to fit: the clock, the lengths and the number of requests change; what prompts have in common does not."""
+"""Transforms of a load: what they change, and the prefixes they keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from counterpoint.types import Slo
 
 
 def chats(groups: int, turns: int, system: tuple[int, ...] = (0,)) -> list[Query]:
-    """`groups` interleaved conversations of `turns` requests; all begin with the system blocks, and each turn adds a block."""
+    """`groups` interleaved conversations of `turns` requests. All start with the system blocks;
+    each turn adds a block."""
     load = []
     for turn in range(turns):
         for group in range(groups):
@@ -130,7 +131,7 @@ def test_a_querys_own_targets_come_first():
     ]
 
 
-def test_a_rehearsal_leaves_no_prefix_behind():
+def test_warmup_queries_share_no_prefix_with_the_load():
     load = chats(3, 3)
     warm = warmup_queries(load, 2)
     assert [(q.prompt_tokens, q.arrival_s) for q in warm] == [
@@ -153,7 +154,7 @@ def test_groups_are_conversations_not_the_common_system_prompt():
         assert group == label[q.number % 100]
 
 
-def test_two_system_prompts_tie_no_group_together():
+def test_two_system_prompts_make_no_groups():
     load = chats(50, 3, system=(0,)) + [
         dataclasses.replace(
             q, number=q.number + 150, prefix_ids=(1, *[b + 10_000 for b in q.prefix_ids[1:]])
@@ -176,12 +177,12 @@ def test_requests_without_blocks_or_ending_in_the_system_prompt_stand_alone():
 
 def test_thinning_keeps_groups_whole():
     load = chats(groups=200, turns=4)
-    thin = thin(load, 0.2, seed=5)
-    assert len(thin) == pytest.approx(160, abs=4)
-    kept = {q.number % 200 for q in thin}
-    assert [q.number for q in thin] == [q.number for q in load if q.number % 200 in kept]
-    assert thin[0].arrival_s == 0
-    assert reusable_prefix_share(thin) == pytest.approx(reusable_prefix_share(load), abs=0.01)
+    kept_load = thin(load, 0.2, seed=5)
+    assert len(kept_load) == pytest.approx(160, abs=4)
+    kept = {q.number % 200 for q in kept_load}
+    assert [q.number for q in kept_load] == [q.number for q in load if q.number % 200 in kept]
+    assert kept_load[0].arrival_s == 0
+    assert reusable_prefix_share(kept_load) == pytest.approx(reusable_prefix_share(load), abs=0.01)
     assert thin(load, 1.0, seed=5) == load
     with pytest.raises(ValueError, match="thin"):
         thin(load, 0.0, seed=5)
@@ -189,9 +190,9 @@ def test_thinning_keeps_groups_whole():
 
 def test_thinning_the_public_trace_keeps_its_hits(public_trace):
     load = read_trace(public_trace("mooncake_conversation_trace.jsonl")).queries
-    thin = thin(load, 0.05, seed=0)
-    assert len(thin) / len(load) == pytest.approx(0.05, abs=0.002)
-    assert reusable_prefix_share(thin) > 0.3  # random rows would leave 0.09
+    kept_load = thin(load, 0.05, seed=0)
+    assert len(kept_load) / len(load) == pytest.approx(0.05, abs=0.002)
+    assert reusable_prefix_share(kept_load) > 0.3  # random rows would leave 0.09
 
 
 def test_the_first_can_be_left_out():
