@@ -163,7 +163,9 @@ def test_a_wrong_guess_does_not_change_the_measurement():
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
         found = [
             took.seconds
-            for took in b.probe.time_co_running(CoRun(decode, 32, prefill, [ProbePrompt(512)], guess))
+            for took in b.probe.time_co_running(
+                CoRun(decode, 32, prefill, [ProbePrompt(512)], guess)
+            )
         ]
         assert found == pytest.approx(wanted, rel=0.05)
 

@@ -25,7 +25,7 @@ from counterpoint.interfaces import Policy
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.device import PRESETS, DeviceSpec, cpu_device, unknown_gpu
 from counterpoint.spec.source import ModelSource, load_spec, resolve_model
-from counterpoint.system import (
+from counterpoint.builder.system import (
     CalibrationTarget,
     System,
     WorkerPlacement,
