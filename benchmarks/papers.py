@@ -26,17 +26,17 @@ from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units
-from counterpoint.simulator.machine import Machine, make_pool
+from counterpoint.simulator.machine import Machine, make_sim_pool
 from counterpoint.simulator.plan import (
     FoundRate,
     Mode,
     PlanTask,
     SloUnreachable,
     find_rate,
-    guessed_rate,
-    highest,
-    judge,
-    play,
+    initial_rate,
+    find_highest,
+    stop_when_unreachable,
+    run_at_rate,
 )
 from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
@@ -180,7 +180,7 @@ def run(
     start, found = None, dict[str, FoundRate]()
     for mode in modes_of(task.machine):
         if start is None:
-            start = step_of(guessed_rate(task))
+            start = step_of(initial_rate(task))
         one = found[mode.name] = find_rate(task, mode, start)
         start = step_of(one.rate) if one.rate else start
         tell(f"{title(setting)}: {mode.name} {one.rate:.2f} requests/s")
@@ -227,7 +227,7 @@ def summary(
 def at_rate(task: PlanTask, name: str, rate: float) -> dict[str, Any]:
     policy, _, value = name.partition(":")
     flags = {"policy": policy} | ({"chunk_tokens": int(value)} if value else {})
-    result = play(dataclasses.replace(task, config=task.config.replace(**flags), wanted=0.0), rate)
+    result = run_at_rate(dataclasses.replace(task, config=task.config.replace(**flags), min_attainment=0.0), rate)
     assert result is not None
     keys = (
         "mean_ttft_ms",
@@ -309,19 +309,19 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
             ttft_s=None, ttft_per_token_s=None, tpot_s=None, local_tokens=0, spill_s=1e9
         )
     collected = CollectedResults(
-        {query.id: query.arrival_s for query in queries}, judge(slo, task.wanted)
+        {query.id: query.arrival_s for query in queries}, stop_when_unreachable(slo, task.min_attainment)
     )
-    pool = make_pool(fleet.machine, config, collected.keep)
+    pool = make_sim_pool(fleet.machine, config, collected.add)
     if fleet.strict:  # nor does it matter how many a worker may run
-        for seat in pool.routing.workers.values():
+        for seat in pool.load_tracker.workers.values():
             seat.shape = msgspec.structs.replace(seat.shape, slots=len(queries) + 1)
     tokens = TokenRange.within(fleet.machine.model.vocab)
     for query in queries:
-        pool.post(query.arrival_s, make_arrival(query, tokens, task.seed, config))
+        pool.submit_at(query.arrival_s, make_arrival(query, tokens, task.seed, config))
     seen: list[dict[str, float]] = []
     last_s = queries[-1].arrival_s
     for at_s in (SETTLED * last_s, last_s):
-        pool.door.call_at(
+        pool.arrivals.call_at(
             at_s,
             lambda: seen.append(
                 {name: used_s(worker.engine.stats()) for name, worker in pool.workers.items()}
@@ -354,7 +354,7 @@ def bubble_rows(
 ) -> list[dict[str, Any]]:
     """Of each fleet: what it holds, its idle share there, and at the rate that the best strict pools hold."""
     degree = device_spec(setting.gpu).degree
-    start = step_of(guessed_rate(task_of(setting, traces, requests)) / degree)
+    start = step_of(initial_rate(task_of(setting, traces, requests)) / degree)
     known = fleets(setting, best_split(task_of(setting, traces, requests)), gpus)
     task = task_of(setting, traces, requests * gpus)
     rows: list[dict[str, Any]] = []
@@ -375,14 +375,14 @@ def bubble_rows(
     common = max(row["rate"] for row, fleet in zip(rows, known, strict=True) if fleet.strict)
     for row, fleet in zip(rows, known, strict=True):
         row["common rate"] = common
-        row["at the common rate"] = work(fleet, dataclasses.replace(task, wanted=0.0), common)
+        row["at the common rate"] = work(fleet, dataclasses.replace(task, min_attainment=0.0), common)
     return rows
 
 
 def best_split(task: PlanTask) -> int:
     """Units for decode of the fixed split that holds most on one machine."""
     splits = [mode for mode in modes_of(task.machine) if "split" in mode.settings]
-    start = step_of(guessed_rate(task))
+    start = step_of(initial_rate(task))
     return max(splits, key=lambda mode: find_rate(task, mode, start).rate).settings["split"]
 
 
@@ -392,11 +392,11 @@ def held(fleet: Fleet, task: PlanTask, start: int) -> tuple[float, dict[str, Any
 
     def holds(step: int) -> bool:
         if step not in seen:
-            seen[step] = work(fleet, task, task.at(step))
+            seen[step] = work(fleet, task, task.rate_at(step))
         return seen[step] is not None
 
-    low = highest(holds, start)
-    return (task.at(low), seen[low]) if low is not None else (0.0, None)
+    low = find_highest(holds, start)
+    return (task.rate_at(low), seen[low]) if low is not None else (0.0, None)
 
 
 # ---------------------------------------------------------------- waves

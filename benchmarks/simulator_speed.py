@@ -33,8 +33,8 @@ def main() -> None:
     print(f"{len(queries)} requests, {tokens} tokens; M tokens a CPU second:")
     what = SimOptions(calibration=args.calibration)
     for policy in ("serial", "chunked", "multiplex", "auto"):
-        config = what.configured(Config().replace(policy=policy, ttft_s=0.5, tpot_s=0.025))
-        machine = what.machine(config)
+        config = what.apply_to(Config().replace(policy=policy, ttft_s=0.5, tpot_s=0.025))
+        machine = what.make_machine(config)
         rates: list[float] = []
         for _ in range(args.runs):
             began_s = time.process_time()

@@ -22,25 +22,25 @@ class LinkEnd:
     local: int
     remote: int
     worker: str
-    part: DisaggRole
-    heard_s: float
-    beat_s: float
+    disagg_role: DisaggRole
+    last_heard_s: float
+    last_heartbeat_s: float
     dead: bool = False
     ended: dict[HandoffId, bool] = field(default_factory=dict)
 
-    def remember(self, handoff: HandoffId, adopted: bool, most: int) -> None:
-        if len(self.ended) >= most:
+    def remember(self, handoff: HandoffId, adopted: bool, max_entries: int) -> None:
+        if len(self.ended) >= max_entries:
             del self.ended[next(iter(self.ended))]
         self.ended[handoff] = adopted
 
 
 @dataclass(slots=True, eq=False)
 class HandoffContext:
-    rules: HandoffConfig
+    config: HandoffConfig
     geometry: KvGeometry
     ledger: PageLedger = field(default_factory=PageLedger)
     commands: list[Command] = field(default_factory=list)
-    condemned: list[LinkEnd] = field(
+    condemned_links: list[LinkEnd] = field(
         default_factory=list
     )  # to be given up: writes that should have ended have not
     writes: dict[int, HandoffId] = field(default_factory=dict)  # by op, while in flight
@@ -50,7 +50,7 @@ class HandoffContext:
     last_op: int = 0
     last_generation: int = 0
 
-    def do(self, command: Command) -> None:
+    def emit(self, command: Command) -> None:
         self.commands.append(command)
 
     def new_op(self, handoff: HandoffId) -> int:
@@ -63,6 +63,6 @@ class HandoffContext:
         self.grants[self.last_generation] = handoff
         return self.last_generation
 
-    def pages_of(self, tokens: int) -> int:
+    def num_pages(self, tokens: int) -> int:
         """Pages that `tokens` tokens take."""
         return -(-tokens // self.geometry.page_tokens)

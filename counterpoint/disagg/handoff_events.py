@@ -58,15 +58,15 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     `remembered`            ended handoffs of a link that are recognised when a late message names them
     """
 
-    heartbeat_s: float = 1.0
-    dead_s: float = 3.0
+    heartbeat_interval_s: float = 1.0
+    peer_timeout_s: float = 3.0
     lease_s: float = 10.0
-    park_s: float = 5.0
-    resend_s: float = 0.5
-    drain_s: float = 5.0
-    write_pages: int = 256
+    park_timeout_s: float = 5.0
+    resend_interval_s: float = 0.5
+    drain_timeout_s: float = 5.0
+    max_write_pages: int = 256
     max_quarantine_pages: int = 1 << 30
-    remembered: int = 4096
+    max_remembered: int = 4096
 
 
 class KvGeometry(msgspec.Struct, frozen=True):
@@ -81,9 +81,9 @@ class LinkUp(msgspec.Struct, frozen=True, gc=False):
     """A link is up: `link` is this end's incarnation, `peer` the other's. `part`: what this worker does on it."""
 
     link: int
-    peer: int
+    remote: int
     worker: str
-    part: DisaggRole
+    disagg_role: DisaggRole
 
 
 class LinkDown(msgspec.Struct, frozen=True, gc=False):
@@ -280,7 +280,7 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag=True):
     token that prefill sampled. `times`, and `to`, the decode worker: with SENT."""
 
     handoff: HandoffId
-    part: DisaggRole
+    disagg_role: DisaggRole
     outcome: HandoffOutcome
     reason: str = ""
     first_token: SampledToken | None = None

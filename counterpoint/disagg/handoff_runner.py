@@ -42,7 +42,7 @@ from counterpoint.kv_transfer.transport import Completed, Notice, Transport, Tra
 from counterpoint.types import Admitted, Computed, DisaggRole, OutputDelta
 
 TICK_S = 0.05
-UNSENT_BYTES = 64 << 20  # a peer that lets so much of control traffic pile up is lost
+MAX_UNSENT_BYTES = 64 << 20  # a peer that lets so much of control traffic pile up is lost
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class HandoffRunner:
             None  # is told of each write, on the courier's thread
         )
         self._posted: dict[int, SentKv] = {}  # writes in flight, if they are told of
-        self._lines: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._dials: dict[Address, asyncio.Task[int]] = {}
         self._starting: dict[HandoffId, bool] = {}  # dialling for it -> still wanted
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,8 +122,8 @@ class HandoffRunner:
         self._loop = asyncio.new_event_loop()
         if on_fault is not None:
             self._loop.set_exception_handler(lambda _, context: on_fault(describe_failure(context)))
-        self._over = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._closing = asyncio.Event()
+        self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-courier", daemon=True)
 
     # ------------------------------------------------------------ from other threads
@@ -132,38 +132,38 @@ class HandoffRunner:
         """Raises OSError if the address can't be bound."""
         self._thread.start()
         self._ready.wait()
-        if self._failure is not None:
-            raise self._failure
+        if self._start_error is not None:
+            raise self._start_error
 
     def on_engine_outputs(self, *outputs: Admitted | Computed | OutputDelta) -> None:
         """What the engine says, in its order."""
-        self._soon(lambda: self._take_outputs(outputs))
+        self._call_soon(lambda: self._take_outputs(outputs))
 
     def on_order(self, order: handoff_events.Order, decode_address: Address | None = None) -> None:
         """What the front wants; `to`: the decode worker of a Start or Redirect, which is dialled if need be."""
-        self._soon(lambda: self._order(order, decode_address))
+        self._call_soon(lambda: self._on_order(order, decode_address))
 
     def on_notices(self) -> None:
         """A mover has notices."""
-        self._soon(self._take_notices)
+        self._call_soon(self._take_notices)
 
     def inspect(self, look: Callable[[HandoffRunner], None]) -> None:
         """Call `look` on the courier's thread: for metrics, which must not read what is being changed."""
-        self._soon(lambda: look(self))
+        self._call_soon(lambda: look(self))
 
     def close(self) -> None:
         """Hang up, stop. The movers are closed by whoever made them."""
         if self._thread.is_alive():
-            self._soon(self._over.set)
+            self._call_soon(self._closing.set)
             self._thread.join()
 
-    def _soon(self, call: Callable[[], None]) -> None:
+    def _call_soon(self, call: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 
     def links_by_transport(self) -> dict[str, int]:
         """How many links use which mover; to be called through `inspect`."""
-        return dict(Counter(line.mover.kind for line in self._lines.values()))
+        return dict(Counter(line.mover.kind for line in self._connections.values()))
 
     # ------------------------------------------------------------ the thread
 
@@ -171,44 +171,44 @@ class HandoffRunner:
         try:
             self._loop.run_until_complete(self._serve())
         except OSError as error:
-            self._failure = error
+            self._start_error = error
         finally:
             self._ready.set()
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._called, *self.address)
+        server = await asyncio.start_server(self._on_connection, *self.address)
         self.address = Address(*server.sockets[0].getsockname()[:2])
         self._ready.set()
         async with server:
-            while not self._over.is_set():
+            while not self._closing.is_set():
                 self.handoffs.tick(time.monotonic())
-                self._obey()
+                self._run_commands()
                 self._take_notices()
                 try:
-                    await asyncio.wait_for(self._over.wait(), TICK_S)
+                    await asyncio.wait_for(self._closing.wait(), TICK_S)
                 except TimeoutError:
                     continue
         for task in (*self._tasks, *self._dials.values()):
             task.cancel()
-        for line in self._lines.values():
+        for line in self._connections.values():
             line.wire.close()
         await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
 
     def _handle(self, event: handoff_events.Event) -> None:
         self.handoffs.on_event(time.monotonic(), event)
-        self._obey()
+        self._run_commands()
 
     def _take_outputs(self, outputs: Sequence[Admitted | Computed | OutputDelta]) -> None:
         for output in outputs:
             self.handoffs.on_event(time.monotonic(), output)
-        self._obey()
+        self._run_commands()
 
     def _take_notices(self) -> None:
         for mover in self.identity.transports.values():
             for notice in mover.poll():
                 self.handoffs.on_event(time.monotonic(), self._event(notice))
-        self._obey()
+        self._run_commands()
 
     def _event(self, notice: Notice) -> handoff_events.Event:
         if isinstance(notice, Completed):
@@ -219,7 +219,7 @@ class HandoffRunner:
 
     # ------------------------------------------------------------ commands
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         for command in self.handoffs.take_commands():
             if isinstance(command, handoff_events.ToEngine):
                 self.hooks.to_engine(command.event)
@@ -241,13 +241,13 @@ class HandoffRunner:
         | handoff_events.RevokePages
         | handoff_events.FenceLink,
     ) -> None:
-        line = self._lines.get(command.link)
+        line = self._connections.get(command.link)
         if line is None:
             return
         if isinstance(command, handoff_events.SendMessage):
             line.wire.write_frame(wire.encode(command.message))
-            if line.wire.unsent_bytes > UNSENT_BYTES:
-                self._soon(lambda: self._handle(handoff_events.LinkDown(command.link)))
+            if line.wire.unsent_bytes > MAX_UNSENT_BYTES:
+                self._call_soon(lambda: self._handle(handoff_events.LinkDown(command.link)))
         elif isinstance(command, handoff_events.WriteKv):
             memory = self.identity.memory
             spans = memory.spans(
@@ -268,7 +268,7 @@ class HandoffRunner:
         else:
             line.wire.close()
             line.mover.disconnect(command.link)
-            del self._lines[command.link]
+            del self._connections[command.link]
 
     def _verify(self, command: handoff_events.VerifyPages) -> None:
         memory = self.identity.memory
@@ -289,20 +289,20 @@ class HandoffRunner:
 
     # ------------------------------------------------------------ orders
 
-    def _order(self, order: handoff_events.Order, to: Address | None) -> None:
+    def _on_order(self, order: handoff_events.Order, to: Address | None) -> None:
         if isinstance(order, handoff_events.StartHandoff | handoff_events.Redirect):
             assert to is not None, "a Start or a Redirect needs the decode worker's address"
             self._starting[order.handoff] = True
-            self._spawn(self._begin(order, to))
+            self._spawn(self._start_handoff(order, to))
             return
         if isinstance(order, handoff_events.WithdrawRequest) and order.handoff in self._starting:
             self._starting[order.handoff] = False
         self._handle(order)
 
-    async def _begin(
+    async def _start_handoff(
         self, order: handoff_events.StartHandoff | handoff_events.Redirect, to: Address
     ) -> None:
-        link = await self._link_to(to)
+        link = await self._connect(to)
         if not self._starting.pop(order.handoff) and isinstance(order, handoff_events.StartHandoff):
             self.hooks.report(
                 handoff_events.HandoffEnded(
@@ -315,10 +315,10 @@ class HandoffRunner:
             return
         self._handle(msgspec.structs.replace(order, link=link))
 
-    async def _link_to(self, to: Address) -> int:
+    async def _connect(self, to: Address) -> int:
         """The number of a living link to the worker at `to`; 0 if there can be none."""
         dial = self._dials.get(to)
-        if dial is not None and dial.done() and dial.result() not in self._lines:
+        if dial is not None and dial.done() and dial.result() not in self._connections:
             dial = None
         if dial is None:
             dial = self._dials[to] = self._loop.create_task(self._dial(to))
@@ -368,18 +368,18 @@ class HandoffRunner:
                 line.send(Refusal(str(error)))
                 raise TransportError(f"{peer.transport}: {error}") from None
             line.send(LinkReady())
-            self._join(line, mover, link, peer, DisaggRole.PREFILL)
+            self._add_link(line, mover, link, peer, DisaggRole.PREFILL)
             done = True
             return link
         finally:
             if not done:
                 line.close()
 
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody dials."""
         line = FramedConnection(reader, writer)
         try:
-            await asyncio.wait_for(self._answer(line), peer_connection.HANDSHAKE_S)
+            await asyncio.wait_for(self._accept(line), peer_connection.HANDSHAKE_S)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.warning(
                 "%s: a caller was refused: %s",
@@ -388,7 +388,7 @@ class HandoffRunner:
             )
             line.close()
 
-    async def _answer(self, line: FramedConnection) -> None:
+    async def _accept(self, line: FramedConnection) -> None:
         try:
             peer = await peer_connection.accept_handshake(line, self.identity.token, Introduction)
             problem = find_mismatch(self.identity.digest, peer.digest)
@@ -425,7 +425,7 @@ class HandoffRunner:
             kind,
             why,
         )
-        self._join(line, mover, link, peer, DisaggRole.DECODE)
+        self._add_link(line, mover, link, peer, DisaggRole.DECODE)
 
     def _introduction(
         self, link: int, kinds: tuple[str, ...], kind: str = "", proof: bytes = b""
@@ -443,7 +443,7 @@ class HandoffRunner:
             proof=proof,
         )
 
-    def _join(
+    def _add_link(
         self,
         line: FramedConnection,
         mover: Transport,
@@ -451,11 +451,11 @@ class HandoffRunner:
         peer: Introduction,
         part: DisaggRole,
     ) -> None:
-        self._lines[link] = PeerConnection(line, mover, peer.worker)
+        self._connections[link] = PeerConnection(line, mover, peer.worker)
         self._handle(handoff_events.LinkUp(link, peer.link, peer.worker, part))
-        self._spawn(self._listen(line, link, peer.link))
+        self._spawn(self._read_messages(line, link, peer.link))
 
-    async def _listen(self, line: FramedConnection, link: int, remote: int) -> None:
+    async def _read_messages(self, line: FramedConnection, link: int, remote: int) -> None:
         """Messages of a link, until it ends."""
         try:
             while True:

@@ -89,7 +89,7 @@ def choose_granularity(
     )
 
 
-def visible_s(
+def visible_transfer_s(
     total_bytes: float, prefill_s: float, bandwidth: float, groups: int, control_s: float = 0.0
 ) -> float:
     """Seconds of transfer that remain when the prefill is over, with KV sent in `groups` equal parts as they are computed (1: at

@@ -20,7 +20,7 @@ from counterpoint.disagg.handoff_events import HandoffTimes
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.disagg.prefix_index import PrefixIndex
 from counterpoint.disagg.role_rebalancer import Change, CommitRole, StartDrain, WorkerLoad
-from counterpoint.disagg.router import RouteChoice, Router, RoutingRule, WorkerView, replicas
+from counterpoint.disagg.router import RouteChoice, Router, RoutingRule, WorkerView, replica_rule
 from counterpoint.disagg.ttft_correction import TtftCorrection
 from counterpoint.types import AddRequest, BatchShape, Role
 
@@ -49,15 +49,15 @@ class TrackedWorker:
     prefill_tokens: int = 0
     prefill_squares: int = 0
     prefill_reused: int = 0
-    prefills: int = 0
-    decodes: int = 0
-    context: int = 0
-    pages: int = 0
+    num_prefills: int = 0
+    num_decodes: int = 0
+    context_tokens: int = 0
+    num_pages: int = 0
 
     @property
     def is_empty(self) -> bool:
         """No request is booked on it."""
-        return not (self.prefills or self.decodes or self.pages)
+        return not (self.num_prefills or self.num_decodes or self.num_pages)
 
     @property
     def pending(self) -> BatchShape:
@@ -66,10 +66,10 @@ class TrackedWorker:
             self.prefill_tokens,
             self.prefill_squares,
             self.prefill_reused,
-            self.prefills,
+            self.num_prefills,
             0,
             0,
-            self.prefills,
+            self.num_prefills,
             0,
             layers,
             layers,
@@ -78,9 +78,9 @@ class TrackedWorker:
     @property
     def running(self) -> BatchShape:
         layers = self.shape.layers
-        return BatchShape(0, 0, 0, 0, self.decodes, self.context, self.decodes, 0, layers, layers)
+        return BatchShape(0, 0, 0, 0, self.num_decodes, self.context_tokens, self.num_decodes, 0, layers, layers)
 
-    def view(self, name: str, factor: float = 1.0) -> WorkerView:
+    def make_view(self, name: str, factor: float = 1.0) -> WorkerView:
         shape = self.shape
         return WorkerView(
             name=name,
@@ -88,9 +88,9 @@ class TrackedWorker:
             units=shape.units,
             layers=shape.layers,
             page_tokens=shape.page_tokens,
-            pages_free=max(0, shape.pages_total - self.pages - self.quarantined_pages),
+            pages_free=max(0, shape.pages_total - self.num_pages - self.quarantined_pages),
             pages_total=shape.pages_total,
-            slots_free=shape.slots - self.decodes,
+            slots_free=shape.slots - self.num_decodes,
             pending=self.pending,
             running=self.running,
             chunk_tokens=shape.chunk_tokens,
@@ -105,16 +105,16 @@ class RoutedRequest:
     `tokens`: prompt and answer so far; `new`: those of them that must be computed. `names`: of the pages of the first tokens.
     `told_s`: the time to first token that was predicted; prices alone gave `priced_s` (0: nothing is to be learnt from it)."""
 
-    arrive: AddRequest
+    request: AddRequest
     route: Route
     prefill_worker: TrackedWorker
     decode_worker: TrackedWorker
     tokens: int
-    new: int
-    names: list[bytes] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
+    new_tokens: int
+    page_hashes: list[bytes] = field(default_factory=list)
+    answer_tokens: list[int] = field(default_factory=list)
     prefilling: bool = True
-    handed: bool = False  # the source has let it go
+    handed_over: bool = False  # the source has let it go
     predicted_ttft_s: float = 0.0
     uncorrected_ttft_s: float = 0.0
 
@@ -131,7 +131,7 @@ class LoadTracker:
         self.requests: dict[str, RoutedRequest] = {}
         self.output_lengths = OutputLengths()
         self.route_counts: dict[str, int] = {}  # by reason (router.py, and fork)
-        self._ties: dict[str, str] = {}  # request -> the worker that has all of its prompt
+        self._pinned: dict[str, str] = {}  # request -> the worker that has all of its prompt
 
     # ------------------------------------------------------------ workers
 
@@ -158,9 +158,9 @@ class LoadTracker:
                     name=name,
                     role=seat.role,
                     ttft_s=queue,
-                    compute_s=queue / max(1, seat.prefills),
+                    compute_s=queue / max(1, seat.num_prefills),
                     tpot_s=self.router.seconds(seat.running, seat.shape.units),
-                    kv_share=min(1.0, seat.pages / seat.shape.pages_total),
+                    kv_share=min(1.0, seat.num_pages / seat.shape.pages_total),
                     drained=seat.is_empty,
                 )
             )
@@ -180,15 +180,15 @@ class LoadTracker:
         """Where `arrive` goes; it is booked there. None: nobody could ever hold it."""
         tokens, tied = (
             len(arrive.prompt) + len(arrive.generated_prefix),
-            self._ties.pop(arrive.id, ""),
+            self._pinned.pop(arrive.id, ""),
         )
         views = [
-            seat.view(name, self.ttft_correction.factor(name))
+            seat.make_view(name, self.ttft_correction.factor(name))
             for name, seat in self.workers.items()
         ]
-        names = self._names(arrive, views)
-        cached = self.prefixes.pages(names)
-        choice = self._forked(tokens, tied) or self._choose(
+        names = self._page_hashes(arrive, views)
+        cached = self.prefixes.match(names)
+        choice = self._fork_choice(tokens, tied) or self._choose(
             tokens, arrive, views, cached, avoid, prefill
         )
         if (
@@ -197,18 +197,18 @@ class LoadTracker:
             choice = self._choose(tokens, arrive, views, cached, "", prefill)
         if choice is None:
             return None
-        self._book(arrive, choice, names, cached, prefill)
+        self._assign(arrive, choice, names, cached, prefill)
         return choice.route
 
     def pin_to_worker(self, request: str, worker: str) -> None:
         """`request`, which is still to be picked for, has the very prompt of one that `worker` decodes: it forks from that one."""
-        self._ties[request] = worker
+        self._pinned[request] = worker
 
-    def _forked(self, tokens: int, worker: str) -> RouteChoice | None:
+    def _fork_choice(self, tokens: int, worker: str) -> RouteChoice | None:
         seat = self.workers.get(worker)
         if seat is None or not seat.accepting or seat.draining:
             return None
-        room = seat.shape.pages_total - seat.pages - seat.quarantined_pages
+        room = seat.shape.pages_total - seat.num_pages - seat.quarantined_pages
         return (
             RouteChoice(Route(worker, worker), 0.0, 0.0, 0.0, "fork")
             if tokens < room * seat.shape.page_tokens
@@ -227,7 +227,7 @@ class LoadTracker:
         """Where there is room; if there is none anywhere, where it will have to wait."""
         rule = self.router.rule
         if all(view.role is Role.BOTH for view in views):
-            rule = replicas(rule)
+            rule = replica_rule(rule)
 
         def among(views: list[WorkerView], rule: RoutingRule) -> RouteChoice | None:
             router = Router(self.router.estimator, self.router.link_bandwidth, rule)
@@ -247,19 +247,19 @@ class LoadTracker:
         ]
         return among(roomy, replace(rule, watermark=0.0))  # nobody is left there who grows
 
-    def _names(self, arrive: AddRequest, views: list[WorkerView]) -> list[bytes]:
+    def _page_hashes(self, arrive: AddRequest, views: list[WorkerView]) -> list[bytes]:
         if not self.prefix_cache or not views:
             return []
         booked = self.requests.get(arrive.id)
         if booked is not None and not arrive.generated_prefix:
-            return booked.names
+            return booked.page_hashes
         return page_hashes(
             (*arrive.prompt, *arrive.generated_prefix), views[0].page_tokens, root_hash(arrive.salt)
         )
 
     # ------------------------------------------------------------ the book
 
-    def _book(
+    def _assign(
         self,
         arrive: AddRequest,
         choice: RouteChoice,
@@ -269,7 +269,7 @@ class LoadTracker:
     ) -> None:
         old = self.requests.pop(arrive.id, None)
         if old is not None:
-            _count(old, -1)
+            _add_load(old, -1)
         route, tokens = choice.route, len(arrive.prompt) + len(arrive.generated_prefix)
         self.route_counts[choice.reason] = self.route_counts.get(choice.reason, 0) + 1
         source, target = self.workers[route.prefill], self.workers[route.decode]
@@ -278,11 +278,11 @@ class LoadTracker:
             arrive, route, source, target, tokens, new, names, list(arrive.generated_prefix)
         )
         if old is not None and prefill:  # another decode worker for what is prefilled, or nearly so
-            booking.prefilling, booking.new, booking.tokens, booking.answer = (
+            booking.prefilling, booking.new_tokens, booking.tokens, booking.answer_tokens = (
                 old.prefilling,
-                old.new,
+                old.new_tokens,
                 old.tokens,
-                old.answer,
+                old.answer_tokens,
             )
             booking.predicted_ttft_s, booking.uncorrected_ttft_s = (
                 old.predicted_ttft_s,
@@ -294,7 +294,7 @@ class LoadTracker:
                 choice.ttft_s / self.ttft_correction.factor(route.prefill),
             )
         self.requests[arrive.id] = booking
-        _count(booking, 1)
+        _add_load(booking, 1)
 
     def on_first_token(self, id: str, after_s: float) -> None:
         """The client has its first token, `after_s` seconds after request `id` was picked for."""
@@ -321,66 +321,66 @@ class LoadTracker:
         booking = self.requests.get(id)
         if booking is None:
             return
-        _count(booking, -1)
+        _add_load(booking, -1)
         if booking.prefilling:
-            self._learn(booking.route.prefill, booking.prefill_worker, booking.names)
+            self._record_prefix(booking.route.prefill, booking.prefill_worker, booking.page_hashes)
         booking.prefilling = False
         booking.tokens += len(tokens)
-        booking.answer += tokens
-        _count(booking, 1)
+        booking.answer_tokens += tokens
+        _add_load(booking, 1)
 
     def on_adopted(self, id: str) -> None:
         """The decode worker has it, the prefill worker has let it go."""
         booking = self.requests.get(id)
-        if booking is not None and not booking.handed:
-            _count(booking, -1)
-            booking.handed = booking.prefill_worker is not booking.decode_worker
-            _count(booking, 1)
-            self._learn(booking.route.decode, booking.decode_worker, booking.names)
+        if booking is not None and not booking.handed_over:
+            _add_load(booking, -1)
+            booking.handed_over = booking.prefill_worker is not booking.decode_worker
+            _add_load(booking, 1)
+            self._record_prefix(booking.route.decode, booking.decode_worker, booking.page_hashes)
 
     def on_decode_in_place(self, id: str) -> None:
         """It is decoded where it was prefilled."""
         booking = self.requests.get(id)
         if booking is not None:
-            _count(booking, -1)
+            _add_load(booking, -1)
             booking.route = booking.route._replace(decode=booking.route.prefill)
             booking.decode_worker = booking.prefill_worker
-            _count(booking, 1)
+            _add_load(booking, 1)
 
     def on_finished(self, id: str) -> None:
         booking = self.requests.pop(id, None)
         if booking is None:
             return
-        _count(booking, -1)
-        if booking.answer:
-            self.output_lengths.add(len(booking.answer))
+        _add_load(booking, -1)
+        if booking.answer_tokens:
+            self.output_lengths.add(len(booking.answer_tokens))
         if self.prefix_cache and not booking.prefilling:
-            size, names = booking.decode_worker.shape.page_tokens, booking.names
-            tokens = (*booking.arrive.prompt, *booking.answer)[
+            size, names = booking.decode_worker.shape.page_tokens, booking.page_hashes
+            tokens = (*booking.request.prompt, *booking.answer_tokens)[
                 :-1
             ]  # the last token's KV was never computed
             rest = page_hashes(
                 tokens[len(names) * size :],
                 size,
-                names[-1] if names else root_hash(booking.arrive.salt),
+                names[-1] if names else root_hash(booking.request.salt),
             )
-            self._learn(booking.route.decode, booking.decode_worker, [*names, *rest])
+            self._record_prefix(booking.route.decode, booking.decode_worker, [*names, *rest])
 
-    def _learn(self, worker: str, seat: TrackedWorker, names: list[bytes]) -> None:
+    def _record_prefix(self, worker: str, seat: TrackedWorker, names: list[bytes]) -> None:
         if self.workers.get(worker) is seat:
-            self.prefixes.learn(worker, names)
+            self.prefixes.add(worker, names)
 
 
-def _count(booking: RoutedRequest, sign: int) -> None:
+def _add_load(booking: RoutedRequest, sign: int) -> None:
     """Put a booking's load on its workers (1), or take it off (-1)."""
     source, target = booking.prefill_worker, booking.decode_worker
     if booking.prefilling:
-        source.prefill_tokens += sign * booking.new
-        source.prefill_squares += sign * booking.new * booking.new
-        source.prefill_reused += sign * booking.new * (booking.tokens - booking.new)
-        source.prefills += sign
-    target.decodes += sign
-    target.context += sign * booking.tokens
-    target.pages += sign * -(-booking.tokens // target.shape.page_tokens)
-    if source is not target and not booking.handed:
-        source.pages += sign * -(-booking.tokens // source.shape.page_tokens)
+        source.prefill_tokens += sign * booking.new_tokens
+        source.prefill_squares += sign * booking.new_tokens * booking.new_tokens
+        source.prefill_reused += sign * booking.new_tokens * (booking.tokens - booking.new_tokens)
+        source.num_prefills += sign
+    target.num_decodes += sign
+    target.context_tokens += sign * booking.tokens
+    target.num_pages += sign * -(-booking.tokens // target.shape.page_tokens)
+    if source is not target and not booking.handed_over:
+        source.num_pages += sign * -(-booking.tokens // source.shape.page_tokens)

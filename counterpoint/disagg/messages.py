@@ -65,7 +65,7 @@ class HandoffMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class HandoffOffer(HandoffMessage, frozen=True, tag="offer"):
     """`deadline_s`: the handoff is given up after so many seconds from now."""
 
-    arrive: AddRequest
+    request: AddRequest
     deadline_s: float
 
 
@@ -87,7 +87,7 @@ class TransferStarted(HandoffMessage, frozen=True, tag="streaming"):
 class TransferDone(HandoffMessage, frozen=True, tag="done"):
     """`page_layers`: how many (page, layer) pairs were written; `checksum` of them (kv_transfer/memory.py), if both ends sum."""
 
-    first: SampledToken
+    first_token: SampledToken
     page_layers: int
     checksum: int | None = None
 

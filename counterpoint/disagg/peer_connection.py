@@ -113,11 +113,11 @@ class FramedConnection:
         self.reader = reader
         self.writer = writer
 
-    async def read_frame(self, most: int = MAX_MESSAGE_BYTES) -> bytes:
+    async def read_frame(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         """The next frame. Raises ControlError if it is larger than `most`, IncompleteReadError at the end."""
         size = int.from_bytes(await self.reader.readexactly(4), "big")
-        if size > most:
-            raise ControlError(f"a frame of {size} bytes: at most {most} are taken here")
+        if size > max_bytes:
+            raise ControlError(f"a frame of {size} bytes: at most {max_bytes} are taken here")
         return await self.reader.readexactly(size)
 
     def write_frame(self, data: bytes) -> None:

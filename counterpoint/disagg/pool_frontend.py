@@ -77,10 +77,10 @@ class PoolFrontend:
         self.on_loss = on_loss
         self.decode_in_place = decode_in_place
         self.requests: dict[str, RequestDispatch] = {}
-        self._given: dict[
+        self._num_tokens: dict[
             str, int
         ] = {}  # by the engine's name: tokens it has given, counted from the prefill worker's first
-        self._names: dict[str, list[str]] = {}  # request -> its engine names in `_given`
+        self._engine_ids: dict[str, list[str]] = {}  # request -> its engine names in `_given`
         self._out: list[ToWorker | ToClient] = []
 
     def take_items(self) -> list[ToWorker | ToClient]:
@@ -93,20 +93,20 @@ class PoolFrontend:
     def add_request(self, arrive: AddRequest) -> None:
         dispatch = RequestDispatch(arrive, self.retries, self.on_loss, self.decode_in_place)
         self.requests[arrive.id] = dispatch
-        self._act(dispatch, dispatch.begin())
+        self._apply(dispatch, dispatch.start())
 
     def abort(self, id: str) -> None:
         """The client is gone."""
         dispatch = self.requests.get(id)
         if dispatch is not None:
-            self._act(dispatch, dispatch.withdrawn())
+            self._apply(dispatch, dispatch.abort())
 
     # ------------------------------------------------------------ workers
 
     def on_report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
         """What a worker says; its words must come in their order."""
         if isinstance(report, OutputDelta):
-            self._delta(report)
+            self._on_output(report)
             return
         dispatch = self.requests.get(report.handoff.request)
         if dispatch is None:
@@ -117,28 +117,28 @@ class PoolFrontend:
                     )
                 )
         elif isinstance(report, Reroute):
-            self._act(dispatch, dispatch.rerouted(report))
+            self._apply(dispatch, dispatch.on_reroute(report))
         else:
-            self._act(dispatch, dispatch.ended(report))
+            self._apply(dispatch, dispatch.on_ended(report))
 
     def on_worker_lost(self, worker: str) -> None:
         """A worker's process is gone."""
         for dispatch in tuple(self.requests.values()):
-            self._act(dispatch, dispatch.lost(worker))
+            self._apply(dispatch, dispatch.on_worker_lost(worker))
 
-    def _delta(self, delta: OutputDelta) -> None:
+    def _on_output(self, delta: OutputDelta) -> None:
         known = handoff_of(delta.id)
         dispatch = self.requests.get(known[0].request) if known is not None else None
         if known is None or dispatch is None:
             return
         handoff, part = known
         if delta.prompt_logprobs:
-            self._act(dispatch, dispatch.told(handoff, part, delta.prompt_logprobs))
-        if delta.id not in self._given:
-            self._given[delta.id] = 1 if part is DisaggRole.DECODE else 0
-            self._names.setdefault(handoff.request, []).append(delta.id)
-        offset = self._given[delta.id]
-        self._given[delta.id] += len(delta.tokens)
+            self._apply(dispatch, dispatch.on_prompt_logprobs(handoff, part, delta.prompt_logprobs))
+        if delta.id not in self._num_tokens:
+            self._num_tokens[delta.id] = 1 if part is DisaggRole.DECODE else 0
+            self._engine_ids.setdefault(handoff.request, []).append(delta.id)
+        offset = self._num_tokens[delta.id]
+        self._num_tokens[delta.id] += len(delta.tokens)
         refused = (
             delta.finish_reason is FinishReason.ERROR
             and part is DisaggRole.DECODE
@@ -157,64 +157,64 @@ class PoolFrontend:
             if delta.finish_reason is not None
             else None
         )
-        self._act(dispatch, dispatch.took(handoff, part, offset, tokens, finish))
+        self._apply(dispatch, dispatch.on_tokens(handoff, part, offset, tokens, finish))
 
     # ------------------------------------------------------------ actions
 
-    def _act(self, dispatch: RequestDispatch, actions: list[Action]) -> None:
-        id = dispatch.arrive.id
+    def _apply(self, dispatch: RequestDispatch, actions: list[Action]) -> None:
+        id = dispatch.request.id
         for action in actions:
             if isinstance(action, DeliverTokens | DeliverPromptLogprobs | RequestFinished):
                 self._out.append(ToClient(id, action))
             elif isinstance(action, Restart):
-                self._start(dispatch, action)
+                self._start_attempt(dispatch, action)
             elif isinstance(action, RetryDecode):
-                self._elsewhere(dispatch, action)
+                self._retry_decode(dispatch, action)
             elif isinstance(action, CancelAttempt):
                 self._out.append(
                     ToWorker(action.worker, handoff_events.WithdrawRequest(action.handoff))
                 )
             elif isinstance(action, DecodeInPlace):
                 self._out.append(
-                    ToWorker(action.prefill, handoff_events.StayInPlace(action.source))
+                    ToWorker(action.prefill_worker, handoff_events.StayInPlace(action.source))
                 )
             elif isinstance(action, ReleaseSource):
                 self._out.append(
                     ToWorker(
-                        action.prefill, handoff_events.SettleSource(action.source, action.reason)
+                        action.prefill_worker, handoff_events.SettleSource(action.source, action.reason)
                     )
                 )
-        if dispatch.over and self.requests.pop(id, None) is not None:
-            for name in self._names.pop(id, ()):
-                del self._given[name]
+        if dispatch.is_over and self.requests.pop(id, None) is not None:
+            for name in self._engine_ids.pop(id, ()):
+                del self._num_tokens[name]
 
-    def _start(self, dispatch: RequestDispatch, action: Restart) -> None:
-        route = self.choose_route(action.arrive, action.avoid, "")
+    def _start_attempt(self, dispatch: RequestDispatch, action: Restart) -> None:
+        route = self.choose_route(action.request, action.avoid, "")
         if route is None:
-            self._act(dispatch, dispatch.no_worker())
+            self._apply(dispatch, dispatch.on_no_worker())
             return
         prefill, decode, grain = route
-        dispatch.sent_to(prefill, decode)
+        dispatch.assign(prefill, decode)
         if prefill == decode:
             self._out.append(
-                ToWorker(prefill, handoff_events.RunWithoutHandoff(action.handoff, action.arrive))
+                ToWorker(prefill, handoff_events.RunWithoutHandoff(action.handoff, action.request))
             )
         else:
             start = handoff_events.StartHandoff(
-                action.handoff, action.arrive, 0, self.deadline_s, grain
+                action.handoff, action.request, 0, self.deadline_s, grain
             )
             self._out.append(ToWorker(prefill, start, decode))
 
-    def _elsewhere(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
+    def _retry_decode(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
         """The source stays where it is; only another decode worker will do."""
-        route = self.choose_route(dispatch.arrive, action.avoid, action.prefill)
-        if route is None or route.decode == action.prefill:
-            self._act(dispatch, dispatch.no_worker())
+        route = self.choose_route(dispatch.request, action.avoid, action.prefill_worker)
+        if route is None or route.decode == action.prefill_worker:
+            self._apply(dispatch, dispatch.on_no_worker())
             return
-        dispatch.sent_to(action.prefill, route.decode)
+        dispatch.assign(action.prefill_worker, route.decode)
         self._out.append(
             ToWorker(
-                action.prefill,
+                action.prefill_worker,
                 handoff_events.Redirect(action.source, action.handoff, 0),
                 route.decode,
             )

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 class PrefixIndex:
     """`most` page names are remembered; those that were not used for longest go first."""
 
-    def __init__(self, most: int = 1 << 20) -> None:
-        self.most = most
+    def __init__(self, max_pages: int = 1 << 20) -> None:
+        self.max_pages = max_pages
         self._workers: dict[bytes, set[str]] = {}  # in order of last use
 
-    def learn(self, worker: str, names: Sequence[bytes]) -> None:
+    def add(self, worker: str, names: Sequence[bytes]) -> None:
         """`worker` has computed, or was sent, the pages `names` (a run from a prompt's start)."""
         for name in reversed(names):  # the beginning is used last, so it is kept longest
             workers = self._workers.pop(name, None) or set()
             workers.add(worker)
             self._workers[name] = workers
-        while len(self._workers) > self.most:
+        while len(self._workers) > self.max_pages:
             del self._workers[next(iter(self._workers))]
 
     def forget(self, worker: str) -> None:
@@ -32,7 +32,7 @@ class PrefixIndex:
             if not self._workers[name]:
                 del self._workers[name]
 
-    def pages(self, names: Sequence[bytes]) -> dict[str, int]:
+    def match(self, names: Sequence[bytes]) -> dict[str, int]:
         """By worker, how many of `names` it has from the start. Workers that have none are left out."""
         found: dict[str, int] = {}
         holding: set[str] | None = None

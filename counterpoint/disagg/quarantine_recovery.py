@@ -41,37 +41,37 @@ class QuarantineRecovery:
         self.share = share
         self.patience_s = patience_s
         self.drain_s = drain_s
-        self._since_s: dict[str, float] = {}
-        self._leaving: tuple[str, float] | None = None  # who, since when
+        self._over_limit_since_s: dict[str, float] = {}
+        self._draining: tuple[str, float] | None = None  # who, since when
 
     def tick(
         self, now: float, workers: Sequence[WorkerQuarantine]
     ) -> list[StartDrain | ReplaceWorker | CancelDrain]:
         """`workers`: those that are there and would be started again."""
         worn = {worker.name for worker in workers if worker.share >= self.share}
-        self._since_s = {name: self._since_s.get(name, now) for name in worn}
-        if self._leaving is not None:
-            return self._go_on(now, *self._leaving, workers)
+        self._over_limit_since_s = {name: self._over_limit_since_s.get(name, now) for name in worn}
+        if self._draining is not None:
+            return self._continue_drain(now, *self._draining, workers)
         due = [
             worker
             for worker in workers
-            if now - self._since_s.get(worker.name, now) >= self.patience_s
+            if now - self._over_limit_since_s.get(worker.name, now) >= self.patience_s
         ]
         if not due:
             return []
         worst = max(due, key=lambda worker: (worker.share, worker.name))
-        self._leaving = (worst.name, now)
+        self._draining = (worst.name, now)
         return [StartDrain(worst.name)]
 
-    def _go_on(
+    def _continue_drain(
         self, now: float, name: str, since_s: float, workers: Sequence[WorkerQuarantine]
     ) -> list[StartDrain | ReplaceWorker | CancelDrain]:
         worker = next((worker for worker in workers if worker.name == name), None)
         late = now >= since_s + self.drain_s
         if worker is not None and not worker.is_drained and not late:
             return []
-        self._leaving = None
-        self._since_s.pop(name, None)
+        self._draining = None
+        self._over_limit_since_s.pop(name, None)
         if worker is None:
             return []  # it has ended by itself
         return [ReplaceWorker(name) if worker.is_drained else CancelDrain(name)]

@@ -44,10 +44,10 @@ class RebalanceConfig:
     """`persist`: ticks in a row in which a pool must miss its target. `slack`: of a target, that a donor pool must keep to;
     `kv_slack`: of its pages. `cool_s`: pause after a change. `drain_s`: most time for a worker to empty."""
 
-    persist: int = 3
+    persist_ticks: int = 3
     slack: float = 0.8
     kv_slack: float = 0.9
-    cool_s: float = 30.0
+    cooldown_s: float = 30.0
     drain_s: float = 120.0
 
 
@@ -85,45 +85,45 @@ class RoleRebalancer:
     """Called every few seconds with the loads of all living workers."""
 
     def __init__(
-        self, targets: RebalanceTargets, patience: RebalanceConfig = RebalanceConfig()
+        self, targets: RebalanceTargets, config: RebalanceConfig = RebalanceConfig()
     ) -> None:
         self.targets = targets
-        self.patience = patience
+        self.config = config
         self.epoch = 0
-        self.moving: RoleChange | None = None
-        self._missed = {Role.PREFILL: 0, Role.DECODE: 0}
-        self._quiet_until_s = float("-inf")
+        self.change_in_flight: RoleChange | None = None
+        self._missed_ticks = {Role.PREFILL: 0, Role.DECODE: 0}
+        self._cooldown_until_s = float("-inf")
 
     def tick(self, now: float, loads: Sequence[WorkerLoad]) -> list[Change]:
-        for role in self._missed:
+        for role in self._missed_ticks:
             pool = [load for load in loads if load.role in (role, Role.BOTH)]
             misses = bool(pool) and all(self._misses(load, role) for load in pool)
-            self._missed[role] = self._missed[role] + 1 if misses else 0
-        if self.moving is not None:
-            return self._go_on(now, self.moving, loads)
-        if now < self._quiet_until_s:
+            self._missed_ticks[role] = self._missed_ticks[role] + 1 if misses else 0
+        if self.change_in_flight is not None:
+            return self._continue_change(now, self.change_in_flight, loads)
+        if now < self._cooldown_until_s:
             return []
         for role, donor_role in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            if self._missed[role] >= self.patience.persist and not self._missed[donor_role]:
+            if self._missed_ticks[role] >= self.config.persist_ticks and not self._missed_ticks[donor_role]:
                 donor = self._donor(donor_role, loads)
                 if donor is not None:
-                    self.moving = RoleChange(donor.name, role, now)
+                    self.change_in_flight = RoleChange(donor.name, role, now)
                     return [StartDrain(donor.name)]
         return []
 
-    def _go_on(self, now: float, moving: RoleChange, loads: Sequence[WorkerLoad]) -> list[Change]:
+    def _continue_change(self, now: float, moving: RoleChange, loads: Sequence[WorkerLoad]) -> list[Change]:
         worker = next((load for load in loads if load.name == moving.worker), None)
-        late = now >= moving.since_s + self.patience.drain_s
+        late = now >= moving.since_s + self.config.drain_s
         if worker is not None and not worker.drained and not late:
             return []
-        self.moving = None
-        self._quiet_until_s = now + self.patience.cool_s
+        self.change_in_flight = None
+        self._cooldown_until_s = now + self.config.cooldown_s
         if worker is None:
             return []  # it died: the supervisor starts it again, in its old role
         if not worker.drained:
             return [CancelDrain(moving.worker)]
         self.epoch += 1
-        self._missed[moving.role] = 0
+        self._missed_ticks[moving.role] = 0
         return [CommitRole(moving.worker, moving.role, self.epoch)]
 
     def _misses(self, load: WorkerLoad, role: Role) -> bool:
@@ -140,15 +140,15 @@ class RoleRebalancer:
         donor = min(pool, key=lambda load: (load.ttft_s, load.kv_share, load.tpot_s, load.name))
         factor = (staying + 1) / staying
         rest = [load for load in loads if load.role in (role, Role.BOTH) and load is not donor]
-        return donor if all(self._would_keep(load, role, factor) for load in rest) else None
+        return donor if all(self._would_meet(load, role, factor) for load in rest) else None
 
-    def _would_keep(self, load: WorkerLoad, role: Role, factor: float) -> bool:
+    def _would_meet(self, load: WorkerLoad, role: Role, factor: float) -> bool:
         """With `factor` times its load. Queueing grows with the load; a request's own prefill does not."""
-        slack = self.patience.slack
+        slack = self.config.slack
         if role is Role.PREFILL:
             room = self.targets.ttft_s - load.compute_s
             return (load.ttft_s - load.compute_s) * factor < slack * room
         return (
             load.tpot_s * factor < slack * self.targets.tpot_s
-            and load.kv_share * factor < self.patience.kv_slack
+            and load.kv_share * factor < self.config.kv_slack
         )

@@ -29,7 +29,7 @@ from counterpoint.config import ClusterConfig
 from counterpoint.cost_model.calibration import fused_work
 from counterpoint.disagg.handoff_events import TransferGranularity
 from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.link_choice import choose_granularity, visible_s
+from counterpoint.disagg.link_choice import choose_granularity, visible_transfer_s
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.interfaces import Estimator
 from counterpoint.types import BatchShape, Role, Slo
@@ -83,7 +83,7 @@ class RouteChoice(NamedTuple):
     gap_s: float
     tpot_s: float
     reason: str
-    visible_s: float = 0.0
+    visible_transfer_s: float = 0.0
 
 
 class Router:
@@ -112,7 +112,7 @@ class Router:
             source = next((w for w in workers if w.name == prefill), None)
             rest = [w for w in able if w.name != prefill and w.role is not Role.PREFILL]
             choices = (
-                self._handed_on([source], rest, tokens, cached_pages, "disagg") if source else []
+                self._handoff_choices([source], rest, tokens, cached_pages, "disagg") if source else []
             )
             return min(choices, key=lambda c: c.tpot_s, default=None)
         prefills = [w for w in able if w.role is not Role.DECODE]
@@ -120,22 +120,22 @@ class Router:
         little = [
             w
             for w in decodes
-            if self._prefill(w, tokens, cached_pages).prefill_tokens <= self.rule.local_tokens
+            if self._prefill_work(w, tokens, cached_pages).prefill_tokens <= self.rule.local_tokens
         ]
         last: list[RouteChoice] = []
         for choices in (
-            self._whole(little, tokens, cached_pages, "local", answer_tokens),
-            self._handed_on(prefills, decodes, tokens, cached_pages, "disagg"),
-            self._handed_on(
+            self._single_worker_choices(little, tokens, cached_pages, "local", answer_tokens),
+            self._handoff_choices(prefills, decodes, tokens, cached_pages, "disagg"),
+            self._handoff_choices(
                 [w for w in able if w.role is Role.DECODE],
                 decodes,
                 tokens,
                 cached_pages,
                 "borrowed",
             ),
-            self._whole(able, tokens, cached_pages, "together"),
+            self._single_worker_choices(able, tokens, cached_pages, "together"),
         ):
-            good = [c for c in choices if self._keeps(c, slo)]
+            good = [c for c in choices if self._meets_slo(c, slo)]
             if good:
                 return min(good, key=lambda c: (c.ttft_s, c.tpot_s))
             last += choices
@@ -143,7 +143,7 @@ class Router:
 
     # ------------------------------------------------------------ choices
 
-    def _whole(
+    def _single_worker_choices(
         self,
         workers: Sequence[WorkerView],
         tokens: int,
@@ -155,9 +155,9 @@ class Router:
         step carries a share of such a prefill for each of them: it comes once in an answer."""
         choices = []
         for w in workers:
-            if not self._fits(w, tokens, cached):
+            if not self._has_room(w, tokens, cached):
                 continue
-            work = self._prefill(w, tokens, cached)
+            work = self._prefill_work(w, tokens, cached)
             chunks = max(1, math.ceil(work.prefill_tokens / w.chunk_tokens))
             part = _share(work, chunks)
             step = self.seconds(
@@ -165,7 +165,7 @@ class Router:
             )
             ttft_s, tpot_s = (
                 w.ttft_factor * (self.seconds(w.pending, w.units) + chunks * step),
-                self._tpot(w, tokens),
+                self._predicted_tpot_s(w, tokens),
             )
             if w.role is Role.DECODE:
                 prefill_s = chunks * (step - self.seconds(w.running, w.units))
@@ -173,7 +173,7 @@ class Router:
             choices.append(RouteChoice(Route(w.name, w.name), ttft_s, step, tpot_s, reason))
         return choices
 
-    def _handed_on(
+    def _handoff_choices(
         self,
         sources: Sequence[WorkerView],
         targets: Sequence[WorkerView],
@@ -188,7 +188,7 @@ class Router:
             decode = self._least_loaded([w for w in targets if w.name != p.name], tokens, cached)
             if decode is None or -(-tokens // p.page_tokens) > p.pages_total:
                 continue
-            work = self._prefill(p, tokens, cached)
+            work = self._prefill_work(p, tokens, cached)
             alone = self.seconds(work, p.units)
             total = self.link_bandwidth.kv_bytes_per_token * (
                 tokens - cached.get(decode.name, 0) * decode.page_tokens
@@ -204,11 +204,11 @@ class Router:
                 TransferGranularity.CHUNK: chunks,
                 TransferGranularity.LAYER: chunks * p.layers,
             }[grain]
-            pause = visible_s(
+            pause = visible_transfer_s(
                 total, alone, bandwidth, groups, control_s=self.link_bandwidth.control_s
             )
             tpot, ttft_s = (
-                self._tpot(decode, tokens),
+                self._predicted_tpot_s(decode, tokens),
                 p.ttft_factor * (self.seconds(p.pending, p.units) + alone),
             )
             choices.append(
@@ -222,16 +222,16 @@ class Router:
         self, workers: Sequence[WorkerView], tokens: int, cached: Mapping[str, int]
     ) -> WorkerView | None:
         """By predicted time per token, then by free pages."""
-        fitting = [w for w in workers if self._fits(w, tokens, cached)]
+        fitting = [w for w in workers if self._has_room(w, tokens, cached)]
         return min(
             fitting,
-            key=lambda w: (self._tpot(w, tokens), -w.pages_free / w.pages_total),
+            key=lambda w: (self._predicted_tpot_s(w, tokens), -w.pages_free / w.pages_total),
             default=None,
         )
 
     # ------------------------------------------------------------ judgement
 
-    def _keeps(self, choice: RouteChoice, slo: Slo) -> bool:
+    def _meets_slo(self, choice: RouteChoice, slo: Slo) -> bool:
         limits = (
             (choice.ttft_s, self.rule.spill_s if slo.ttft_s is None else slo.ttft_s),
             (choice.tpot_s, slo.tpot_s),
@@ -239,7 +239,7 @@ class Router:
         )
         return all(limit is None or value <= limit for value, limit in limits)
 
-    def _fits(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> bool:
+    def _has_room(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> bool:
         """The request's pages are there, and a little for those that run to grow; and it may run."""
         missing = -(-tokens // w.page_tokens) - cached.get(w.name, 0)
         return (
@@ -249,13 +249,13 @@ class Router:
 
     # ------------------------------------------------------------ prices
 
-    def _prefill(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> BatchShape:
+    def _prefill_work(self, w: WorkerView, tokens: int, cached: Mapping[str, int]) -> BatchShape:
         """What `w` must compute: all but what it has, and at least one token."""
         reused = min(cached.get(w.name, 0) * w.page_tokens, tokens - 1)
         new = tokens - reused
         return BatchShape(new, new * new, new * reused, 1, 0, 0, 1, 0, w.layers, w.layers)
 
-    def _tpot(self, w: WorkerView, tokens: int) -> float:
+    def _predicted_tpot_s(self, w: WorkerView, tokens: int) -> float:
         """A decode step of `w` with this request in it."""
         batch, context = w.running.decode_batch + 1, w.running.decode_context + tokens
         return self.seconds(
@@ -279,6 +279,6 @@ def _share(work: BatchShape, parts: int) -> BatchShape:
     )
 
 
-def replicas(rule: RoutingRule = RoutingRule()) -> RoutingRule:
+def replica_rule(rule: RoutingRule = RoutingRule()) -> RoutingRule:
     """The rule for plain replicas: nothing is handed on while a worker has room."""
     return dataclasses.replace(rule, local_tokens=1 << 60)

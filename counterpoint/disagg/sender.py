@@ -57,13 +57,13 @@ from counterpoint.types import (
 class PrefillSource:
     """`id` is its first attempt, `sender` the current one (None between two). `deadline_s` is on this worker's clock."""
 
-    desk: HandoffContext
+    context: HandoffContext
     id: HandoffId
-    arrive: AddRequest
+    request: AddRequest
     deadline_s: float
     started_s: float
-    forget: Callable[[PrefillSource], None]
-    grain: TransferGranularity = TransferGranularity.LAYER
+    on_done: Callable[[PrefillSource], None]
+    granularity: TransferGranularity = TransferGranularity.LAYER
     admitted_s: float = 0.0
     prefilled_s: float = 0.0
     sender: HandoffSender | None = None
@@ -71,50 +71,50 @@ class PrefillSource:
     tokens: int = 0  # [0, tokens) are computed in every layer,
     ahead: int = 0  # [tokens, ahead) in the first `layers`
     layers: int = 0
-    first: SampledToken | None = None
-    staying: bool = False
-    over: HandoffOutcome | None = None
+    first_token: SampledToken | None = None
+    decode_in_place: bool = False
+    outcome: HandoffOutcome | None = None
     in_flight: int = 0  # writes that read its pages
-    hold: PageHold = PageHold.SENDING
+    page_hold: PageHold = PageHold.SENDING
 
     @property
     def total_tokens(self) -> int:
-        return len(self.arrive.prompt) + len(self.arrive.generated_prefix)
+        return len(self.request.prompt) + len(self.request.generated_prefix)
 
     @property
     def complete(self) -> bool:
-        return self.first is not None and self.tokens == self.total_tokens
+        return self.first_token is not None and self.tokens == self.total_tokens
 
     @property
-    def name(self) -> str:
+    def engine_request_id(self) -> str:
         return engine_id(self.id, DisaggRole.PREFILL)
 
-    def begin(self) -> None:
-        self.desk.do(
+    def start(self) -> None:
+        self.context.emit(
             ToEngine(
-                msgspec.structs.replace(self.arrive, id=self.name, disagg_role=DisaggRole.PREFILL)
+                msgspec.structs.replace(self.request, id=self.engine_request_id, disagg_role=DisaggRole.PREFILL)
             )
         )
 
-    def page_edge(self, tokens: int) -> int:
+    def complete_pages(self, tokens: int) -> int:
         """Pages that are finished when `tokens` tokens are: the last one may be partly filled."""
         return (
             len(self.pages)
             if tokens >= self.total_tokens
-            else tokens // self.desk.geometry.page_tokens
+            else tokens // self.context.geometry.page_tokens
         )
 
     # ------------------------------------------------------------ what the engine says
 
-    def admitted(self, now: float, event: Admitted) -> None:
-        if self.over is not None:
+    def on_admitted(self, now: float, event: Admitted) -> None:
+        if self.outcome is not None:
             return
         self.pages, self.admitted_s = event.pages, now
-        self.tokens = self.ahead = event.cached_pages * self.desk.geometry.page_tokens
-        self.desk.ledger.hold(self.name, self.hold, event.pages)
+        self.tokens = self.ahead = event.cached_pages * self.context.geometry.page_tokens
+        self.context.ledger.hold(self.engine_request_id, self.page_hold, event.pages)
         self._advance(now)
 
-    def computed(self, now: float, event: Computed) -> None:
+    def on_computed(self, now: float, event: Computed) -> None:
         self.tokens, self.ahead, self.layers = (
             event.tokens,
             event.partial_tokens,
@@ -122,7 +122,7 @@ class PrefillSource:
         )
         self._advance(now)
 
-    def delta(self, now: float, delta: OutputDelta) -> None:
+    def on_output(self, now: float, delta: OutputDelta) -> None:
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.end(now, HandoffOutcome.FINISHED)
         elif delta.finish_reason is not None:
@@ -133,9 +133,9 @@ class PrefillSource:
                 else HandoffOutcome.FAILED,
                 delta.error,
             )
-        elif self.first is None and delta.tokens:  # what is told of the prompt comes before
+        elif self.first_token is None and delta.tokens:  # what is told of the prompt comes before
             self.prefilled_s = now
-            self.first = SampledToken(
+            self.first_token = SampledToken(
                 delta.tokens[0], delta.logprobs[0] if delta.logprobs else None, delta.cached_tokens
             )
             self._advance(now)
@@ -143,23 +143,23 @@ class PrefillSource:
     def _advance(self, now: float) -> None:
         if self.sender is not None:
             self.sender.advance(now)
-        self.keep()
-        if self.staying:
-            self.settle()
+        self.update_hold()
+        if self.decode_in_place:
+            self.release_if_unread()
 
     # ------------------------------------------------------------ attempts
 
-    def attempt_failed(self, handoff: HandoffId, reason: str) -> None:
+    def on_attempt_failed(self, handoff: HandoffId, reason: str) -> None:
         self.sender = None
-        if self.over is None:
-            self.keep()
-            self.desk.do(Reroute(self.id, handoff, reason))
+        if self.outcome is None:
+            self.update_hold()
+            self.context.emit(Reroute(self.id, handoff, reason))
 
-    def stay(self) -> None:
+    def keep_in_place(self) -> None:
         """No further attempt: decode here, as soon as it is prefilled and no earlier attempt's write is in flight."""
-        if self.over is None and self.sender is None:
-            self.staying = True
-            self.settle()
+        if self.outcome is None and self.sender is None:
+            self.decode_in_place = True
+            self.release_if_unread()
 
     def end(
         self,
@@ -167,51 +167,51 @@ class PrefillSource:
         outcome: HandoffOutcome,
         reason: str = "",
         times: HandoffTimes | None = None,
-        to: str = "",
+        decode_worker: str = "",
     ) -> None:
         """The request is decided as far as this worker goes."""
-        if self.over is not None:
+        if self.outcome is not None:
             return
-        self.over = outcome
-        self.desk.do(
+        self.outcome = outcome
+        self.context.emit(
             HandoffEnded(
-                self.id, DisaggRole.PREFILL, outcome, reason, times=times, decode_worker=to
+                self.id, DisaggRole.PREFILL, outcome, reason, times=times, decode_worker=decode_worker
             )
         )
         if outcome in (HandoffOutcome.ABORTED, HandoffOutcome.FAILED):
-            self.desk.do(ToEngine(EngineAbort(self.name)))
+            self.context.emit(ToEngine(EngineAbort(self.engine_request_id)))
         sender, self.sender = self.sender, None
         if sender is not None:
-            sender.stop(now, reason or outcome.value)
-        self.settle()
+            sender.abort(now, reason or outcome.value)
+        self.release_if_unread()
 
     def tick(self, now: float) -> None:
         if now >= self.deadline_s:
             self.end(now, HandoffOutcome.FAILED, "the handoff's deadline has passed")
 
-    def keep(self) -> None:
+    def update_hold(self) -> None:
         """Book the pages as parked while they are complete and nobody takes them."""
         waiting = self.complete and (self.sender is None or self.sender.state is SendState.PARKED)
         hold = PageHold.PARKED if waiting else PageHold.SENDING
-        if hold is not self.hold and self.pages and self.over is None:
-            self.hold = hold
-            self.desk.ledger.change_hold(self.name, hold)
+        if hold is not self.page_hold and self.pages and self.outcome is None:
+            self.page_hold = hold
+            self.context.ledger.change_hold(self.engine_request_id, hold)
 
-    def settle(self) -> None:
+    def release_if_unread(self) -> None:
         """Leave the pages to the engine when nobody outside needs them."""
         if self.in_flight:
             return
-        if self.over is not None:
-            self._leave(Release(self.name))
-        elif self.staying and self.complete and self.first is not None:
-            self.over = HandoffOutcome.DECODED_IN_PLACE
-            self.desk.do(HandoffEnded(self.id, DisaggRole.PREFILL, self.over))
-            self._leave(ResumeDecode(self.name, self.first.token))
+        if self.outcome is not None:
+            self._release(Release(self.engine_request_id))
+        elif self.decode_in_place and self.complete and self.first_token is not None:
+            self.outcome = HandoffOutcome.DECODED_IN_PLACE
+            self.context.emit(HandoffEnded(self.id, DisaggRole.PREFILL, self.outcome))
+            self._release(ResumeDecode(self.engine_request_id, self.first_token.token))
 
-    def _leave(self, event: ResumeDecode | Release) -> None:
-        self.desk.ledger.drop(self.name)
-        self.desk.do(ToEngine(event))
-        self.forget(self)
+    def _release(self, event: ResumeDecode | Release) -> None:
+        self.context.ledger.drop(self.engine_request_id)
+        self.context.emit(ToEngine(event))
+        self.on_done(self)
 
 
 class SendState(enum.Enum):
@@ -229,26 +229,26 @@ class HandoffSender:
     """One attempt. Of the pages that the decode worker lacks, [cached, sent) are posted in every layer, and [sent, edge) in the
     first `edge_layers`."""
 
-    desk: HandoffContext
+    context: HandoffContext
     id: HandoffId
     link: LinkEnd
     source: PrefillSource
-    forget: Callable[[HandoffSender], None]
+    on_done: Callable[[HandoffSender], None]
     state: SendState = SendState.NEW
-    heard: bool = False
+    acknowledged: bool = False
     repeat_s: float = 0.0
     lease_end_s: float = 0.0
     park_end_s: float = 0.0
-    stopped_s: float = 0.0
+    aborted_s: float = 0.0
     reserved_s: float = 0.0
     written_s: float = 0.0
     reservation: wire.PagesReserved | None = None
-    sent: int = 0
-    edge: int = 0
-    edge_layers: int = 0
-    ops: dict[int, int] = field(default_factory=dict)  # write in flight -> its page layers
-    written: int = 0  # page layers
-    since_s: float = 0.0  # writes have been in flight,
+    posted_pages: int = 0
+    partial_pages: int = 0
+    partial_layers: int = 0
+    writes: dict[int, int] = field(default_factory=dict)  # write in flight -> its page layers
+    written_page_layers: int = 0  # page layers
+    sending_since_s: float = 0.0  # writes have been in flight,
     sending_s: float = 0.0  # and were before
     checksum: int | None = 0
     reason: str = ""
@@ -259,25 +259,25 @@ class HandoffSender:
         """The source has come further, a write has ended, or pages were reserved."""
         if self.state is SendState.NEW and self.source.pages:
             self.state = SendState.RUNNING
-            self.lease_end_s = now + self.desk.rules.lease_s
-            self._say(now)
+            self.lease_end_s = now + self.context.config.lease_s
+            self._send_pending(now)
         if self.state is SendState.RUNNING and self.source.complete:
             self.state = SendState.PARKED
-            self.park_end_s = now + self.desk.rules.park_s
+            self.park_end_s = now + self.context.config.park_timeout_s
         elif self.state is SendState.STREAMING:
-            self._post(now)
-            if self.source.complete and not self.ops and self.sent == len(self.source.pages):
+            self._post_writes(now)
+            if self.source.complete and not self.writes and self.posted_pages == len(self.source.pages):
                 self.state, self.written_s = SendState.SENT, now
-                self._say(now)
+                self._send_pending(now)
 
-    def leased(self, now: float) -> None:
-        self.heard = True
-        self.lease_end_s = now + self.desk.rules.lease_s
+    def renew_lease(self, now: float) -> None:
+        self.acknowledged = True
+        self.lease_end_s = now + self.context.config.lease_s
 
-    def reserved(self, now: float, message: wire.PagesReserved) -> None:
-        self.leased(now)
+    def on_reserved(self, now: float, message: wire.PagesReserved) -> None:
+        self.renew_lease(now)
         if self.state in (SendState.RUNNING, SendState.PARKED):
-            pages = self.desk.pages_of(self.source.total_tokens)
+            pages = self.context.num_pages(self.source.total_tokens)
             if message.cached + len(message.pages) != pages:
                 self.fail(
                     now,
@@ -285,39 +285,39 @@ class HandoffSender:
                 )
                 return
             self.reservation, self.reserved_s = message, now
-            self.sent = self.edge = message.cached
+            self.posted_pages = self.partial_pages = message.cached
             self.state = SendState.STREAMING
-            self.source.keep()
+            self.source.update_hold()
         if self.reservation is not None and message.generation == self.reservation.generation:
             self._send(
                 wire.TransferStarted(self.id, self.link.local, self.link.remote, message.generation)
             )
             self.advance(now)
 
-    def wrote(self, now: float, op: int, error: str, checksum: int | None) -> None:
-        self.written += self._landed(op)
-        if not self.ops:
-            self.sending_s += now - self.since_s
+    def on_write_done(self, now: float, op: int, error: str, checksum: int | None) -> None:
+        self.written_page_layers += self._complete_write(op)
+        if not self.writes:
+            self.sending_s += now - self.sending_since_s
         self.checksum = (
             None
             if self.checksum is None or checksum is None
             else (self.checksum + checksum) & (1 << 63) - 1
         )
         if self.state is SendState.ABORTING:
-            if not self.ops:
-                self._leave()
+            if not self.writes:
+                self._release()
         elif error:
             self.fail(now, f"link to {self.link.worker}: {error}")
         else:
             self.advance(now)
-        self.source.settle()
+        self.source.release_if_unread()
 
-    def acked(self, now: float) -> None:
+    def on_ack(self, now: float) -> None:
         if self.state is SendState.SENT:
             self.state = SendState.RELEASED
-            self.forget(self)
+            self.on_done(self)
             self.source.sender = None
-            self.source.end(now, HandoffOutcome.SENT, times=self._times(now), to=self.link.worker)
+            self.source.end(now, HandoffOutcome.SENT, times=self._times(now), decode_worker=self.link.worker)
 
     def _times(self, now: float) -> HandoffTimes:
         source, began = self.source, self.source.started_s
@@ -327,97 +327,97 @@ class HandoffSender:
             prefilled_s=source.prefilled_s - began,
             written_s=self.written_s - began,
             adopted_s=now - began,
-            page_layers=self.written,
+            page_layers=self.written_page_layers,
             sending_s=self.sending_s,
         )
 
     def tick(self, now: float) -> None:
-        rules = self.desk.rules
+        rules = self.context.config
         if self.state is SendState.ABORTING:
-            if now >= self.stopped_s + rules.drain_s:
-                self.desk.condemned.append(self.link)
+            if now >= self.aborted_s + rules.drain_timeout_s:
+                self.context.condemned_links.append(self.link)
         elif self.state in (SendState.RUNNING, SendState.PARKED) and now >= self.lease_end_s:
             self.fail(now, f"{self.link.worker} has not named the handoff for {rules.lease_s} s")
         elif self.state is SendState.PARKED and now >= self.park_end_s:
-            self.fail(now, f"{self.link.worker} had no room for {rules.park_s} s")
+            self.fail(now, f"{self.link.worker} had no room for {rules.park_timeout_s} s")
         elif self.state is SendState.NEW:
             return
-        elif now >= self.repeat_s and (not self.heard or self.state is SendState.SENT):
-            self._say(now)
+        elif now >= self.repeat_s and (not self.acknowledged or self.state is SendState.SENT):
+            self._send_pending(now)
 
     # ------------------------------------------------------------ ends
 
     def fail(self, now: float, reason: str) -> None:
         """The decode side or the link is at fault: another attempt may follow."""
         if self.state not in (SendState.ABORTING, SendState.RELEASED):
-            self.stop(now, reason)
-            self.source.attempt_failed(self.id, reason)
+            self.abort(now, reason)
+            self.source.on_attempt_failed(self.id, reason)
 
-    def stop(self, now: float, reason: str) -> None:
+    def abort(self, now: float, reason: str) -> None:
         """Post nothing more; leave when nothing is in flight."""
         self.reason = reason[:500]
         self.state = SendState.ABORTING
-        self.stopped_s = now
-        for op in self.ops:
-            self.desk.do(CancelWrite(op))
-        if self.ops:
+        self.aborted_s = now
+        for op in self.writes:
+            self.context.emit(CancelWrite(op))
+        if self.writes:
             self._send(
                 wire.AbortHandoff(
                     self.id, self.link.local, self.link.remote, self._generation, self.reason
                 )
             )
         else:
-            self._leave()
+            self._release()
 
-    def fenced(self, now: float) -> None:
+    def on_link_fenced(self, now: float) -> None:
         """The link is gone, and with it whatever was in flight."""
-        for op in tuple(self.ops):
-            self._landed(op)
+        for op in tuple(self.writes):
+            self._complete_write(op)
         if self.state is SendState.ABORTING:
-            self._leave()
-        self.source.settle()
+            self._release()
+        self.source.release_if_unread()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self.state = SendState.RELEASED
         self._send(
             wire.HandoffDrained(
                 self.id, self.link.local, self.link.remote, self._generation, self.reason
             )
         )
-        self.forget(self)
+        self.on_done(self)
 
     # ------------------------------------------------------------ posting
 
-    def _post(self, now: float) -> None:
+    def _post_writes(self, now: float) -> None:
         """Post what is computed and not posted yet, as far as the grain allows."""
-        source, layers, grain = self.source, self.desk.geometry.layers, self.source.grain
+        source, layers, grain = self.source, self.context.geometry.layers, self.source.granularity
         if not source.pages or (grain is TransferGranularity.PROMPT and not source.complete):
             return
-        if not self.ops:
-            self.since_s = now
-        full = source.page_edge(source.tokens)
-        if self.sent < full and self.edge > self.sent:
-            self._write(self.edge_layers, layers, self.sent, min(self.edge, full))
-            self.sent = min(self.edge, full)
-        if self.sent < full:
-            self._write(0, layers, self.sent, full)
-            self.sent = full
-        if self.edge <= self.sent:
-            self.edge, self.edge_layers = self.sent, 0
-        ahead = source.page_edge(source.ahead)
+        if not self.writes:
+            self.sending_since_s = now
+        full = source.complete_pages(source.tokens)
+        if self.posted_pages < full and self.partial_pages > self.posted_pages:
+            self._write(self.partial_layers, layers, self.posted_pages, min(self.partial_pages, full))
+            self.posted_pages = min(self.partial_pages, full)
+        if self.posted_pages < full:
+            self._write(0, layers, self.posted_pages, full)
+            self.posted_pages = full
+        if self.partial_pages <= self.posted_pages:
+            self.partial_pages, self.partial_layers = self.posted_pages, 0
+        ahead = source.complete_pages(source.ahead)
         if (
             grain is TransferGranularity.LAYER
-            and ahead > self.sent
-            and source.layers > self.edge_layers
+            and ahead > self.posted_pages
+            and source.layers > self.partial_layers
         ):
-            if not self.edge_layers:
-                self.edge = ahead
-            self._write(self.edge_layers, source.layers, self.sent, self.edge)
-            self.edge_layers = source.layers
+            if not self.partial_layers:
+                self.partial_pages = ahead
+            self._write(self.partial_layers, source.layers, self.posted_pages, self.partial_pages)
+            self.partial_layers = source.layers
 
     def _write(self, first_layer: int, last_layer: int, first_page: int, last_page: int) -> None:
         """Post layers [first_layer, last_layer) of pages [first_page, last_page) of the request."""
-        reservation, most = self.reservation, self.desk.rules.write_pages
+        reservation, most = self.reservation, self.context.config.max_write_pages
         assert self.state is SendState.STREAMING and reservation is not None, (
             "a write is posted outside STREAMING"
         )
@@ -425,12 +425,12 @@ class HandoffSender:
             return
         for start in range(first_page, last_page, most):
             end = min(start + most, last_page)
-            op = self.desk.new_op(self.id)
-            self.ops[op] = (end - start) * (last_layer - first_layer)
+            op = self.context.new_op(self.id)
+            self.writes[op] = (end - start) * (last_layer - first_layer)
             self.source.in_flight += 1
             destinations = reservation.pages[start - reservation.cached : end - reservation.cached]
             sources = self.source.pages[start:end]
-            self.desk.do(
+            self.context.emit(
                 WriteKv(
                     op,
                     self.link.local,
@@ -442,10 +442,10 @@ class HandoffSender:
                 )
             )
 
-    def _landed(self, op: int) -> int:
+    def _complete_write(self, op: int) -> int:
         self.source.in_flight -= 1
-        self.desk.writes.pop(op, None)
-        return self.ops.pop(op)
+        self.context.writes.pop(op, None)
+        return self.writes.pop(op)
 
     # ------------------------------------------------------------ talking
 
@@ -453,16 +453,16 @@ class HandoffSender:
     def _generation(self) -> int:
         return 0 if self.reservation is None else self.reservation.generation
 
-    def _say(self, now: float) -> None:
+    def _send_pending(self, now: float) -> None:
         """Say (again) what the decode worker has not answered yet."""
-        self.repeat_s = now + self.desk.rules.resend_s
+        self.repeat_s = now + self.context.config.resend_interval_s
         ends = (self.id, self.link.local, self.link.remote, self._generation)
         if self.state is SendState.SENT:
-            assert self.source.first is not None
-            self._send(wire.TransferDone(*ends, self.source.first, self.written, self.checksum))
+            assert self.source.first_token is not None
+            self._send(wire.TransferDone(*ends, self.source.first_token, self.written_page_layers, self.checksum))
         else:
-            self._send(wire.HandoffOffer(*ends, self.source.arrive, self.source.deadline_s - now))
+            self._send(wire.HandoffOffer(*ends, self.source.request, self.source.deadline_s - now))
 
     def _send(self, message: wire.Message) -> None:
         if not self.link.dead:
-            self.desk.do(SendMessage(self.link.local, message))
+            self.context.emit(SendMessage(self.link.local, message))

@@ -87,7 +87,7 @@ class ComparisonCase:
 # ---------------------------------------------------------------- what is played
 
 
-def read_cells(path: Path, machine: Machine) -> list[ComparisonCase]:
+def read_cases(path: Path, machine: Machine) -> list[ComparisonCase]:
     """The cells of a file of loads. Raises ValueError naming the load and what is wrong with it."""
     try:
         loads = yaml.safe_load(path.read_text())
@@ -98,11 +98,11 @@ def read_cells(path: Path, machine: Machine) -> list[ComparisonCase]:
     if not isinstance(loads, Mapping):
         raise ValueError(f"{path}: the file must hold loads by name")
     return [
-        cell for name, load in loads.items() for cell in cells_of(path, str(name), load, machine)
+        cell for name, load in loads.items() for cell in cases_of(path, str(name), load, machine)
     ]
 
 
-def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[ComparisonCase]:
+def cases_of(path: Path, name: str, load: Any, machine: Machine) -> list[ComparisonCase]:
     where = f"{path}: load {name!r}"
     if not isinstance(load, Mapping) or not load.get("modes"):
         raise ValueError(f"{where}: give it modes, as a list, or as a mapping to rates")
@@ -134,21 +134,21 @@ def cells_of(path: Path, name: str, load: Any, machine: Machine) -> list[Compari
     return found
 
 
-def configured(config: Config, cell: ComparisonCase) -> Config:
+def config_of_case(config: Config, cell: ComparisonCase) -> Config:
     return config.replace(**msgspec.structs.asdict(parse_slo(cell.slo)), **cell.mode.settings)
 
 
 # ---------------------------------------------------------------- the two places
 
 
-class OnEngine:
+class EngineRunner:
     """The device, opened for all modes at once."""
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self._inbox = WallClockEventQueue()
         self._system = build.build_system(config.replace(policy="auto"), self._inbox, tell)
 
-    def play(
+    def run(
         self, config: Config, cell: ComparisonCase, limit_s: float, trace: Path | None
     ) -> dict[str, Any]:
         self._system.executor.close()
@@ -171,7 +171,7 @@ class OnEngine:
         if timeline is not None and trace is not None:
             timeline.write(trace)
         notes = [note for note in system.notes if note.startswith(("prices", "auto"))]
-        return judged(cell, came.records, came.after, came.before, came.errors) | {
+        return summarise_case(cell, came.records, came.after, came.before, came.errors) | {
             "notes": notes,
             "pages_leaked": came.pages_leaked,
             "host": stopwatch.summarise(),
@@ -181,27 +181,27 @@ class OnEngine:
         self._system.executor.close()
 
 
-class OnSimulator:
+class SimulatorRunner:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def play(
+    def run(
         self, config: Config, cell: ComparisonCase, limit_s: float, trace: Path | None
     ) -> dict[str, Any]:
         came = simulate(
-            cell.mode.on(self._machine),
+            cell.mode.apply_to(self._machine),
             cell.queries,
             config,
             files=SimFiles(None if trace is None else str(trace)),
         )
-        records = [cut(record, limit_s) for record in came.records]
-        return judged(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
+        records = [truncate_timing(record, limit_s) for record in came.records]
+        return summarise_case(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
 
     def close(self) -> None:
         pass
 
 
-def cut(record: RequestTiming, limit_s: float) -> RequestTiming:
+def truncate_timing(record: RequestTiming, limit_s: float) -> RequestTiming:
     """`record` as it would be if all had ended at `limit_s`."""
     if record.finished_s <= limit_s:
         return record
@@ -211,7 +211,7 @@ def cut(record: RequestTiming, limit_s: float) -> RequestTiming:
     )
 
 
-def judged(
+def summarise_case(
     cell: ComparisonCase,
     records: Sequence[RequestTiming],
     stats: Stats | None,
@@ -248,7 +248,7 @@ class Results:
                     f"--json {path}: no file of results of this command ({error}); choose another"
                 ) from None
             for place in about:
-                other = different(kept.about.get(place, {}), self.about[place])
+                other = changed_settings(kept.about.get(place, {}), self.about[place])
                 if other:
                     raise ValueError(
                         f"--json {path}: its runs on the {place} were made with {other}; choose another file"
@@ -277,7 +277,7 @@ class Results:
             part.replace(self.path)
 
 
-def different(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+def changed_settings(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Which settings are others, and which they were."""
     return ", ".join(
         f"{name} {was} (now {asked.get(name)})"
@@ -386,10 +386,10 @@ def command(
     require_writable("--json", json)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
-    machine = SimOptions(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(
+    machine = SimOptions(gpu=gpu, calibration=calibration, host_overhead=host_overhead).make_machine(
         config
     )
-    cells = [cell for cell in read_cells(loads, machine) if only is None or only in cell.load]
+    cells = [cell for cell in read_cases(loads, machine) if only is None or only in cell.load]
     if not cells:
         raise ValueError(f"--only {only}: no load of {loads} has that in its name")
     if not drain >= 0:
@@ -426,13 +426,13 @@ def play(
     def tell(line: str) -> None:
         notes.print(line, soft_wrap=True)
 
-    player = OnEngine(config, tell) if place == "engine" else OnSimulator(machine)
+    player = EngineRunner(config, tell) if place == "engine" else SimulatorRunner(machine)
     try:
         for cell in cells:
             try:
                 trace = None if timelines is None else timelines / f"{cell.file}-{place}.json"
-                result = player.play(
-                    configured(config, cell), cell, cell.queries[-1].arrival_s + drain_s, trace
+                result = player.run(
+                    config_of_case(config, cell), cell, cell.queries[-1].arrival_s + drain_s, trace
                 )
             except ConfigError as error:
                 tell(f"{cell.name}: {error}")

@@ -36,9 +36,9 @@ from counterpoint.types import RequestTiming, Role
 
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
 SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
-HOST_S = 0.0003
+HOST_OVERHEAD_S = 0.0003
 LINK_BYTES_PER_S = 1e11  # between two GPUs of one host, as serving takes it to be until it has measured (build.link_bytes_per_s)
-TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
+LOOP_TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Machine:
         levels = self.device.partitions()
         return levels[:: max(1, -(-len(levels) // SPLITS))]
 
-    def host(self, physics: Estimator) -> HostModel:
+    def host_model(self, physics: Estimator) -> HostModel:
         if (
             self.host_s is None
             and isinstance(physics, Fitted)
             and physics.launch_overhead.is_measured
         ):
             return physics.launch_overhead
-        return FixedLatency(HOST_S if self.host_s is None else self.host_s)
+        return FixedLatency(HOST_OVERHEAD_S if self.host_s is None else self.host_s)
 
     def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
         """Physics, for the device, and belief, for the policy."""
@@ -146,8 +146,8 @@ def make_sim_engine(machine: Machine, config: Config) -> tuple[Engine, Executor,
     """An engine on a simulated device, with a clock of their own."""
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
-    host = machine.host(physics)
-    inbox = VirtualEventQueue(TURN_S if isinstance(host, LaunchOverhead) else 0.0)
+    host = machine.host_model(physics)
+    inbox = VirtualEventQueue(LOOP_TURN_S if isinstance(host, LaunchOverhead) else 0.0)
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
     device = SimExecutor(
@@ -161,7 +161,7 @@ def make_sim_engine(machine: Machine, config: Config) -> tuple[Engine, Executor,
     return engine, device, inbox
 
 
-def make_pool(
+def make_sim_pool(
     machine: Machine, config: Config, deliver: Callable[[RequestTiming, str], None]
 ) -> SimPool:
     """Workers as `config` wants them, with the front that would serve them (serve/pool)."""

@@ -55,8 +55,8 @@ SIXTEENTHS = (
 REQUESTS = 1000  # of a made load, unless something else is said: fewer are soon all there at once
 STRIDE = 16  # grid steps by which a rate that holds and one that does not are looked for, if they are of 2 %
 REACH = 1.02**STRIDE  # the same as a factor, whatever the steps are
-FARTHEST = 40  # strides from the start; beyond, a mode holds no rate or any
-KEPT = (
+MAX_STRIDES = 40  # strides from the start; beyond, a mode holds no rate or any
+REPORTED = (
     "p50_ttft_ms",
     "p90_ttft_ms",
     "p50_tpot_ms",
@@ -76,7 +76,7 @@ class Mode:
     settings: Mapping[str, Any]
     without: str | None = None
 
-    def on(self, machine: Machine) -> Machine:
+    def apply_to(self, machine: Machine) -> Machine:
         """`machine` with auto as this mode has it."""
         return (
             dataclasses.replace(machine, without=self.without)
@@ -97,11 +97,11 @@ class PlanTask:
     machine: Machine
     config: Config
     queries: tuple[Query, ...]
-    wanted: float = 0.9
+    min_attainment: float = 0.9
     precision: float = 0.02
     seed: int = 0
 
-    def at(self, step: int) -> float:
+    def rate_at(self, step: int) -> float:
         """The rate of a grid step, in requests/s. Step 0 is 1 request/s."""
         return (1 + self.precision) ** step
 
@@ -134,21 +134,21 @@ def find_rate(task: PlanTask, mode: Mode, start: int = 0) -> FoundRate:
     """The mode's goodput. `start`: the grid step at which the search begins. Raises ValueError if the load is too small to be
     served late at any rate."""
     task = dataclasses.replace(
-        task, config=task.config.replace(**mode.settings), machine=mode.on(task.machine)
+        task, config=task.config.replace(**mode.settings), machine=mode.apply_to(task.machine)
     )
     seen: dict[int, dict[str, Any] | None] = {}
 
     def holds(step: int) -> bool:
         if step not in seen:
-            seen[step] = play(task, task.at(step))
+            seen[step] = run_at_rate(task, task.rate_at(step))
         return seen[step] is not None
 
-    if play(task, math.inf) is not None:
+    if run_at_rate(task, math.inf) is not None:
         few = f"{len(task.queries)} requests are too few: {mode.name} serves them in time even when all come at once"
         raise ValueError(f"{few}; give more requests or tighter targets")
-    low = highest(holds, start, task.stride)
+    low = find_highest(holds, start, task.stride)
     tried = tuple(
-        (task.at(step), result["slo_attainment"] if result else None)
+        (task.rate_at(step), result["slo_attainment"] if result else None)
         for step, result in sorted(seen.items())
     )
     result = seen[low] if low is not None else None
@@ -156,18 +156,18 @@ def find_rate(task: PlanTask, mode: Mode, start: int = 0) -> FoundRate:
         return FoundRate(mode.name, 0.0, None, {}, tried)
     return FoundRate(
         mode.name,
-        task.at(low),
+        task.rate_at(low),
         result["slo_attainment"],
-        {key: result.get(key) for key in KEPT},
+        {key: result.get(key) for key in REPORTED},
         tried,
     )
 
 
-def highest(holds: Callable[[int], bool], start: int, stride: int = STRIDE) -> int | None:
+def find_highest(holds: Callable[[int], bool], start: int, stride: int = STRIDE) -> int | None:
     """The highest step that holds, if all below it do; None if none within FARTHEST strides does."""
     up = holds(start)
     low = high = start
-    for _ in range(FARTHEST):
+    for _ in range(MAX_STRIDES):
         if up:
             low, high = high, high + stride
             if not holds(high):
@@ -184,7 +184,7 @@ def highest(holds: Callable[[int], bool], start: int, stride: int = STRIDE) -> i
     return low
 
 
-def play(task: PlanTask, rate: float) -> dict[str, Any] | None:
+def run_at_rate(task: PlanTask, rate: float) -> dict[str, Any] | None:
     """The report of the load at `rate` requests/s (infinite: all at once); None if too many requests missed their targets."""
     if math.isinf(rate):
         queries = transform.replace_arrivals(
@@ -195,16 +195,16 @@ def play(task: PlanTask, rate: float) -> dict[str, Any] | None:
     slo = {query.id: query_slo(query, task.config) for query in queries}
     try:
         came = simulate(
-            task.machine, queries, task.config, seed=task.seed, on_record=judge(slo, task.wanted)
+            task.machine, queries, task.config, seed=task.seed, on_record=stop_when_unreachable(slo, task.min_attainment)
         )
     except SloUnreachable:
         return None
     return summarise(came.records, slo=slo, stats=came.stats)
 
 
-def judge(slo: Mapping[str, Slo], wanted: float) -> Callable[[RequestTiming], None]:
+def stop_when_unreachable(slo: Mapping[str, Slo], min_attainment: float) -> Callable[[RequestTiming], None]:
     """Raises Hopeless as soon as so many of the records shown have missed that less than the share `wanted` can be in time."""
-    allowed, missed = int(len(slo) * (1 - wanted) + 1e-9), 0
+    allowed, missed = int(len(slo) * (1 - min_attainment) + 1e-9), 0
 
     def one(record: RequestTiming) -> None:
         nonlocal missed
@@ -222,7 +222,7 @@ def search(task: PlanTask, modes: Sequence[Mode], jobs: int, start: int = 0) -> 
     if jobs < 2:
         yield from (find_rate(task, mode, start) for mode in modes)
         return
-    with ProcessPoolExecutor(jobs, initializer=follow_parent) as pool:
+    with ProcessPoolExecutor(jobs, initializer=exit_with_parent) as pool:
         try:
             for done in as_completed([pool.submit(find_rate, task, mode, start) for mode in modes]):
                 yield done.result()
@@ -233,7 +233,7 @@ def search(task: PlanTask, modes: Sequence[Mode], jobs: int, start: int = 0) -> 
             raise
 
 
-def follow_parent() -> None:
+def exit_with_parent() -> None:
     """In a process of `search`: a Ctrl-C is the parent's to heed, and the parent's end is the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -347,7 +347,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["modes"]:
         cells = [format_number(row["rate"], 2), format_share(row["of_best"])]
-        cells += [format_short(row.get(key)) for key in KEPT[:5]]
+        cells += [format_short(row.get(key)) for key in REPORTED[:5]]
         table.add_row(row["mode"], *cells)
     console.print(table)
     console.print("latencies at that rate, in ms", style="dim", highlight=False)
@@ -374,9 +374,9 @@ def command(
     if search_for.jobs is not None and search_for.jobs < 1:
         raise ValueError(f"--jobs is {search_for.jobs}: it must be 1 or more")
     require_writable("--json", search_for.json)
-    slo = search_for.slo or slo_of(config) or SLO
-    config = what.configured(config.replace(**msgspec.structs.asdict(parse_slo(slo))))
-    machine = what.machine(config)
+    slo = search_for.slo or configured_slo(config) or SLO
+    config = what.apply_to(config.replace(**msgspec.structs.asdict(parse_slo(slo))))
+    machine = what.make_machine(config)
     if load.trace is None and load.requests is None:
         load = dataclasses.replace(load, requests=REQUESTS)
     trace = load.build_trace()
@@ -389,7 +389,7 @@ def command(
     task = PlanTask(
         machine, config, trace.queries, search_for.share, search_for.precision, load.seed
     )
-    start = round(math.log(guessed_rate(task) * machines) / math.log(1 + task.precision))
+    start = round(math.log(initial_rate(task) * machines) / math.log(1 + task.precision))
     found: dict[str, FoundRate] = {}
     with Progress(
         *Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)
@@ -408,14 +408,14 @@ def command(
             else []
         ),
     ]
-    notes += brevity(task, found.values())
+    notes += short_load_notes(task, found.values())
     result = report(task, slo, load, [found[mode.name] for mode in modes], notes)
     if tables.write_json(result, search_for.json):
         show(Console(), result)
     return 0
 
 
-def brevity(task: PlanTask, found: Iterable[FoundRate]) -> list[str]:
+def short_load_notes(task: PlanTask, found: Iterable[FoundRate]) -> list[str]:
     """What is to be said of modes whose requests, at the rate found, are all sent before the first need be answered: then their
     number was measured, more than the rate."""
     scheduler = task.config.scheduler
@@ -429,14 +429,14 @@ def brevity(task: PlanTask, found: Iterable[FoundRate]) -> list[str]:
     ]
 
 
-def slo_of(config: Config) -> str:
+def configured_slo(config: Config) -> str:
     """The settings' targets as --slo has them; empty if there are none."""
     scheduler = config.scheduler
     named = {"ttft": scheduler.ttft_s, "tpot": scheduler.tpot_s, "itl": scheduler.itl_s}
     return ",".join(f"{name}={seconds}" for name, seconds in named.items() if seconds is not None)
 
 
-def guessed_rate(task: PlanTask) -> float:
+def initial_rate(task: PlanTask) -> float:
     """Where the search begins: what the device could do if prefill and decode took turns at full speed, in batches of 32."""
     physics, _ = task.machine.estimators(task.config)
     layers, units = task.machine.model.layers, task.machine.device.units
@@ -478,7 +478,7 @@ def report(
         "belief_error": task.machine.belief_error,
         "hiccups": task.machine.hiccups,
         "slo": slo,
-        "share": task.wanted,
+        "share": task.min_attainment,
         "precision": task.precision,
         "workload": describe_load(task.queries) | {"trace": load.trace, "seed": load.seed},
         "modes": rows,

@@ -45,8 +45,8 @@ from counterpoint.types import (
 )
 
 NEVER = math.inf
-SAFE = HandoffConfig(
-    heartbeat_s=NEVER, dead_s=NEVER, lease_s=NEVER, resend_s=NEVER, drain_s=NEVER
+NO_TIMEOUTS = HandoffConfig(
+    heartbeat_interval_s=NEVER, peer_timeout_s=NEVER, lease_s=NEVER, resend_interval_s=NEVER, drain_timeout_s=NEVER
 )  # nothing is lost: no need to ask again
 TICK_S = 0.25
 
@@ -60,13 +60,13 @@ class SimWorker:
     engine: Engine
     executor: Executor
     inbox: VirtualEventQueue
-    mover: SimTransport
+    transport: SimTransport
     handoffs: Handoffs = field(init=False)
-    ticking: bool = False
+    tick_scheduled: bool = False
 
     def __post_init__(self) -> None:
         limits = self.engine.limits
-        self.handoffs = Handoffs(SAFE, KvGeometry(limits.layers, limits.page_tokens))
+        self.handoffs = Handoffs(NO_TIMEOUTS, KvGeometry(limits.layers, limits.page_tokens))
 
 
 class SimPool:
@@ -76,8 +76,8 @@ class SimPool:
         self,
         workers: Sequence[SimWorker],
         network: SimNetwork,
-        routing: LoadTracker,
-        deliver: Callable[[RequestTiming, str], None],
+        load_tracker: LoadTracker,
+        on_finished: Callable[[RequestTiming, str], None],
         *,
         message_s: float,
         deadline_s: float,
@@ -85,15 +85,15 @@ class SimPool:
     ) -> None:
         self.workers = {worker.name: worker for worker in workers}
         self.network = network
-        self.routing = routing
-        self.deliver = deliver
+        self.load_tracker = load_tracker
+        self.on_finished = on_finished
         self.message_s = message_s
-        self.front = PoolFrontend(routing.choose_route, deadline_s)
+        self.frontend = PoolFrontend(load_tracker.choose_route, deadline_s)
         self.now = 0.0
         self.clients: dict[str, RequestLifetime] = {}
-        self.door = VirtualEventQueue()  # by which requests come
-        self._ends: dict[int, SimWorker] = {}  # link number -> the worker that has this end
-        self._between: dict[
+        self.arrivals = VirtualEventQueue()  # by which requests come
+        self._link_owners: dict[int, SimWorker] = {}  # link number -> the worker that has this end
+        self._links: dict[
             tuple[str, str], int
         ] = {}  # (prefill, decode) -> the prefill end's number
         for worker in workers:
@@ -106,15 +106,15 @@ class SimPool:
                 chunk_tokens,
                 limits.max_running,
             )
-            routing.add_worker(worker.name, worker.role, shape)
+            load_tracker.add_worker(worker.name, worker.role, shape)
 
-    def post(self, at_s: float, make: Callable[[], AddRequest]) -> None:
+    def submit_at(self, at_s: float, make: Callable[[], AddRequest]) -> None:
         """A request that comes at `at_s`, and is made then."""
-        self.door.call_at(at_s, lambda: self._submit(make()))
+        self.arrivals.call_at(at_s, lambda: self._add_request(make()))
 
     def run(self) -> None:
         """Until nothing is left to happen."""
-        inboxes: list[tuple[VirtualEventQueue, SimWorker | None]] = [(self.door, None)]
+        inboxes: list[tuple[VirtualEventQueue, SimWorker | None]] = [(self.arrivals, None)]
         inboxes += [(worker.inbox, worker) for worker in self.workers.values()]
         while True:
             inbox, worker = min(inboxes, key=lambda each: each[0].next_event_s)
@@ -123,39 +123,39 @@ class SimPool:
             if self.now == NEVER:
                 return
             if self.now == landed_s:
-                self._land()
+                self._complete_writes()
             elif (told := inbox.advance()) is not None and worker is not None:
-                run_turn(worker.engine, *told, worker.executor, self._hear(worker))
+                run_turn(worker.engine, *told, worker.executor, self._make_deliver(worker))
 
     # ------------------------------------------------------------ a worker
 
-    def _tell(self, worker: SimWorker, event: handoff_events.Event) -> None:
+    def _on_event(self, worker: SimWorker, event: handoff_events.Event) -> None:
         """Something for its handoffs."""
         worker.handoffs.on_event(self.now, event)
-        self._obey(worker)
+        self._run_commands(worker)
 
-    def _hear(self, worker: SimWorker) -> Callable[[list[Output], Engine], None]:
+    def _make_deliver(self, worker: SimWorker) -> Callable[[list[Output], Engine], None]:
         def hear(outputs: list[Output], engine: Engine) -> None:
             for one in engine.take_progress():
                 if isinstance(one, Admitted):
-                    self._admitted(one.id)
+                    self._on_admitted(one.id)
                 worker.handoffs.on_event(self.now, one)
             deltas = [output for output in outputs if isinstance(output, OutputDelta)]
             for delta in deltas:
                 worker.handoffs.on_event(self.now, delta)
-            self._obey(worker)
+            self._run_commands(worker)
             for output in outputs:
                 if isinstance(output, RequestTiming):
-                    self._note(output)
+                    self._on_engine_timing(output)
             for delta in deltas:
-                self.front.on_report(worker.name, delta)
-            self._flow()
+                self.frontend.on_report(worker.name, delta)
+            self._dispatch_pending()
 
         return hear
 
-    def _obey(self, worker: SimWorker) -> None:
+    def _run_commands(self, worker: SimWorker) -> None:
         """Do what its handoffs ask for."""
-        mover, memory = worker.mover, worker.mover.memory
+        mover, memory = worker.transport, worker.transport.memory
         for command in worker.handoffs.take_commands():
             if isinstance(command, handoff_events.ToEngine):
                 worker.inbox.post(self.now, command.event)
@@ -177,103 +177,103 @@ class SimPool:
             elif isinstance(command, handoff_events.FenceLink):
                 mover.disconnect(command.link)
             elif isinstance(command, handoff_events.HandoffEnded | handoff_events.Reroute):
-                self._report(worker, command)
+                self._on_report(worker, command)
         for notice in mover.poll():
-            self._tell(worker, event_of_notice(notice))
-        if not worker.ticking and not worker.handoffs.idle:
-            worker.ticking = True
+            self._on_event(worker, event_of_notice(notice))
+        if not worker.tick_scheduled and not worker.handoffs.idle:
+            worker.tick_scheduled = True
             worker.inbox.call_at(self.now + TICK_S, lambda: self._tick(worker))
 
     def _tick(self, worker: SimWorker) -> None:
-        worker.ticking = False
+        worker.tick_scheduled = False
         worker.handoffs.tick(self.now)
-        self._obey(worker)
+        self._run_commands(worker)
 
     # ------------------------------------------------------------ between workers
 
     def _send(self, message: Message) -> None:
-        target = self._ends[message.destination]
-        target.inbox.call_at(self.now + self.message_s, lambda: self._tell(target, message))
+        target = self._link_owners[message.destination]
+        target.inbox.call_at(self.now + self.message_s, lambda: self._on_event(target, message))
 
-    def _land(self) -> None:
+    def _complete_writes(self) -> None:
         """Writes that are at their end."""
         self.network.advance(self.now)
         for worker in self.workers.values():
-            for notice in worker.mover.poll():
-                self._tell(worker, event_of_notice(notice))
+            for notice in worker.transport.poll():
+                self._on_event(worker, event_of_notice(notice))
 
     def _link(self, prefill: SimWorker, decode: SimWorker) -> int:
         """The number of the prefill worker's end of the link between them."""
-        number = self._between.get((prefill.name, decode.name))
+        number = self._links.get((prefill.name, decode.name))
         if number is None:
-            here, there = len(self._ends) + 1, len(self._ends) + 2
-            self._ends |= {here: prefill, there: decode}
-            decode.mover.connect(there, here, prefill.mover.name.encode(), False)
-            prefill.mover.connect(here, there, decode.mover.name.encode(), True)
-            self._tell(prefill, handoff_events.LinkUp(here, there, decode.name, DisaggRole.PREFILL))
-            self._tell(decode, handoff_events.LinkUp(there, here, prefill.name, DisaggRole.DECODE))
-            number = self._between[prefill.name, decode.name] = here
+            here, there = len(self._link_owners) + 1, len(self._link_owners) + 2
+            self._link_owners |= {here: prefill, there: decode}
+            decode.transport.connect(there, here, prefill.transport.name.encode(), False)
+            prefill.transport.connect(here, there, decode.transport.name.encode(), True)
+            self._on_event(prefill, handoff_events.LinkUp(here, there, decode.name, DisaggRole.PREFILL))
+            self._on_event(decode, handoff_events.LinkUp(there, here, prefill.name, DisaggRole.DECODE))
+            number = self._links[prefill.name, decode.name] = here
         return number
 
     # ------------------------------------------------------------ the front
 
-    def _submit(self, arrive: AddRequest) -> None:
+    def _add_request(self, arrive: AddRequest) -> None:
         self.clients[arrive.id] = RequestLifetime(arrive, self.now)
-        self.front.add_request(arrive)
-        self._flow()
+        self.frontend.add_request(arrive)
+        self._dispatch_pending()
 
-    def _report(
+    def _on_report(
         self, worker: SimWorker, command: handoff_events.HandoffEnded | handoff_events.Reroute
     ) -> None:
         id = command.handoff.request
         if isinstance(command, handoff_events.HandoffEnded):
             if command.outcome is handoff_events.HandoffOutcome.ADOPTED:
-                self.routing.on_adopted(id)
+                self.load_tracker.on_adopted(id)
             elif command.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
-                self.routing.on_decode_in_place(id)
+                self.load_tracker.on_decode_in_place(id)
             if command.times is not None:
-                self.routing.on_transfer(worker.name, command.decode_worker, command.times)
-        self.front.on_report(worker.name, command)
-        self._flow()
+                self.load_tracker.on_transfer(worker.name, command.decode_worker, command.times)
+        self.frontend.on_report(worker.name, command)
+        self._dispatch_pending()
 
-    def _flow(self) -> None:
+    def _dispatch_pending(self) -> None:
         """Tell workers and clients what the front has for them."""
-        while items := self.front.take_items():
+        while items := self.frontend.take_items():
             for item in items:
                 if isinstance(item, ToWorker):
-                    self._order(self.workers[item.worker], item)
+                    self._to_worker(self.workers[item.worker], item)
                 else:
-                    self._give(item)
+                    self._to_client(item)
 
-    def _order(self, worker: SimWorker, item: ToWorker) -> None:
+    def _to_worker(self, worker: SimWorker, item: ToWorker) -> None:
         order = item.order
         if isinstance(order, handoff_events.StartHandoff | handoff_events.Redirect):
             order = msgspec.structs.replace(
                 order, link=self._link(worker, self.workers[item.decode_worker])
             )
-        self._tell(worker, order)
+        self._on_event(worker, order)
 
-    def _give(self, item: ToClient) -> None:
+    def _to_client(self, item: ToClient) -> None:
         client, news = self.clients[item.id], item.update
         if isinstance(news, DeliverTokens):
             if news.start == 0:
                 client.cached_tokens = news.tokens[0].cached_tokens
-                self.routing.on_first_token(item.id, self.now - client.arrival_s)
-            self.routing.on_tokens(item.id, tuple(sampled.token for sampled in news.tokens))
+                self.load_tracker.on_first_token(item.id, self.now - client.arrival_s)
+            self.load_tracker.on_tokens(item.id, tuple(sampled.token for sampled in news.tokens))
             client.token_s += [self.now] * len(news.tokens)
         elif isinstance(news, RequestFinished):
-            self.routing.on_finished(item.id)
+            self.load_tracker.on_finished(item.id)
             del self.clients[item.id]
-            self.deliver(client.to_timing(self.now, news.finish), news.error)
+            self.on_finished(client.to_timing(self.now, news.finish), news.error)
 
-    def _admitted(self, id: str) -> None:
+    def _on_admitted(self, id: str) -> None:
         """An engine has pages for a part of a request."""
         known = handoff_of(id)
         client = self.clients.get(known[0].request) if known is not None else None
         if client is not None and client.admitted_s is None:
             client.admitted_s = self.now
 
-    def _note(self, record: RequestTiming) -> None:
+    def _on_engine_timing(self, record: RequestTiming) -> None:
         """Of an engine's part of a request."""
         known = handoff_of(record.id)
         client = self.clients.get(known[0].request) if known is not None else None

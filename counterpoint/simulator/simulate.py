@@ -36,7 +36,7 @@ from counterpoint.device.timeline import Timeline, run
 from counterpoint.flags import config_flags
 from counterpoint.interfaces import EventQueue, Executor
 from counterpoint.serve.observability.merge_stats import merge
-from counterpoint.simulator.machine import Machine, dtypes, make_pool, make_sim_engine
+from counterpoint.simulator.machine import Machine, dtypes, make_sim_pool, make_sim_engine
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
 from counterpoint.types import AddRequest, Output, RequestTiming, Sampling, Slo, Stats
@@ -89,21 +89,21 @@ def simulate(
             raise ValueError(
                 "--timeline, --event-log and --watch are for one engine: leave out prefill, decode and replicas"
             )
-        pool = make_pool(machine, config, collected.keep)
+        pool = make_sim_pool(machine, config, collected.add)
         for query in queries:
-            pool.post(query.arrival_s, make_arrival(query, tokens, seed, config))
+            pool.submit_at(query.arrival_s, make_arrival(query, tokens, seed, config))
         pool.run()
         engines = {name: worker.engine for name, worker in pool.workers.items()}
-        return simulated(machine, config, queries, collected, engines)
+        return make_result(machine, config, queries, collected, engines)
     engine, executor, inbox = make_sim_engine(machine, config)
     engine.emit_deltas = False
     for query in queries:
         inbox.call_at(query.arrival_s, make_arrival(query, tokens, seed, config))
-    play(engine, executor, inbox, collected.deliver, files, watched)
-    return simulated(machine, config, queries, collected, {"engine": engine})
+    run_engine(engine, executor, inbox, collected.deliver, files, watched)
+    return make_result(machine, config, queries, collected, {"engine": engine})
 
 
-def play(
+def run_engine(
     engine: Engine,
     executor: Executor,
     inbox: VirtualEventQueue,
@@ -126,7 +126,7 @@ def play(
         timeline.write(files.timeline)
 
 
-def simulated(
+def make_result(
     machine: Machine,
     config: Config,
     queries: Sequence[Query],
@@ -142,7 +142,7 @@ def simulated(
         )
     records = tuple(collected.records[q.id] for q in queries)
     engine = next(iter(engines.values()))
-    return SimResult(records, collected.errors, stats, notes(machine, config, engine), workers)
+    return SimResult(records, collected.errors, stats, result_notes(machine, config, engine), workers)
 
 
 class CollectedResults:
@@ -160,11 +160,11 @@ class CollectedResults:
     def deliver(self, outputs: list[Output], _: Engine) -> None:
         for output in outputs:
             if isinstance(output, RequestTiming):
-                self.keep(output)
+                self.add(output)
             elif output.error:
                 self.errors[output.id] = output.error
 
-    def keep(self, record: RequestTiming, error: str = "") -> None:
+    def add(self, record: RequestTiming, error: str = "") -> None:
         record = msgspec.structs.replace(record, arrival_s=self.sent_s[record.id])
         self.records[record.id] = record
         if error:
@@ -202,16 +202,16 @@ def make_arrival(
 
 def query_slo(query: Query, config: Config) -> Slo:
     """The query's own targets, and the configured ones where it has none."""
-    return interned(query.slo.with_defaults(config.scheduler.slo(query.prompt_tokens)))
+    return intern_slo(query.slo.with_defaults(config.scheduler.slo(query.prompt_tokens)))
 
 
 @lru_cache(1 << 10)
-def interned(slo: Slo) -> Slo:
+def intern_slo(slo: Slo) -> Slo:
     """Equal targets are one object: policies need not look into it again."""
     return slo
 
 
-def notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
+def result_notes(machine: Machine, config: Config, engine: Engine) -> tuple[str, ...]:
     """What a reader of the result has to know."""
     device, asked, runs = (
         machine.device,
@@ -331,7 +331,7 @@ class SimOptions:
         float, flag("share of steps that take 1.3 to 4 times as long as they should", MACHINE)
     ] = 0.0
 
-    def configured(self, config: Config) -> Config:
+    def apply_to(self, config: Config) -> Config:
         """`config` with what is said here."""
         names = ("dtype", "quantization", "kv_cache_dtype", "kv_pages", "max_context_tokens")
         names += ("prefill", "decode", "replicas", "local_tokens", "link_bytes_per_s")
@@ -339,7 +339,7 @@ class SimOptions:
         named = config.model.model if config.model.model != ModelConfig().model else MODEL
         return config.replace(model=self.model or named, **said)
 
-    def machine(self, config: Config) -> Machine:
+    def make_machine(self, config: Config) -> Machine:
         if self.depth < 1:
             raise ValueError(f"--depth is {self.depth}: it must be 1 or more")
         if not 0 <= (self.host_overhead or 0.0) < math.inf:
@@ -418,14 +418,14 @@ def command(
     """
     if out.slo:
         config = config.replace(**msgspec.structs.asdict(parse_slo(out.slo)))
-    config = what.configured(config)
+    config = what.apply_to(config)
     for name, path in (
         ("--json", out.json),
         ("--timeline", out.timeline),
         ("--event-log", out.event_log),
     ):
         require_writable(name, path)
-    machine = what.machine(config)
+    machine = what.make_machine(config)
     trace = load.build_trace()
     files = SimFiles(out.timeline, out.event_log)
     came = simulate(machine, trace.queries, config, seed=load.seed, files=files, watched=out.watch)

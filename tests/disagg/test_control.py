@@ -91,7 +91,7 @@ def test_a_dialer_that_stands_still_before_its_last_word_takes_no_place(worker, 
                 link=7,
                 digest=DIGEST,
                 endpoint=REACH,
-                transport_metadata=worker.courier.identity.blobs,
+                transport_metadata=worker.courier.identity.transport_metadata,
                 proof=proof,
             )
         )

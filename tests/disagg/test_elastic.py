@@ -99,13 +99,13 @@ def test_a_worker_that_does_not_empty_keeps_its_role():
     elastic = RoleRebalancer(TARGETS, RebalanceConfig(drain_s=20.0))
     ticks(elastic, NEEDY, 3)
     assert ticks(elastic, NEEDY, 4, start=15) == [CancelDrain("d0")]
-    assert elastic.moving is None and elastic.epoch == 0
+    assert elastic.change_in_flight is None and elastic.epoch == 0
 
 
 def test_a_worker_that_dies_while_it_drains():
     elastic = RoleRebalancer(TARGETS)
     ticks(elastic, NEEDY, 3)
-    assert elastic.tick(20, NEEDY[:1] + NEEDY[2:]) == [] and elastic.moving is None
+    assert elastic.tick(20, NEEDY[:1] + NEEDY[2:]) == [] and elastic.change_in_flight is None
 
 
 def day(
@@ -163,7 +163,7 @@ def test_a_steady_load_does_not_swing(prefill_demand, decode_demand, seed):
 
 def test_without_the_consolidation_test_it_would():
     """The same load with donors that are asked for nothing: roles go to and fro. (So the test above can fail.)"""
-    careless = RebalanceConfig(slack=1e9, kv_slack=1e9, cool_s=0.0)
+    careless = RebalanceConfig(slack=1e9, kv_slack=1e9, cooldown_s=0.0)
     swings = max(len(day(careless, lambda now: (2.9, 3.3), seed=seed)) for seed in range(5))
     assert swings > 10
 

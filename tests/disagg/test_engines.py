@@ -109,7 +109,7 @@ class Pools:
                 f"w{i}",
                 policy,
                 pages,
-                HandoffConfig(park_s=40.0, dead_s=1e6, lease_s=1e6, drain_s=1e6),
+                HandoffConfig(park_timeout_s=40.0, peer_timeout_s=1e6, lease_s=1e6, drain_timeout_s=1e6),
             )
             for i, policy in enumerate(policies)
         }

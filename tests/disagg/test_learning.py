@@ -73,7 +73,7 @@ def test_the_grain_follows_what_links_carry():
     def chosen() -> tuple[TransferGranularity, float]:
         choice = router.route(1000, Slo(), pools, {})
         assert choice is not None
-        return choice.route.granularity, choice.visible_s
+        return choice.route.granularity, choice.visible_transfer_s
 
     grain, visible_s = chosen()
     assert grain is TransferGranularity.PROMPT and visible_s == pytest.approx(

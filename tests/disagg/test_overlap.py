@@ -14,7 +14,7 @@ from counterpoint.disagg.handoff_events import (
     TransferGranularity,
     engine_id,
 )
-from counterpoint.disagg.link_choice import visible_s
+from counterpoint.disagg.link_choice import visible_transfer_s
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
@@ -45,7 +45,7 @@ def handover(
         )
     p, d = (
         Handoffs(
-            HandoffConfig(dead_s=1e9, park_s=1e9, lease_s=1e9), KvGeometry(LAYERS, PAGE_TOKENS)
+            HandoffConfig(peer_timeout_s=1e9, park_timeout_s=1e9, lease_s=1e9), KvGeometry(LAYERS, PAGE_TOKENS)
         )
         for _ in range(2)
     )
@@ -135,7 +135,7 @@ def test_the_visible_part_is_that_of_the_formula(grain, chunks, ratio):
     times = handover(grain, prefill_s, bandwidth, chunks)
     assert times.page_layers == PAGES * LAYERS
     assert times.visible_s == pytest.approx(
-        visible_s(TOTAL_BYTES, prefill_s, bandwidth, groups), rel=1e-6
+        visible_transfer_s(TOTAL_BYTES, prefill_s, bandwidth, groups), rel=1e-6
     )
 
 

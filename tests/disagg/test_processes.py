@@ -36,10 +36,10 @@ def calm(cluster: Cluster) -> Iterator[None]:
     """Every test starts with three willing workers and ends with nothing left on any of them."""
     cluster.reports.clear()
     cluster.avoid.clear()
-    cluster.make_whole()
+    cluster.restore_workers()
     yield
-    cluster.make_whole()
-    cluster.at_rest()
+    cluster.restore_workers()
+    cluster.wait_for_rest()
 
 
 names = iter(range(10_000))
@@ -96,7 +96,7 @@ def stand_at(cluster: Cluster, point: str) -> str:
     for name, hold in POINTS[point].items():
         cluster.hold(name, **hold)
     cluster.submit(id)
-    cluster.at_point(point, id)
+    cluster.wait_for_state(point, id)
     return id
 
 

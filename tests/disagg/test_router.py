@@ -15,11 +15,11 @@ from counterpoint.disagg.link_choice import (
     TransportEndpoint,
     choose_granularity,
     choose_transport,
-    visible_s,
+    visible_transfer_s,
 )
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.disagg.prefix_index import PrefixIndex
-from counterpoint.disagg.router import Router, RoutingRule, WorkerView, replicas
+from counterpoint.disagg.router import Router, RoutingRule, WorkerView, replica_rule
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape, Role, Slo
@@ -104,7 +104,7 @@ def test_short_prompts_are_handed_on_where_prefilling_them_all_would_slow_answer
     assert route(100, busy, slo, answer_tokens=40).reason == "disagg"
     assert route(100, busy, Slo(tpot_s=0.07), answer_tokens=40).reason == "local"
     alike = tuple(msgspec.structs.replace(w, role=Role.BOTH) for w in busy)
-    assert route(100, alike, slo, rule=replicas(), answer_tokens=40).reason == "local", (
+    assert route(100, alike, slo, rule=replica_rule(), answer_tokens=40).reason == "local", (
         "there is nobody to hand it to"
     )
 
@@ -149,7 +149,7 @@ def test_when_no_target_can_be_kept_the_first_token_comes_as_early_as_it_can():
 
 
 def test_unwilling_and_failed_workers_get_nothing():
-    assert route(1000, changed("p0", willing=False)).route.prefill == "p1"
+    assert route(1000, changed("p0", accepting=False)).route.prefill == "p1"
     assert route(1000, avoid="p0").route.prefill == "p1"
     assert route(1000, tuple(msgspec.structs.replace(w, accepting=False) for w in POOLS)) is None
 
@@ -170,7 +170,7 @@ def test_replicas_share_the_load():
         view("b", Role.BOTH),
         view("c", Role.BOTH, running=batch(9, 90_000)),
     )
-    router = Router(Linear(), WIRES, replicas())
+    router = Router(Linear(), WIRES, replica_rule())
     assert router.route(3000, Slo(), workers, {}).route == Route("b", "b")
 
 
@@ -199,26 +199,26 @@ def test_more_cached_pages_never_make_the_first_token_later():
 
 def test_prefixes_count_from_the_start():
     prefixes = PrefixIndex()
-    prefixes.learn("a", [b"1", b"2", b"3"])
-    prefixes.learn("b", [b"1", b"2"])
-    prefixes.learn("c", [b"2", b"3"])
-    assert prefixes.pages([b"1", b"2", b"3", b"4"]) == {"a": 3, "b": 2}
-    assert prefixes.pages([b"4"]) == {}
+    prefixes.add("a", [b"1", b"2", b"3"])
+    prefixes.add("b", [b"1", b"2"])
+    prefixes.add("c", [b"2", b"3"])
+    assert prefixes.match([b"1", b"2", b"3", b"4"]) == {"a": 3, "b": 2}
+    assert prefixes.match([b"4"]) == {}
     prefixes.forget("a")
-    assert prefixes.pages([b"1", b"2", b"3"]) == {"b": 2}
+    assert prefixes.match([b"1", b"2", b"3"]) == {"b": 2}
 
 
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 6)), max_size=30)
 )
 def test_prefixes_are_bounded_and_keep_beginnings(learned):
-    prefixes = PrefixIndex(most=8)
+    prefixes = PrefixIndex(max_pages=8)
     for worker, family, length in learned:
-        prefixes.learn(worker, [bytes([family, depth]) for depth in range(length)])
+        prefixes.add(worker, [bytes([family, depth]) for depth in range(length)])
         assert len(prefixes) <= 8
     if learned:
         worker, family, length = learned[-1]
-        assert prefixes.pages([bytes([family, depth]) for depth in range(length)])[worker] == length
+        assert prefixes.match([bytes([family, depth]) for depth in range(length)])[worker] == length
 
 
 # ---------------------------------------------------------------- transfers
@@ -262,17 +262,17 @@ def test_small_transfers_are_sent_whole():
 
 
 def test_what_is_seen_of_a_transfer():
-    assert visible_s(1e9, 1.0, 1e9, groups=1) == pytest.approx(1.0)
-    assert visible_s(1e9, 1.0, 1e9, groups=10) == pytest.approx(0.1)
-    assert visible_s(4e9, 1.0, 1e9, groups=10) == pytest.approx(3.6 - 0.9 + 0.4)
-    assert visible_s(1e9, 1.0, 1e9, 10, control_s=0.01) == pytest.approx(0.11)
+    assert visible_transfer_s(1e9, 1.0, 1e9, groups=1) == pytest.approx(1.0)
+    assert visible_transfer_s(1e9, 1.0, 1e9, groups=10) == pytest.approx(0.1)
+    assert visible_transfer_s(4e9, 1.0, 1e9, groups=10) == pytest.approx(3.6 - 0.9 + 0.4)
+    assert visible_transfer_s(1e9, 1.0, 1e9, 10, control_s=0.01) == pytest.approx(0.11)
 
 
 @given(st.floats(1e3, 1e12), st.floats(1e-3, 100), st.floats(1e6, 1e12), st.integers(1, 200))
 def test_more_bandwidth_and_more_groups_never_hurt(size, prefill_s, bandwidth, groups):
-    here = visible_s(size, prefill_s, bandwidth, groups)
-    assert visible_s(size, prefill_s, 2 * bandwidth, groups) <= here * (1 + 1e-9)
-    assert visible_s(size, prefill_s, bandwidth, groups + 1) <= here * (1 + 1e-9)
+    here = visible_transfer_s(size, prefill_s, bandwidth, groups)
+    assert visible_transfer_s(size, prefill_s, 2 * bandwidth, groups) <= here * (1 + 1e-9)
+    assert visible_transfer_s(size, prefill_s, bandwidth, groups + 1) <= here * (1 + 1e-9)
     assert here >= size / bandwidth - prefill_s
 
 

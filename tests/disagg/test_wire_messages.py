@@ -8,7 +8,7 @@ import pickle
 
 import msgspec
 import pytest
-from engine_pair import arrive
+from engine_pair import make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from counterpoint.types import DisaggRole, TokenLogprobs
 
 ENDS = (HandoffId("r", 3), 1 << 62, 17, 4)
 MESSAGES = [
-    wire.HandoffOffer(*ENDS, arrive(), 12.5),
+    wire.HandoffOffer(*ENDS, make_request(), 12.5),
     wire.OfferQueued(*ENDS),
     wire.PagesReserved(*ENDS, (4, 5), 2),
     wire.TransferStarted(*ENDS),
@@ -73,7 +73,7 @@ def test_sizes_are_bounded(monkeypatch):
         wire.decode(wire.encode(wire.AbortHandoff(*ENDS, "x" * 501)))
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
     for call in (
-        lambda: wire.encode(wire.HandoffOffer(*ENDS, arrive(200), 1.0)),
+        lambda: wire.encode(wire.HandoffOffer(*ENDS, make_request(200), 1.0)),
         lambda: wire.decode(b"x" * 101),
     ):
         with pytest.raises(WireError, match="at most 100"):

@@ -22,7 +22,7 @@ from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.simulator import plan
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import Mode, PlanTask, find_rate, highest, parse_modes, search
+from counterpoint.simulator.plan import Mode, PlanTask, find_rate, find_highest, parse_modes, search
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 
@@ -34,20 +34,20 @@ SERIAL = Mode("serial", {"policy": "serial", "max_pass_tokens": 16, "prefix_cach
 @pytest.mark.parametrize("start", [-50, 0, 7])
 def test_the_highest_step_that_holds_is_found_from_anywhere(limit, start):
     tried = []
-    assert highest(lambda step: tried.append(step) or step <= limit, start) == limit
+    assert find_highest(lambda step: tried.append(step) or step <= limit, start) == limit
     assert len(tried) < 30
 
 
 @pytest.mark.parametrize("precision", [0.001, 0.02, 0.5])
 def test_how_far_is_looked_does_not_depend_on_the_precision(precision):
     task = dataclasses.replace(one_server(0.1, 0.9, 0.6), precision=precision)
-    assert task.at(task.stride) == pytest.approx(1.02**16, rel=0.1)
+    assert task.rate_at(task.stride) == pytest.approx(1.02**16, rel=0.1)
     found = find_rate(task, SERIAL, start=round(math.log(1000) / math.log1p(precision)))
     assert 10 / (1 + precision) < found.rate < 10.3, "a hundredth of where the search began"
 
 
 def test_a_load_that_is_never_served_in_time_has_no_rate():
-    assert highest(lambda step: False, 0) is None
+    assert find_highest(lambda step: False, 0) is None
 
 
 def one_server(service_s: float, wanted: float, ttft_s: float) -> PlanTask:
@@ -94,8 +94,8 @@ import multiprocessing, os, signal, sys
 from counterpoint.simulator import plan
 from counterpoint.cli import status_of
 multiprocessing.set_start_method("fork")  # so that its processes have this too:
-play = plan.play
-plan.play = lambda task, rate: (print(os.getpid(), flush=True), play(task, rate))[1]
+run = plan.run_at_rate
+plan.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.exit(status_of(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
 """
@@ -245,18 +245,18 @@ def test_a_load_that_is_over_before_its_answers_need_be_is_told():
     fast, slow = (
         plan.FoundRate(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0))
     )
-    assert [note.partition(":")[0] for note in plan.brevity(task, [fast, slow])] == ["fast"]
+    assert [note.partition(":")[0] for note in plan.short_load_notes(task, [fast, slow])] == ["fast"]
     assert (
-        plan.brevity(task, [slow])
-        == plan.brevity(task, [plan.FoundRate("none", 0.0, None, {}, ())])
+        plan.short_load_notes(task, [slow])
+        == plan.short_load_notes(task, [plan.FoundRate("none", 0.0, None, {}, ())])
         == []
     )
 
 
 def test_the_clock_is_stretched_and_nothing_else():
     queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
-    result = plan.play(
-        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, wanted=1.0), 0.5
+    result = plan.run_at_rate(
+        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, min_attainment=1.0), 0.5
     )
     assert (
         result
@@ -270,7 +270,7 @@ def test_auto_without_a_part_is_a_mode_of_its_own(part: str):
     machine = H200
     modes = parse_modes(f"auto,auto without {part}", machine)
     assert [mode.name for mode in modes] == ["auto", f"auto without {part}"]
-    assert [mode.on(machine).without for mode in modes] == [None, part]
+    assert [mode.apply_to(machine).without for mode in modes] == [None, part]
 
 
 def test_a_part_that_auto_does_not_have_is_refused():

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from sim_builders import Constant, opened, step
+from sim_builders import Constant, init_slot, make_step
 
 from counterpoint.bench.workload import Query
 from counterpoint.config import Config
@@ -79,8 +79,8 @@ def test_counters_say_the_split_the_queue_and_the_cache(trace):
 def test_times_begin_at_zero_and_are_those_of_the_device():
     inbox = VirtualEventQueue()
     timeline = Timeline(SimExecutor(Constant(2.0), inbox, layers=4), inbox)
-    inbox.call_at(5.0, lambda: timeline.submit(step(1, Segment(0, 0, 8, True, (0, 1)))))
-    timeline.submit(opened(0))
+    inbox.call_at(5.0, lambda: timeline.submit(make_step(1, Segment(0, 0, 8, True, (0, 1)))))
+    timeline.submit(init_slot(0))
     while timeline.get() is not None:
         pass
     (event,) = [e for e in timeline.chrome_trace()["traceEvents"] if e["ph"] == "X"]

@@ -35,9 +35,9 @@ def main() -> None:
         try:
             while world.steps < options.day:
                 world.step()
-            world.settle()
+            world.run_to_rest()
         except BaseException:
-            print(f"seed {seed}, {world.weather}, step {world.steps}", flush=True)
+            print(f"seed {seed}, {world.faults}, step {world.steps}", flush=True)
             raise
         seen += world.seen
         ended += world.ended

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from counterpoint.disagg.link_choice import visible_s
+from counterpoint.disagg.link_choice import visible_transfer_s
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serve_process import poll
@@ -260,7 +260,7 @@ def main() -> int:
                     bytes_per_s = total / (ratio * prefill_s)
                     shape(8 * bytes_per_s)
                     found = measured(asked.requests, 1 + turn)
-                    formula = visible_s(total, prefill_s, bytes_per_s, groups)
+                    formula = visible_transfer_s(total, prefill_s, bytes_per_s, groups)
                     rows.append(
                         (grain, gbits, ratio, 8 * bytes_per_s / 1e6, prefill_s, found, formula)
                     )
