@@ -127,7 +127,7 @@ class Worker:
             if isinstance(output, OutputDelta):
                 self.tell_front(self.name, output)
 
-    def engine(self, event: handoff_events.EngineEvent) -> None:
+    def to_engine(self, event: handoff_events.EngineEvent) -> None:
         self.machine.inbox.put(event)
 
     def report(self, command) -> None:

@@ -59,7 +59,7 @@ def test_layers_are_sent_while_the_prompt_is_computed():
     pair.deliver_all()
     assert pair.d.events_for_engine(ResumeDecode) == [ResumeDecode(D_NAME, 77)]
     assert (outcome(pair.p), outcome(pair.d)) == (HandoffOutcome.SENT, HandoffOutcome.ADOPTED)
-    assert pair.d.last(handoff_events.HandoffEnded).first.token == 77
+    assert pair.d.last(handoff_events.HandoffEnded).first_token.token == 77
     assert pair.p.events_for_engine(Release) == [Release(P_NAME)] and not pair.d.events_for_engine(Release)
     assert pair.is_empty()
 
@@ -152,7 +152,7 @@ def test_no_pages_are_asked_for_before_the_prefill_worker_has_its_own():
     assert not pair.d.events_for_engine(AddRequest)
     pair.send(pair.p, Admitted(P_NAME, (5, 6, 7), 0))
     pair.deliver_all()
-    assert pair.d.events_for_engine(AddRequest)[0].part is DisaggRole.DECODE
+    assert pair.d.events_for_engine(AddRequest)[0].disagg_role is DisaggRole.DECODE
 
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])

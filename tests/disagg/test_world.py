@@ -116,7 +116,7 @@ class Handover(RuleBasedStateMachine):
         if len(self.world.frontend.requests) < self.world.max_requests:
             self.world.new_request()
 
-    @precondition(lambda self: self.world.mail)
+    @precondition(lambda self: self.world.messages)
     @rule(index=st.integers(0, 50), times=st.integers(1, 5))
     def messages_arrive(self, index: int, times: int) -> None:
         for _ in range(min(times, len(self.world.messages))):

@@ -288,9 +288,9 @@ class World:
         """The worker takes an order of the front; it dials before it starts anything."""
         item = self.orders[worker.name].popleft()
         order = item.order
-        if item.decode:
+        if item.decode_worker:
             order = msgspec.structs.replace(
-                order, link=self.link(worker, self.workers[item.decode])
+                order, link=self.link(worker, self.workers[item.decode_worker])
             )
         self.on_event(worker, order)
 
