@@ -66,7 +66,7 @@ def test_a_client_leaves_while_kv_is_sent(cluster):
     cluster.hold("p", prefills=3)
     cluster.submit(id)
     cluster.wait_for_state("reserved", id)
-    cluster.frontend.withdraw(id)
+    cluster.frontend.abort(id)
     cluster.dispatch_pending()
     cluster.wait_until(
         lambda: (
@@ -110,7 +110,7 @@ def test_the_decode_worker_is_killed(cluster, point):
     id = stand_at(cluster, point)
     cluster.kill("d")
     cluster.avoid.add("d")
-    cluster.frontend.lost("d")
+    cluster.frontend.on_worker_lost("d")
     cluster.dispatch_pending()
     let_go(cluster, "p", "e")
     cluster.wait_until(lambda: cluster.ended(id))
@@ -137,10 +137,10 @@ def test_the_prefill_worker_is_killed(cluster, point):
     id = stand_at(cluster, point)
     cluster.kill("p")
     cluster.avoid.add("p")
-    cluster.frontend.lost("p")
+    cluster.frontend.on_worker_lost("p")
     cluster.dispatch_pending()
     if point != "decoding":
-        cluster.wait_until(lambda: cluster.has_reported("d", HandoffEnded, part=DisaggRole.DECODE))
+        cluster.wait_until(lambda: cluster.has_reported("d", HandoffEnded, disagg_role=DisaggRole.DECODE))
         receiving = {"queued", "reserved", "verifying", "aborting"}
         cluster.wait_until(lambda: receiving.isdisjoint(cluster.leftovers("d")["states"]))
     let_go(cluster, "d", "e")
@@ -161,7 +161,7 @@ def test_the_decode_worker_stands_still(cluster, point):
     cluster.avoid.add("d")
     let_go(cluster, "p", "e")
     if point == "decoding":
-        cluster.frontend.lost("d")  # what the front does when its own connection is silent
+        cluster.frontend.on_worker_lost("d")  # what the front does when its own connection is silent
         cluster.dispatch_pending()
     else:
         cluster.wait_until(lambda: cluster.has_reported("p", Reroute))
@@ -179,10 +179,10 @@ def test_the_prefill_worker_stands_still(cluster, point):
     if point != "decoding":
         cluster.wait_until(
             lambda: cluster.has_reported(
-                "d", HandoffEnded, part=DisaggRole.DECODE, outcome=HandoffOutcome.FAILED
+                "d", HandoffEnded, disagg_role=DisaggRole.DECODE, outcome=HandoffOutcome.FAILED
             )
         )
-    cluster.frontend.lost("p")
+    cluster.frontend.on_worker_lost("p")
     cluster.dispatch_pending()
     let_go(cluster, "d", "e")
     cluster.wait_until(lambda: cluster.ended(id))

@@ -79,7 +79,7 @@ def send_half_full_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PrefillSource,
         "complete_pages",
-        lambda self, tokens: self.desk.pages_of(tokens) if self.pages else 0,
+        lambda self, tokens: self.context.num_pages(tokens) if self.pages else 0,
     )
 
 

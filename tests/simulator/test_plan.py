@@ -92,12 +92,12 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
 PLAN = """
 import multiprocessing, os, signal, sys
 from counterpoint.simulator import plan
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 multiprocessing.set_start_method("fork")  # so that its processes have this too:
 run = plan.run_at_rate
 plan.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-sys.exit(status_of(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
+sys.exit(run_command(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
 """
 
 
