@@ -26,18 +26,19 @@ from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units
-from counterpoint.simulator.machine import Machine, make_sim_pool
+from counterpoint.simulator.machine import Machine
 from counterpoint.simulator.plan import (
     FoundRate,
     Mode,
     PlanTask,
     SloUnreachable,
+    find_highest,
     find_rate,
     initial_rate,
-    find_highest,
-    stop_when_unreachable,
     run_at_rate,
+    stop_when_unreachable,
 )
+from counterpoint.simulator.pool import make_sim_pool
 from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS

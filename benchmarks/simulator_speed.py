@@ -13,7 +13,8 @@ import time
 
 from counterpoint.bench.load import LoadOptions
 from counterpoint.config import Config
-from counterpoint.simulator.simulate import SimOptions, simulate
+from counterpoint.simulator.options import SimOptions
+from counterpoint.simulator.simulate import simulate
 
 
 def main() -> None:

@@ -25,9 +25,12 @@ from counterpoint.cost_model.active_units import ActiveUnits
 from counterpoint.cost_model.calibration import CalibrationKey, shape_key
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.device.choose import has_gpu
-from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
-from counterpoint.disagg.handoff_runner import WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
+from counterpoint.disagg.peer_connection import (
+    CompatibilityDigest,
+    TransportEndpoint,
+    WorkerIdentity,
+    make_digest,
+)
 from counterpoint.interfaces import Estimator, Executor, Policy
 from counterpoint.kv_transfer.host import host_name
 from counterpoint.kv_transfer.memory import Allocate, KvMemory

@@ -15,7 +15,7 @@ import msgspec
 
 import counterpoint.disagg.messages as wire
 from counterpoint.disagg import handoff_events
-from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd
+from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd, PageHold, PageLedger
 from counterpoint.disagg.handoff_events import (
     Command,
     Event,
@@ -29,7 +29,6 @@ from counterpoint.disagg.handoff_events import (
     engine_id,
 )
 from counterpoint.disagg.messages import HandoffId
-from counterpoint.disagg.page_ledger import PageHold, PageLedger
 from counterpoint.disagg.receiver import HandoffReceiver
 from counterpoint.disagg.sender import HandoffSender, PrefillSource
 from counterpoint.types import Abort as EngineAbort

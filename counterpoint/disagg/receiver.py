@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd
+from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd, PageHold
 from counterpoint.disagg.handoff_events import (
     GrantPages,
     HandoffEnded,
@@ -31,7 +31,6 @@ from counterpoint.disagg.handoff_events import (
     engine_id,
 )
 from counterpoint.disagg.messages import HandoffId, SampledToken
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.types import AddRequest, Admitted, DisaggRole, OutputDelta, Release, ResumeDecode
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd
+from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd, PageHold
 from counterpoint.disagg.handoff_events import (
     CancelWrite,
     HandoffEnded,
@@ -39,7 +39,6 @@ from counterpoint.disagg.handoff_events import (
     engine_id,
 )
 from counterpoint.disagg.messages import HandoffId, SampledToken
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.types import Abort as EngineAbort
 from counterpoint.types import (
     AddRequest,

@@ -195,7 +195,9 @@ class SimulatorRunner:
             files=SimFiles(None if trace is None else str(trace)),
         )
         records = [truncate_timing(record, limit_s) for record in came.records]
-        return summarise_case(cell, records, came.stats, None, came.errors) | {"notes": list(came.notes)}
+        return summarise_case(cell, records, came.stats, None, came.errors) | {
+            "notes": list(came.notes)
+        }
 
     def close(self) -> None:
         pass
@@ -386,9 +388,9 @@ def command(
     require_writable("--json", json)
     if build.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
-    machine = SimOptions(gpu=gpu, calibration=calibration, host_overhead=host_overhead).make_machine(
-        config
-    )
+    machine = SimOptions(
+        gpu=gpu, calibration=calibration, host_overhead=host_overhead
+    ).make_machine(config)
     cells = [cell for cell in read_cases(loads, machine) if only is None or only in cell.load]
     if not cells:
         raise ValueError(f"--only {only}: no load of {loads} has that in its name")

@@ -195,14 +195,20 @@ def run_at_rate(task: PlanTask, rate: float) -> dict[str, Any] | None:
     slo = {query.id: query_slo(query, task.config) for query in queries}
     try:
         came = simulate(
-            task.machine, queries, task.config, seed=task.seed, on_record=stop_when_unreachable(slo, task.min_attainment)
+            task.machine,
+            queries,
+            task.config,
+            seed=task.seed,
+            on_record=stop_when_unreachable(slo, task.min_attainment),
         )
     except SloUnreachable:
         return None
     return summarise(came.records, slo=slo, stats=came.stats)
 
 
-def stop_when_unreachable(slo: Mapping[str, Slo], min_attainment: float) -> Callable[[RequestTiming], None]:
+def stop_when_unreachable(
+    slo: Mapping[str, Slo], min_attainment: float
+) -> Callable[[RequestTiming], None]:
     """Raises Hopeless as soon as so many of the records shown have missed that less than the share `wanted` can be in time."""
     allowed, missed = int(len(slo) * (1 - min_attainment) + 1e-9), 0
 

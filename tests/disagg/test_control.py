@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 
 from counterpoint.disagg import peer_connection
-from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
-from counterpoint.disagg.peer_connection import FramedConnection, Introduction
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import (
+    CompatibilityDigest,
+    FramedConnection,
+    Introduction,
+    TransportEndpoint,
+    WorkerIdentity,
+    make_digest,
+)
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.tcp import TcpTransport
 from counterpoint.spec.presets import PRESETS

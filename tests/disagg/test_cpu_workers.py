@@ -21,12 +21,11 @@ from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.kv_memory import page_layout, pool_memory
 from counterpoint.device.slot_tables import SlotTables
 from counterpoint.disagg import handoff_events
-from counterpoint.disagg.compatibility import make_digest
 from counterpoint.disagg.dispatch import DeliverTokens
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, TransferGranularity
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import TransportEndpoint, WorkerIdentity, make_digest
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.interfaces import Policy
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport

@@ -48,7 +48,7 @@ def test_a_pool_that_misses_for_long_gets_a_worker():
     assert ticks(elastic, NEEDY, 2) == []
     assert elastic.tick(10, NEEDY) == [StartDrain("d0")]
     assert elastic.tick(15, NEEDY) == [], "one change at a time"
-    empty = [prefill("p0", SLOW), decode("d0", drained=True), decode("d1"), decode("d2")]
+    empty = [prefill("p0", SLOW), decode("d0", is_drained=True), decode("d1"), decode("d2")]
     assert elastic.tick(20, empty) == [CommitRole("d0", Role.PREFILL, 1)]
     after = [prefill("p0", SLOW), prefill("d0", SLOW), decode("d1"), decode("d2")]
     assert ticks(elastic, after, 5, start=25) == [], "it cools down"
@@ -133,10 +133,10 @@ def day(
             gone = name in draining and now > draining[name] + 15
             if role is Role.PREFILL:
                 loads.append(
-                    prefill(name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), drained=gone)
+                    prefill(name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), is_drained=gone)
                 )
             else:
-                loads.append(decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), drained=gone))
+                loads.append(decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), is_drained=gone))
         for change in elastic.tick(now, loads):
             if isinstance(change, StartDrain):
                 draining[change.worker] = now

@@ -8,9 +8,9 @@ from engine_pair import D_NAME, ID, LAYERS, P_NAME, Pair, make_request
 
 import counterpoint.disagg.messages as wire
 from counterpoint.disagg import handoff_events
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffOutcome, TransferGranularity
 from counterpoint.disagg.messages import HandoffId
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.types import (
     Abort,
     AddRequest,

@@ -14,8 +14,8 @@ from counterpoint.disagg.handoff_events import (
     TransferGranularity,
     engine_id,
 )
-from counterpoint.disagg.link_choice import visible_transfer_s
 from counterpoint.disagg.messages import HandoffId
+from counterpoint.disagg.router import visible_transfer_s
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.kv_transfer.transport import Completed

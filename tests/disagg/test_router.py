@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.disagg.handoff_events import TransferGranularity
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.link_choice import (
-    NoTransport,
-    TransportEndpoint,
+from counterpoint.disagg.peer_connection import NoTransport, TransportEndpoint, choose_transport
+from counterpoint.disagg.pool_frontend import Route
+from counterpoint.disagg.router import (
+    RouteQuery,
+    Router,
+    RoutingRule,
+    WorkerView,
     choose_granularity,
-    choose_transport,
+    replica_rule,
     visible_transfer_s,
 )
-from counterpoint.disagg.pool_frontend import Route
-from counterpoint.disagg.prefix_index import PrefixIndex
-from counterpoint.disagg.router import Router, RoutingRule, WorkerView, replica_rule
+from counterpoint.disagg.routing_feedback import LinkBandwidth, PrefixIndex
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape, Role, Slo
@@ -65,7 +66,7 @@ def route(
     rule: RoutingRule = RoutingRule(),
     **kwargs,
 ):
-    return Router(Linear(), WIRES, rule).route(tokens, slo, workers, cached or {}, **kwargs)
+    return Router(Linear(), WIRES, rule).route(RouteQuery(tokens, slo, cached or {}, **kwargs), workers)
 
 
 def changed(name: str, **kwargs) -> tuple[WorkerView, ...]:
@@ -159,9 +160,9 @@ def test_a_prompt_that_fits_nowhere():
 
 
 def test_only_the_decode_worker_is_chosen_again():
-    choice = route(1000, prefill="p1", avoid="d0")
+    choice = route(1000, prefilled_on="p1", avoid="d0")
     assert choice.route[:2] == ("p1", "d1")
-    assert route(1000, POOLS[:3], prefill="p1", avoid="d0") is None
+    assert route(1000, POOLS[:3], prefilled_on="p1", avoid="d0") is None
 
 
 def test_replicas_share_the_load():
@@ -171,7 +172,7 @@ def test_replicas_share_the_load():
         view("c", Role.BOTH, running=batch(9, 90_000)),
     )
     router = Router(Linear(), WIRES, replica_rule())
-    assert router.route(3000, Slo(), workers, {}).route == Route("b", "b")
+    assert router.route(RouteQuery(3000), workers).route == Route("b", "b")
 
 
 def test_more_cached_pages_never_make_the_first_token_later():
@@ -189,7 +190,7 @@ def test_more_cached_pages_never_make_the_first_token_later():
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
     ]
     times = [
-        router.route(8192, Slo(), workers, {"p0": pages}).ttft_s for pages in range(0, 512, 64)
+        router.route(RouteQuery(8192, Slo(), {"p0": pages}), workers).ttft_s for pages in range(0, 512, 64)
     ]
     assert times == sorted(times, reverse=True)
 
@@ -251,7 +252,7 @@ def test_gpu_memory_through_host_memory_is_asked_for():
     ipc = TransportEndpoint("1", "host", "cuda", ("cuda-ipc",))
     with pytest.raises(NoTransport, match="one host"):
         choose_transport(ipc, ipc._replace(process="2", host="other"))
-    with pytest.raises(NoTransport, match="no mover in common"):
+    with pytest.raises(NoTransport, match="no common transport"):
         choose_transport(gpu, other._replace(transports=("nixl",)))
 
 

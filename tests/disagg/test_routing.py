@@ -8,7 +8,6 @@ from collections import Counter
 import msgspec
 import pytest
 
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
 from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker, WorkerShape
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.disagg.role_rebalancer import (
@@ -20,6 +19,7 @@ from counterpoint.disagg.role_rebalancer import (
     StartDrain,
 )
 from counterpoint.disagg.router import Router, RoutingRule
+from counterpoint.disagg.routing_feedback import LinkBandwidth
 from counterpoint.types import AddRequest, BatchShape, Role, Sampling, Slo
 
 SHAPE = WorkerShape(units=1, layers=4, page_tokens=4, pages_total=1000, chunk_tokens=64)

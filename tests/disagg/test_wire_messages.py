@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch, make_digest
 from counterpoint.disagg.handoff_events import engine_id, handoff_of
 from counterpoint.disagg.messages import HandoffId, SampledToken, WireError
+from counterpoint.disagg.peer_connection import CompatibilityDigest, find_mismatch, make_digest
 from counterpoint.spec import ModelSpec
 from counterpoint.types import DisaggRole, TokenLogprobs
 

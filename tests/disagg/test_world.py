@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffOutcome
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.disagg.receiver import HandoffReceiver
 from counterpoint.disagg.sender import PrefillSource
 from counterpoint.types import FinishReason
@@ -122,7 +122,7 @@ class Handover(RuleBasedStateMachine):
         for _ in range(min(times, len(self.world.messages))):
             self.world.deliver(index % len(self.world.messages))
 
-    @precondition(lambda self: self.world.network.flights)
+    @precondition(lambda self: self.world.network.writes)
     @rule(action=st.sampled_from([0.0, 1.0]))
     def a_write_moves(self, action: float) -> None:
         self.world.move(action)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from counterpoint.config import Config
-from counterpoint.disagg.compatibility import make_digest
+from counterpoint.disagg.peer_connection import make_digest
 from counterpoint.disagg.handoff_events import engine_id
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.peer_connection import Address

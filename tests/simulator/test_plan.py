@@ -22,7 +22,7 @@ from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.simulator import plan
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import Mode, PlanTask, find_rate, find_highest, parse_modes, search
+from counterpoint.simulator.plan import Mode, PlanTask, find_highest, find_rate, parse_modes, search
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 

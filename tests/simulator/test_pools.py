@@ -10,7 +10,7 @@ from sim_builders import Constant
 from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic_queries
 from counterpoint.config import Config
 from counterpoint.simulator.machine import Machine, kv_token_bytes
-from counterpoint.simulator.simulate import SimFiles, SimResult, simulate
+from counterpoint.simulator.simulate import SimResult, SimRun, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import FinishReason
@@ -154,5 +154,5 @@ def test_what_belongs_to_one_engine_is_refused():
             H200,
             load(2, rate=1),
             Config().replace(**ONE_ONE),
-            files=SimFiles(timeline="trace.json"),
+            run=SimRun(timeline="trace.json"),
         )

@@ -20,7 +20,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.core.loop import read_log, replay
 from counterpoint.device.sim import SimExecutor
 from counterpoint.simulator.machine import Machine, kv_pages, make_engine
-from counterpoint.simulator.simulate import SimFiles, command, simulate
+from counterpoint.simulator.simulate import SimRun, command, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape, FinishReason, Step
@@ -66,7 +66,7 @@ def check_whole(queries: list[Query], came) -> None:
 def test_every_policy_keeps_its_contract_with_a_large_device(policy, depth):
     queries = load(150, rate=30)
     machine = Machine(H200.model, H200.device, depth=depth)
-    check_whole(queries, simulate(machine, queries, Config().replace(policy=policy), watched=True))
+    check_whole(queries, simulate(machine, queries, Config().replace(policy=policy), run=SimRun(check_contract=True)))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -75,7 +75,7 @@ def test_every_policy_keeps_its_contract_when_pages_are_short(policy, depth):
     queries = load(80, rate=50, prompt=200, output=60)
     longest = max(q.prompt_tokens + q.output_tokens for q in queries)
     config = Config().replace(policy=policy, kv_pages=longest // 16 + 20, max_running=24)
-    came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, config, watched=True)
+    came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, config, run=SimRun(check_contract=True))
     check_whole(queries, came)
     assert came.stats.preemptions > 0
 
@@ -100,7 +100,7 @@ def test_a_public_trace(name):
 def test_the_same_load_gives_the_same_records(policy):
     queries = load(120, rate=25)
     config = Config().replace(policy=policy)
-    one, two = simulate(H200, queries, config, seed=3), simulate(H200, queries, config, seed=3)
+    one, two = simulate(H200, queries, config, SimRun(seed=3)), simulate(H200, queries, config, SimRun(seed=3))
     assert one == two
 
 
@@ -115,7 +115,7 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 
     monkeypatch.setattr(SimExecutor, "submit", record)
     queries, config = load(60, rate=40, prompt=300), Config().replace(policy=policy, kv_pages=400)
-    simulate(H200, queries, config, files=SimFiles(event_log=str(tmp_path / "events")))
+    simulate(H200, queries, config, run=SimRun(event_log=str(tmp_path / "events")))
     fresh = make_engine(H200, config, H200.estimators(config)[1])
     again = list(itertools.chain.from_iterable(replay(fresh, read_log(tmp_path / "events"))))
     assert sum(isinstance(c, Step) for c in commands) > 100
@@ -188,8 +188,8 @@ def test_a_faster_device_answers_sooner():
 def test_a_policy_that_prices_wrongly_still_serves_and_decides_otherwise():
     queries = load(200, rate=25, prompt=1500, output=80)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
-    right = simulate(H200, queries, config, watched=True)
-    wrong = simulate(dataclasses.replace(H200, belief_error=0.3), queries, config, watched=True)
+    right = simulate(H200, queries, config, run=SimRun(check_contract=True))
+    wrong = simulate(dataclasses.replace(H200, belief_error=0.3), queries, config, run=SimRun(check_contract=True))
     check_whole(queries, wrong)
     assert wrong.records != right.records
     assert any("off by up to 30%" in note for note in wrong.notes)
@@ -199,7 +199,7 @@ def test_some_steps_may_take_longer_for_once():
     queries = load(100, rate=10)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
     smooth, rough, again = (
-        simulate(dataclasses.replace(H200, hiccups=share), queries, config, watched=True)
+        simulate(dataclasses.replace(H200, hiccups=share), queries, config, run=SimRun(check_contract=True))
         for share in (0.0, 0.1, 0.1)
     )
     check_whole(queries, rough)

@@ -13,7 +13,7 @@ from counterpoint.config import Config
 from counterpoint.device.sim import SimExecutor, VirtualEventQueue
 from counterpoint.device.timeline import Timeline
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.simulate import SimFiles, simulate
+from counterpoint.simulator.simulate import SimRun, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Segment
@@ -29,7 +29,7 @@ def trace(tmp_path_factory) -> dict:
         MACHINE,
         QUERIES,
         Config().replace(policy="multiplex", split=48),
-        files=SimFiles(timeline=str(path)),
+        run=SimRun(timeline=str(path)),
     )
     return json.loads(path.read_text())
 
@@ -92,6 +92,6 @@ def test_recording_changes_nothing(tmp_path):
     config = Config().replace(policy="multiplex", split=48)
     plain = simulate(MACHINE, QUERIES, config)
     assert (
-        simulate(MACHINE, QUERIES, config, files=SimFiles(timeline=str(tmp_path / "t.json")))
+        simulate(MACHINE, QUERIES, config, run=SimRun(timeline=str(tmp_path / "t.json")))
         == plain
     )

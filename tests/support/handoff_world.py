@@ -19,6 +19,7 @@ import counterpoint.disagg.messages as wire
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import (
     HandoffConfig,
     HandoffOutcome,
@@ -26,7 +27,6 @@ from counterpoint.disagg.handoff_events import (
     TransferGranularity,
     engine_id,
 )
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.kv_transfer.transport import Completed, LinkLost, LinkSevered, Quiesced

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from counterpoint.disagg.link_choice import visible_transfer_s
+from counterpoint.disagg.router import visible_transfer_s
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serve_process import poll

@@ -19,13 +19,16 @@ import msgspec
 from kv_engine import LAYERS, PAGE_TOKENS, FakeEngine, plain_memory, token_at
 
 from counterpoint.disagg import handoff_events
-from counterpoint.disagg.compatibility import CompatibilityDigest
 from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
-from counterpoint.disagg.peer_connection import Address
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import (
+    Address,
+    CompatibilityDigest,
+    TransportEndpoint,
+    WorkerIdentity,
+)
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.kv_transfer.head_mapping import HeadLayout
 from counterpoint.kv_transfer.memory import KvMemory
@@ -116,7 +119,7 @@ class Worker:
             "a token",
         )
         self.transport = mover
-        self.runner = HandoffRunner(identity, self.handoffs, self, port=port)
+        self.runner = HandoffRunner(identity, self.handoffs, self, Address("127.0.0.1", port))
         self.runner.start()
         self.send(("address", self.runner.address))
 

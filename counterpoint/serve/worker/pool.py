@@ -25,22 +25,20 @@ from counterpoint.disagg.dispatch import (
     OnLoss,
     RequestFinished,
 )
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
 from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker, WorkerShape
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
-from counterpoint.disagg.quarantine_recovery import (
-    QuarantineRecovery,
-    ReplaceWorker,
-    WorkerQuarantine,
-)
 from counterpoint.disagg.role_rebalancer import (
     Change,
     CommitRole,
+    QuarantineRecovery,
     RebalanceTargets,
+    ReplaceWorker,
     RoleRebalancer,
     StartDrain,
+    WorkerQuarantine,
 )
 from counterpoint.disagg.router import Router, RoutingRule
+from counterpoint.disagg.routing_feedback import LinkBandwidth
 from counterpoint.serve.observability.merge_stats import add_rows, merge, without_gauges
 from counterpoint.serve.observability.pool_lanes import (
     WorkerLanes,
@@ -284,12 +282,7 @@ class Pool:
             delta, end = make_delta(id, (), news), news
         else:
             assert self.load_tracker is not None
-            if news.start == 0:
-                self.load_tracker.on_first_token(id, now - life.routed_s)
-            self.load_tracker.on_tokens(id, tuple(sampled.token for sampled in news.tokens))
-            life.token_s += [now] * len(news.tokens)
-            if news.start == 0:
-                life.cached_tokens = news.tokens[0].cached_tokens
+            self.load_tracker.on_delivery(life, news, now, life.routed_s)
             delta = make_delta(id, news.tokens, end, life.cached_tokens if news.start == 0 else 0)
             booking = self.load_tracker.requests.get(id)
             if booking is not None and booking.prefill_worker is booking.decode_worker:
@@ -421,17 +414,15 @@ class Pool:
         assert self.load_tracker is not None
         self.metrics.observe(ended)
         id = ended.handoff.request
-        if ended.outcome is handoff_events.HandoffOutcome.ADOPTED:
-            self.load_tracker.on_adopted(id)
-            self._release_siblings(id, worker)
-        elif ended.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
-            self.load_tracker.on_decode_in_place(id)
+        self.load_tracker.on_handoff_ended(worker, ended)
+        if ended.outcome in (
+            handoff_events.HandoffOutcome.ADOPTED,
+            handoff_events.HandoffOutcome.DECODED_IN_PLACE,
+        ):
             self._release_siblings(id, worker)
         life = self._requests.get(id)
-        if ended.times is not None:
-            self.load_tracker.on_transfer(worker, ended.decode_worker, ended.times)
-            if life is not None:
-                life.admitted_s = life.arrival_s + ended.times.admitted_s
+        if ended.times is not None and life is not None:
+            life.admitted_s = life.arrival_s + ended.times.admitted_s
 
     # ------------------------------------------------------------ roles and pages
 

@@ -18,9 +18,14 @@ import msgspec
 
 from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.disagg import peer_connection
-from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch
 from counterpoint.disagg.messages import WireError
-from counterpoint.disagg.peer_connection import Address, ControlError, FramedConnection
+from counterpoint.disagg.peer_connection import (
+    Address,
+    CompatibilityDigest,
+    ControlError,
+    FramedConnection,
+    find_mismatch,
+)
 from counterpoint.serve.observability.pool_metrics import WorkerState
 from counterpoint.serve.worker import worker_protocol
 from counterpoint.serve.worker.engine_client import EngineFailed

@@ -30,9 +30,9 @@ from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import KvTransfer, Timeline, run
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, handoff_of
 from counterpoint.disagg.handoff_runner import HandoffRunner, SentKv
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.disagg.peer_connection import Address, ControlError, check_exposure
 from counterpoint.disagg.receiver import ReceiveState
 from counterpoint.disagg.sender import SendState
@@ -191,15 +191,13 @@ class PoolWorker:
             HandoffConfig(), KvGeometry(system.spec.layers, system.limits.page_tokens)
         )
         host = start.config.cluster.cluster_host or "127.0.0.1"
-        courier = HandoffRunner(me, handoffs, self, host, start.port, self.fail)
+        courier = HandoffRunner(me, handoffs, self, Address(host, start.port), self.fail)
         try:
             courier.start()
         except OSError:
             if not start.port:
                 raise
-            courier = HandoffRunner(
-                me, handoffs, self, host, on_fault=self.fail
-            )  # its old port is taken
+            courier = HandoffRunner(me, handoffs, self, Address(host, 0), self.fail)
             courier.start()
         return courier
 
