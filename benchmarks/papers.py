@@ -27,9 +27,10 @@ from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import (
+from counterpoint.simulator.modes import Mode
+from counterpoint.simulator.pool import make_sim_pool
+from counterpoint.simulator.rate_search import (
     FoundRate,
-    Mode,
     PlanTask,
     SloUnreachable,
     find_highest,
@@ -38,7 +39,6 @@ from counterpoint.simulator.plan import (
     run_at_rate,
     stop_when_unreachable,
 )
-from counterpoint.simulator.pool import make_sim_pool
 from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
@@ -228,7 +228,9 @@ def summary(
 def at_rate(task: PlanTask, name: str, rate: float) -> dict[str, Any]:
     policy, _, value = name.partition(":")
     flags = {"policy": policy} | ({"chunk_tokens": int(value)} if value else {})
-    result = run_at_rate(dataclasses.replace(task, config=task.config.replace(**flags), min_attainment=0.0), rate)
+    result = run_at_rate(
+        dataclasses.replace(task, config=task.config.replace(**flags), min_attainment=0.0), rate
+    )
     assert result is not None
     keys = (
         "mean_ttft_ms",
@@ -310,7 +312,8 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
             ttft_s=None, ttft_per_token_s=None, tpot_s=None, local_tokens=0, spill_s=1e9
         )
     collected = CollectedResults(
-        {query.id: query.arrival_s for query in queries}, stop_when_unreachable(slo, task.min_attainment)
+        {query.id: query.arrival_s for query in queries},
+        stop_when_unreachable(slo, task.min_attainment),
     )
     pool = make_sim_pool(fleet.machine, config, collected.add)
     if fleet.strict:  # nor does it matter how many a worker may run
@@ -376,7 +379,9 @@ def bubble_rows(
     common = max(row["rate"] for row, fleet in zip(rows, known, strict=True) if fleet.strict)
     for row, fleet in zip(rows, known, strict=True):
         row["common rate"] = common
-        row["at the common rate"] = work(fleet, dataclasses.replace(task, min_attainment=0.0), common)
+        row["at the common rate"] = work(
+            fleet, dataclasses.replace(task, min_attainment=0.0), common
+        )
     return rows
 
 

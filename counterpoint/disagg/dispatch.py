@@ -173,9 +173,13 @@ class RequestDispatch:
             self.source_attempt if part is DisaggRole.PREFILL else self.attempt
         ):
             return []
-        fresh = prompt_logprobs[max(0, self.prompt_logprobs_delivered - self.prompt_logprobs_received) :]
+        fresh = prompt_logprobs[
+            max(0, self.prompt_logprobs_delivered - self.prompt_logprobs_received) :
+        ]
         self.prompt_logprobs_received += len(prompt_logprobs)
-        self.prompt_logprobs_delivered = max(self.prompt_logprobs_delivered, self.prompt_logprobs_received)
+        self.prompt_logprobs_delivered = max(
+            self.prompt_logprobs_delivered, self.prompt_logprobs_received
+        )
         return [DeliverPromptLogprobs(fresh), *self._deliver()] if fresh else []
 
     @property
@@ -189,7 +193,8 @@ class RequestDispatch:
     def _deliver(self) -> list[Action]:
         """Deliver what has become continuous, and the end if nothing is missing before it."""
         if self.prompt_logprobs_pending and (
-            self.pending_finish is None or self.pending_finish[1].finish in (FinishReason.STOP, FinishReason.LENGTH)
+            self.pending_finish is None
+            or self.pending_finish[1].finish in (FinishReason.STOP, FinishReason.LENGTH)
         ):
             return []
         start, new = len(self.tokens), []
@@ -244,7 +249,11 @@ class RequestDispatch:
     def on_no_worker(self) -> list[Action]:
         """Nobody was found for Again or Elsewhere."""
         reason = "no worker can take the request"
-        return self._stay_in_place(reason) if self.source_attempt < self.attempt else self._fail(reason)
+        return (
+            self._stay_in_place(reason)
+            if self.source_attempt < self.attempt
+            else self._fail(reason)
+        )
 
     def on_worker_lost(self, worker: str) -> list[Action]:
         """A worker's process is gone, and whatever it did not report never will be. To be called for every living request."""
@@ -306,4 +315,7 @@ class RequestDispatch:
 
     def _fail(self, reason: str) -> list[Action]:
         self.is_over = True
-        return [*self._cancel_attempts(), RequestFinished(FinishReason.ERROR, reason, worker_lost=True)]
+        return [
+            *self._cancel_attempts(),
+            RequestFinished(FinishReason.ERROR, reason, worker_lost=True),
+        ]

@@ -105,7 +105,9 @@ class Handoffs:
     # ------------------------------------------------------------ links
 
     def _on_link_up(self, now: float, event: handoff_events.LinkUp) -> None:
-        self.links[event.link] = LinkEnd(event.link, event.remote, event.worker, event.disagg_role, now, now)
+        self.links[event.link] = LinkEnd(
+            event.link, event.remote, event.worker, event.disagg_role, now, now
+        )
 
     def _on_link_down(self, now: float, event: handoff_events.LinkDown) -> None:
         link = self.links.get(event.link)

@@ -181,7 +181,8 @@ class PoolFrontend:
             elif isinstance(action, ReleaseSource):
                 self._out.append(
                     ToWorker(
-                        action.prefill_worker, handoff_events.SettleSource(action.source, action.reason)
+                        action.prefill_worker,
+                        handoff_events.SettleSource(action.source, action.reason),
                     )
                 )
         if dispatch.is_over and self.requests.pop(id, None) is not None:

@@ -72,7 +72,9 @@ class HandoffReceiver:
     def start(self) -> None:
         self.context.emit(
             ToEngine(
-                msgspec.structs.replace(self.request, id=self.engine_request_id, disagg_role=DisaggRole.DECODE)
+                msgspec.structs.replace(
+                    self.request, id=self.engine_request_id, disagg_role=DisaggRole.DECODE
+                )
             )
         )
         self.on_offer()
@@ -123,7 +125,9 @@ class HandoffReceiver:
         if self.state is ReceiveState.VERIFYING and ok:
             self._adopt()
         elif self.state is ReceiveState.VERIFYING:
-            self.abort(now, HandoffOutcome.FAILED, "the pages do not have the content that was sent")
+            self.abort(
+                now, HandoffOutcome.FAILED, "the pages do not have the content that was sent"
+            )
 
     def _adopt(self) -> None:
         assert self.first_token is not None
@@ -132,7 +136,9 @@ class HandoffReceiver:
         self.context.emit(RevokePages(self.link.local, self.generation))
         self.context.emit(ToEngine(ResumeDecode(self.engine_request_id, self.first_token.token)))
         self.context.emit(
-            HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=self.first_token)
+            HandoffEnded(
+                self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=self.first_token
+            )
         )
         self._send(wire.TransferAck(*self._header))
         self.on_done(self, True)
@@ -144,7 +150,11 @@ class HandoffReceiver:
             (self.state is ReceiveState.RESERVED and not self.acknowledged) or not self.is_active
         ):
             self._send_pending(now)
-        if not self.is_active and self.generation and now >= self.aborted_s + self.context.config.drain_timeout_s:
+        if (
+            not self.is_active
+            and self.generation
+            and now >= self.aborted_s + self.context.config.drain_timeout_s
+        ):
             self.context.condemned_links.append(self.link)
 
     # ------------------------------------------------------------ ends
@@ -177,7 +187,9 @@ class HandoffReceiver:
     def on_drained(self, now: float, reason: str) -> None:
         """The prefill worker has nothing in flight and has forgotten the handoff."""
         if self.is_active:
-            self.context.emit(HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ABORTED, reason))
+            self.context.emit(
+                HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ABORTED, reason)
+            )
             if self.generation:
                 self.context.emit(RevokePages(self.link.local, self.generation))
             else:

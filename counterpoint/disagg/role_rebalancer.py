@@ -122,14 +122,19 @@ class RoleRebalancer:
         if now < self._cooldown_until_s:
             return []
         for role, donor_role in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            if self._missed_ticks[role] >= self.config.persist_ticks and not self._missed_ticks[donor_role]:
+            if (
+                self._missed_ticks[role] >= self.config.persist_ticks
+                and not self._missed_ticks[donor_role]
+            ):
                 donor = self._donor(donor_role, loads)
                 if donor is not None:
                     self.change_in_flight = RoleChange(donor.name, role, now)
                     return [StartDrain(donor.name)]
         return []
 
-    def _continue_change(self, now: float, moving: RoleChange, loads: Sequence[WorkerLoad]) -> list[Change]:
+    def _continue_change(
+        self, now: float, moving: RoleChange, loads: Sequence[WorkerLoad]
+    ) -> list[Change]:
         worker = next((load for load in loads if load.name == moving.worker), None)
         late = now >= moving.since_s + self.config.drain_s
         if worker is not None and not worker.is_drained and not late:

@@ -201,14 +201,10 @@ class Router:
             ttft_s = p.ttft_factor * (self.seconds(p.pending, p.units) + prefill_s)
             tpot_s = self._predicted_tpot_s(decode, query)
             route = Route(p.name, decode.name, granularity)
-            choices.append(
-                RouteChoice(route, ttft_s, pause_s + tpot_s, tpot_s, reason, pause_s)
-            )
+            choices.append(RouteChoice(route, ttft_s, pause_s + tpot_s, tpot_s, reason, pause_s))
         return choices
 
-    def _least_loaded(
-        self, workers: Sequence[WorkerView], query: RouteQuery
-    ) -> WorkerView | None:
+    def _least_loaded(self, workers: Sequence[WorkerView], query: RouteQuery) -> WorkerView | None:
         """By predicted TPOT, then by free pages."""
         return min(
             (w for w in workers if self._has_room(w, query)),

@@ -67,7 +67,9 @@ class LinkBandwidth:
         own = self.links.get((source, target))
         if own is not None and own.is_reliable:
             return own.bytes_per_s
-        return self.all_links.bytes_per_s if self.all_links.is_reliable else self.nominal_bytes_per_s
+        return (
+            self.all_links.bytes_per_s if self.all_links.is_reliable else self.nominal_bytes_per_s
+        )
 
     def forget(self, worker: str) -> None:
         """The worker is gone; it may come back on another machine."""

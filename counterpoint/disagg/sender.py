@@ -91,7 +91,9 @@ class PrefillSource:
     def start(self) -> None:
         self.context.emit(
             ToEngine(
-                msgspec.structs.replace(self.request, id=self.engine_request_id, disagg_role=DisaggRole.PREFILL)
+                msgspec.structs.replace(
+                    self.request, id=self.engine_request_id, disagg_role=DisaggRole.PREFILL
+                )
             )
         )
 
@@ -174,7 +176,12 @@ class PrefillSource:
         self.outcome = outcome
         self.context.emit(
             HandoffEnded(
-                self.id, DisaggRole.PREFILL, outcome, reason, times=times, decode_worker=decode_worker
+                self.id,
+                DisaggRole.PREFILL,
+                outcome,
+                reason,
+                times=times,
+                decode_worker=decode_worker,
             )
         )
         if outcome in (HandoffOutcome.ABORTED, HandoffOutcome.FAILED):
@@ -265,7 +272,11 @@ class HandoffSender:
             self.park_end_s = now + self.context.config.park_timeout_s
         elif self.state is SendState.STREAMING:
             self._post_writes(now)
-            if self.source.complete and not self.writes and self.posted_pages == len(self.source.pages):
+            if (
+                self.source.complete
+                and not self.writes
+                and self.posted_pages == len(self.source.pages)
+            ):
                 self.state, self.written_s = SendState.SENT, now
                 self._send_pending(now)
 
@@ -316,7 +327,9 @@ class HandoffSender:
             self.state = SendState.RELEASED
             self.on_done(self)
             self.source.sender = None
-            self.source.end(now, HandoffOutcome.SENT, times=self._times(now), decode_worker=self.link.worker)
+            self.source.end(
+                now, HandoffOutcome.SENT, times=self._times(now), decode_worker=self.link.worker
+            )
 
     def _times(self, now: float) -> HandoffTimes:
         source, began = self.source, self.source.started_s
@@ -396,7 +409,9 @@ class HandoffSender:
             self.sending_since_s = now
         full = source.complete_pages(source.tokens)
         if self.posted_pages < full and self.partial_pages > self.posted_pages:
-            self._write(self.partial_layers, layers, self.posted_pages, min(self.partial_pages, full))
+            self._write(
+                self.partial_layers, layers, self.posted_pages, min(self.partial_pages, full)
+            )
             self.posted_pages = min(self.partial_pages, full)
         if self.posted_pages < full:
             self._write(0, layers, self.posted_pages, full)
@@ -458,7 +473,11 @@ class HandoffSender:
         ends = (self.id, self.link.local, self.link.remote, self._generation)
         if self.state is SendState.SENT:
             assert self.source.first_token is not None
-            self._send(wire.TransferDone(*ends, self.source.first_token, self.written_page_layers, self.checksum))
+            self._send(
+                wire.TransferDone(
+                    *ends, self.source.first_token, self.written_page_layers, self.checksum
+                )
+            )
         else:
             self._send(wire.HandoffOffer(*ends, self.source.request, self.source.deadline_s - now))
 

@@ -18,6 +18,7 @@ from counterpoint.build import find_model
 from counterpoint.config import Config, ModelConfig
 from counterpoint.core.policy.ablations import ABLATIONS
 from counterpoint.cost_model import calibration_store
+from counterpoint.cost_model.calibration import shape_key
 from counterpoint.simulator.machine import Machine, dtypes
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.source import load_spec
@@ -37,14 +38,16 @@ class SimOptions:
     model: Annotated[
         str | None,
         flag(
-            f"a known shape, a config.json, a Hugging Face folder or a GGUF file [default: {MODEL}]",
+            "a known shape, a config.json, a Hugging Face folder or a GGUF file "
+            f"[default: {MODEL}]",
             MACHINE,
         ),
     ] = None
     gpu: Annotated[
         str,
         flag(
-            "h200 (measured); h100, a100, a800, h20, b200 (by datasheet); 8xh100: of 8 in tensor parallelism; cpu-N, of N cores",
+            "h200 (measured); h100, a100, a800, h20, b200 (by datasheet); 8xh100: of 8 in tensor "
+            "parallelism; cpu-N, of N cores",
             MACHINE,
         ),
     ] = "h200"
@@ -71,7 +74,8 @@ class SimOptions:
     local_tokens: Annotated[
         int | None,
         flag(
-            "a prompt of which no more must be computed is prefilled where it is decoded; 0: never; unset: 512",
+            "a prompt of which no more must be computed is prefilled where it is decoded; "
+            "0: never; unset: 512",
             POOL,
         ),
     ] = None
@@ -81,7 +85,8 @@ class SimOptions:
     host_overhead: Annotated[
         float | None,
         flag(
-            "seconds from launching a step to its earliest start; unset: as calibrated, else 0.0003",
+            "seconds from launching a step to its earliest start; unset: as calibrated, "
+            "else 0.0003",
             MACHINE,
         ),
     ] = None
@@ -91,7 +96,8 @@ class SimOptions:
     calibration: Annotated[
         str,
         flag(
-            "what steps take: a file of `counterpoint calibrate`, none (the roofline), auto (one that came along, if any)",
+            "what steps take: a file of `counterpoint calibrate`, none (the roofline), auto "
+            "(one that came along, if any)",
             MACHINE,
         ),
     ] = "auto"
@@ -106,12 +112,12 @@ class SimOptions:
     ] = 0.0
 
     def apply_to(self, config: Config) -> Config:
-        """`config` with what is said here."""
+        """`config` with the options that are set."""
         names = ("dtype", "quantization", "kv_cache_dtype", "kv_pages", "max_context_tokens")
         names += ("prefill", "decode", "replicas", "local_tokens", "link_bytes_per_s")
-        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         named = config.model.model if config.model.model != ModelConfig().model else MODEL
-        return config.replace(model=self.model or named, **said)
+        return config.replace(model=self.model or named, **given)
 
     def make_machine(self, config: Config) -> Machine:
         if self.depth < 1:
@@ -139,7 +145,8 @@ class SimOptions:
             table = calibration_store.load(Path(self.calibration))
             if (table.key.units, table.key.model) != (device.units, shape_key(spec)):
                 raise ValueError(
-                    f"--calibration {self.calibration}: measured on {table.key.device} with {table.key.model}"
+                    f"--calibration {self.calibration}: measured on {table.key.device} "
+                    f"with {table.key.model}"
                 )
         return Machine(
             spec,

@@ -138,8 +138,8 @@ def make_result(
 
 
 class CollectedResults:
-    """What engines deliver. A request arrives when it is sent (`sent_s`, by id), even if the host is
-    busy then."""
+    """What engines deliver. A request arrives when it is sent (`sent_s`, by id), even if the host
+    is busy then."""
 
     def __init__(
         self, sent_s: dict[str, float], on_timing: Callable[[RequestTiming], None] | None = None
@@ -247,7 +247,8 @@ def command(
 ) -> int:
     """Play a load against a simulated device: the engine that serves, on a virtual clock.
 
-    counterpoint simulate --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 1000 --policy chunked --chunk-tokens 512
+    counterpoint simulate --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 1000
+    --policy chunked --chunk-tokens 512
     """
     if out.slo:
         config = config.replace(**msgspec.structs.asdict(parse_slo(out.slo)))

@@ -45,7 +45,9 @@ def test_tokens_of_both_workers_make_one_answer():
         )
         == []
     )
-    assert dispatch.on_tokens(A1, DisaggRole.DECODE, 1, tokens(6, 7)) == [DeliverTokens(1, tokens(6, 7))]
+    assert dispatch.on_tokens(A1, DisaggRole.DECODE, 1, tokens(6, 7)) == [
+        DeliverTokens(1, tokens(6, 7))
+    ]
     assert dispatch.on_tokens(A1, DisaggRole.DECODE, 3, tokens(8), END) == [
         DeliverTokens(3, tokens(8)),
         END,
@@ -85,7 +87,9 @@ ABOUT = (TokenLogprobs(-1.0), TokenLogprobs(-2.0))
 
 def test_tokens_that_overtake_what_is_told_of_the_prompt_wait_for_it():
     dispatch = asked_about()
-    assert dispatch.on_prompt_logprobs(A1, DisaggRole.PREFILL, ABOUT[:1]) == [DeliverPromptLogprobs(ABOUT[:1])]
+    assert dispatch.on_prompt_logprobs(A1, DisaggRole.PREFILL, ABOUT[:1]) == [
+        DeliverPromptLogprobs(ABOUT[:1])
+    ]
     assert (
         dispatch.on_ended(
             HandoffEnded(A1, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=SampledToken(5))
@@ -108,9 +112,9 @@ def test_a_prefill_worker_that_is_lost_before_it_has_told_all_is_replaced():
     )
     assert dispatch.on_worker_lost("p")[-1] == Restart(A2, dispatch.request, "p")
     dispatch.assign("q", "d")
-    assert dispatch.on_prompt_logprobs(A2, DisaggRole.PREFILL, ABOUT) == [DeliverPromptLogprobs(ABOUT[1:])], (
-        "the client knows the first"
-    )
+    assert dispatch.on_prompt_logprobs(A2, DisaggRole.PREFILL, ABOUT) == [
+        DeliverPromptLogprobs(ABOUT[1:])
+    ], "the client knows the first"
 
 
 def test_an_error_waits_for_nothing():
@@ -140,7 +144,9 @@ def test_a_failed_handoff_goes_elsewhere_then_stays():
         RetryDecode("p", A1, A2, "d"),
     ]
     dispatch.assign("p", "e")
-    assert dispatch.on_tokens(A1, DisaggRole.DECODE, 1, tokens(99)) == [], "the attempt was given up"
+    assert dispatch.on_tokens(A1, DisaggRole.DECODE, 1, tokens(99)) == [], (
+        "the attempt was given up"
+    )
     assert dispatch.on_reroute(Reroute(A1, A2, "full")) == [
         CancelAttempt("e", A2),
         DecodeInPlace("p", A1),
@@ -226,7 +232,9 @@ def test_a_worker_lost_behind_a_token(on_loss):
 def test_a_decode_worker_that_dies_after_adopting_unheard():
     dispatch = started(on_loss=OnLoss.RECOMPUTE)
     dispatch.on_tokens(A1, DisaggRole.PREFILL, 0, tokens(5))
-    assert dispatch.on_worker_lost("d") == [], "the prefill worker will say Reroute, or that it was taken"
+    assert dispatch.on_worker_lost("d") == [], (
+        "the prefill worker will say Reroute, or that it was taken"
+    )
     assert isinstance(
         dispatch.on_ended(HandoffEnded(A1, DisaggRole.PREFILL, HandoffOutcome.SENT))[-1], Restart
     )

@@ -133,10 +133,14 @@ def day(
             gone = name in draining and now > draining[name] + 15
             if role is Role.PREFILL:
                 loads.append(
-                    prefill(name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), is_drained=gone)
+                    prefill(
+                        name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), is_drained=gone
+                    )
                 )
             else:
-                loads.append(decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), is_drained=gone))
+                loads.append(
+                    decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), is_drained=gone)
+                )
         for change in elastic.tick(now, loads):
             if isinstance(change, StartDrain):
                 draining[change.worker] = now

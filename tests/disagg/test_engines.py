@@ -109,7 +109,9 @@ class Pools:
                 f"w{i}",
                 policy,
                 pages,
-                HandoffConfig(park_timeout_s=40.0, peer_timeout_s=1e6, lease_s=1e6, drain_timeout_s=1e6),
+                HandoffConfig(
+                    park_timeout_s=40.0, peer_timeout_s=1e6, lease_s=1e6, drain_timeout_s=1e6
+                ),
             )
             for i, policy in enumerate(policies)
         }

@@ -60,7 +60,9 @@ def test_layers_are_sent_while_the_prompt_is_computed():
     assert pair.d.events_for_engine(ResumeDecode) == [ResumeDecode(D_NAME, 77)]
     assert (outcome(pair.p), outcome(pair.d)) == (HandoffOutcome.SENT, HandoffOutcome.ADOPTED)
     assert pair.d.last(handoff_events.HandoffEnded).first_token.token == 77
-    assert pair.p.events_for_engine(Release) == [Release(P_NAME)] and not pair.d.events_for_engine(Release)
+    assert pair.p.events_for_engine(Release) == [Release(P_NAME)] and not pair.d.events_for_engine(
+        Release
+    )
     assert pair.is_empty()
 
 
@@ -168,7 +170,9 @@ def test_an_answer_of_one_token_is_not_handed_on(finish):
     pair.deliver_all()
     assert outcome(pair.p) is HandoffOutcome.FINISHED and outcome(pair.d) is HandoffOutcome.ABORTED
     assert (
-        not pair.d.events_for_engine(ResumeDecode) and pair.d.events_for_engine(Release) == [Release(D_NAME)] and pair.is_empty()
+        not pair.d.events_for_engine(ResumeDecode)
+        and pair.d.events_for_engine(Release) == [Release(D_NAME)]
+        and pair.is_empty()
     )
 
 
@@ -180,7 +184,9 @@ def test_a_request_may_stay_where_it_was_prefilled():
     pair.wait(1.2)
     assert pair.p.last(handoff_events.Reroute).handoff == ID
     pair.send(pair.p, handoff_events.StayInPlace(ID))
-    assert pair.p.events_for_engine(ResumeDecode) == [ResumeDecode(P_NAME, 77)] and not pair.p.events_for_engine(Release)
+    assert pair.p.events_for_engine(ResumeDecode) == [
+        ResumeDecode(P_NAME, 77)
+    ] and not pair.p.events_for_engine(Release)
     pair.deliver_all()
     assert (
         outcome(pair.p) is HandoffOutcome.DECODED_IN_PLACE
@@ -268,7 +274,9 @@ def test_repeated_and_late_messages_do_no_harm():
         pair.deliver_all()
     pair.complete_writes()
     assert (
-        pair.is_empty() and len(pair.d.events_for_engine(ResumeDecode)) == 1 and len(pair.d.events_for_engine(AddRequest)) == 1
+        pair.is_empty()
+        and len(pair.d.events_for_engine(ResumeDecode)) == 1
+        and len(pair.d.events_for_engine(AddRequest)) == 1
     )
     assert pair.d.handoffs.unexpected > 0
 
@@ -334,7 +342,9 @@ def test_an_abort_with_writes_in_flight_quarantines_the_pages():
     pair.send(pair.d, handoff_events.WithdrawRequest(ID))
     pair.deliver_all()
     assert pair.p.all(handoff_events.CancelWrite), "the prefill worker tries to stop the write"
-    assert pair.d.handoffs.ledger.pages(PageHold.QUARANTINE) == 3 and not pair.d.events_for_engine(Release)
+    assert pair.d.handoffs.ledger.pages(PageHold.QUARANTINE) == 3 and not pair.d.events_for_engine(
+        Release
+    )
     pair.wait(3)
     assert pair.d.handoffs.ledger.pages(PageHold.QUARANTINE) == 3, "time is no proof"
     pair.complete_writes("cancelled")
@@ -351,7 +361,9 @@ def test_proof_by_the_receiving_end_frees_the_pages_at_once():
     pair.send(
         pair.d, handoff_events.PagesRevoked(pair.d.last(handoff_events.RevokePages).generation)
     )
-    assert pair.d.events_for_engine(Release) == [Release(D_NAME)] and pair.d.handoffs.ledger.is_empty
+    assert (
+        pair.d.events_for_engine(Release) == [Release(D_NAME)] and pair.d.handoffs.ledger.is_empty
+    )
     pair.complete_writes()
     pair.deliver_all()
     pair.send(pair.p, handoff_events.SettleSource(ID, ""))
@@ -368,8 +380,12 @@ def test_the_deadline_ends_both_sides_but_frees_nothing_by_itself():
         outcome(pair.p) is HandoffOutcome.FAILED
         and "deadline" in pair.p.last(handoff_events.HandoffEnded).reason
     )
-    assert pair.d.handoffs.ledger.pages(PageHold.QUARANTINE) == 3 and not pair.d.events_for_engine(Release)
-    assert pair.p.handoffs.ledger.pages(PageHold.SENDING) == 3 and not pair.p.events_for_engine(Release)
+    assert pair.d.handoffs.ledger.pages(PageHold.QUARANTINE) == 3 and not pair.d.events_for_engine(
+        Release
+    )
+    assert pair.p.handoffs.ledger.pages(PageHold.SENDING) == 3 and not pair.p.events_for_engine(
+        Release
+    )
     pair.complete_writes()
     pair.deliver_all()
     assert pair.is_empty()
@@ -436,7 +452,11 @@ def test_a_request_that_the_prefill_engine_refuses():
     pair.send(pair.p, handoff_events.StartHandoff(ID, make_request(), 1, 60.0))
     pair.send(pair.p, OutputDelta(P_NAME, finish_reason=FinishReason.ERROR, error="too long"))
     pair.deliver_all()
-    assert outcome(pair.p) is HandoffOutcome.FAILED and not pair.d.events_for_engine(AddRequest) and pair.is_empty()
+    assert (
+        outcome(pair.p) is HandoffOutcome.FAILED
+        and not pair.d.events_for_engine(AddRequest)
+        and pair.is_empty()
+    )
 
 
 def test_a_request_that_the_decode_engine_refuses_is_rerouted():

@@ -45,7 +45,8 @@ def handover(
         )
     p, d = (
         Handoffs(
-            HandoffConfig(peer_timeout_s=1e9, park_timeout_s=1e9, lease_s=1e9), KvGeometry(LAYERS, PAGE_TOKENS)
+            HandoffConfig(peer_timeout_s=1e9, park_timeout_s=1e9, lease_s=1e9),
+            KvGeometry(LAYERS, PAGE_TOKENS),
         )
         for _ in range(2)
     )

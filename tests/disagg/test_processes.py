@@ -140,7 +140,9 @@ def test_the_prefill_worker_is_killed(cluster, point):
     cluster.frontend.on_worker_lost("p")
     cluster.dispatch_pending()
     if point != "decoding":
-        cluster.wait_until(lambda: cluster.has_reported("d", HandoffEnded, disagg_role=DisaggRole.DECODE))
+        cluster.wait_until(
+            lambda: cluster.has_reported("d", HandoffEnded, disagg_role=DisaggRole.DECODE)
+        )
         receiving = {"queued", "reserved", "verifying", "aborting"}
         cluster.wait_until(lambda: receiving.isdisjoint(cluster.leftovers("d")["states"]))
     let_go(cluster, "d", "e")
@@ -161,7 +163,9 @@ def test_the_decode_worker_stands_still(cluster, point):
     cluster.avoid.add("d")
     let_go(cluster, "p", "e")
     if point == "decoding":
-        cluster.frontend.on_worker_lost("d")  # what the front does when its own connection is silent
+        cluster.frontend.on_worker_lost(
+            "d"
+        )  # what the front does when its own connection is silent
         cluster.dispatch_pending()
     else:
         cluster.wait_until(lambda: cluster.has_reported("p", Reroute))

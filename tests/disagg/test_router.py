@@ -66,7 +66,9 @@ def route(
     rule: RoutingRule = RoutingRule(),
     **kwargs,
 ):
-    return Router(Linear(), WIRES, rule).route(RouteQuery(tokens, slo, cached or {}, **kwargs), workers)
+    return Router(Linear(), WIRES, rule).route(
+        RouteQuery(tokens, slo, cached or {}, **kwargs), workers
+    )
 
 
 def changed(name: str, **kwargs) -> tuple[WorkerView, ...]:
@@ -190,7 +192,8 @@ def test_more_cached_pages_never_make_the_first_token_later():
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
     ]
     times = [
-        router.route(RouteQuery(8192, Slo(), {"p0": pages}), workers).ttft_s for pages in range(0, 512, 64)
+        router.route(RouteQuery(8192, Slo(), {"p0": pages}), workers).ttft_s
+        for pages in range(0, 512, 64)
     ]
     assert times == sorted(times, reverse=True)
 

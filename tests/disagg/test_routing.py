@@ -130,7 +130,9 @@ def test_replicas_are_chosen_by_what_they_have_in_their_cache():
     book.remove_worker(first.decode)
     book.add_worker(first.decode, Role.BOTH, SHAPE)
     assert not book.prefixes.match(
-        book._page_hashes(arrive("r3", 400, seed=1), [seat.make_view(n) for n, seat in book.workers.items()])
+        book._page_hashes(
+            arrive("r3", 400, seed=1), [seat.make_view(n) for n, seat in book.workers.items()]
+        )
     )
 
 
@@ -196,7 +198,9 @@ def test_a_worker_changes_its_role_when_all_who_have_it_are_late():
     book = routing(p=Role.PREFILL, d=Role.DECODE, e=Role.DECODE)
     for name, seat in book.workers.items():
         book.add_worker(name, seat.role, msgspec.structs.replace(SHAPE, pages_total=10_000))
-    elastic = RoleRebalancer(RebalanceTargets(ttft_s=1.0, tpot_s=1.0), RebalanceConfig(persist_ticks=3))
+    elastic = RoleRebalancer(
+        RebalanceTargets(ttft_s=1.0, tpot_s=1.0), RebalanceConfig(persist_ticks=3)
+    )
     for n in range(30):
         book.choose_route(arrive(f"r{n}", 100), "", "")
     changes = [change for now in range(4) for change in elastic.tick(now, book.worker_loads())]

@@ -12,7 +12,7 @@ from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.cost_model.roofline import MatrixProduct
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import PlanTask
+from counterpoint.simulator.rate_search import PlanTask
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 

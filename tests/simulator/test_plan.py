@@ -22,7 +22,15 @@ from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.simulator import plan
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import Mode, PlanTask, find_highest, find_rate, parse_modes, search
+from counterpoint.simulator.modes import Mode, parse_modes
+from counterpoint.simulator.rate_search import (
+    FoundRate,
+    PlanTask,
+    find_highest,
+    find_rate,
+    run_at_rate,
+    search,
+)
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 
@@ -91,11 +99,11 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
 
 PLAN = """
 import multiprocessing, os, signal, sys
-from counterpoint.simulator import plan
+from counterpoint.simulator import rate_search
 from counterpoint.cli import run_command
 multiprocessing.set_start_method("fork")  # so that its processes have this too:
-run = plan.run_at_rate
-plan.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
+run = rate_search.run_at_rate
+rate_search.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.exit(run_command(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
 """
@@ -243,20 +251,23 @@ def test_targets_are_the_flag_s_else_the_settings_else_the_usual(flags, said, ca
 def test_a_load_that_is_over_before_its_answers_need_be_is_told():
     task = one_server(0.1, 0.9, 5.0)  # 200 requests
     fast, slow = (
-        plan.FoundRate(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0))
+        FoundRate(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0))
     )
-    assert [note.partition(":")[0] for note in plan.short_load_notes(task, [fast, slow])] == ["fast"]
+    assert [note.partition(":")[0] for note in plan.short_load_notes(task, [fast, slow])] == [
+        "fast"
+    ]
     assert (
         plan.short_load_notes(task, [slow])
-        == plan.short_load_notes(task, [plan.FoundRate("none", 0.0, None, {}, ())])
+        == plan.short_load_notes(task, [FoundRate("none", 0.0, None, {}, ())])
         == []
     )
 
 
 def test_the_clock_is_stretched_and_nothing_else():
     queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
-    result = plan.run_at_rate(
-        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, min_attainment=1.0), 0.5
+    result = run_at_rate(
+        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, min_attainment=1.0),
+        0.5,
     )
     assert (
         result

@@ -66,7 +66,12 @@ def check_whole(queries: list[Query], came) -> None:
 def test_every_policy_keeps_its_contract_with_a_large_device(policy, depth):
     queries = load(150, rate=30)
     machine = Machine(H200.model, H200.device, depth=depth)
-    check_whole(queries, simulate(machine, queries, Config().replace(policy=policy), run=SimRun(check_contract=True)))
+    check_whole(
+        queries,
+        simulate(
+            machine, queries, Config().replace(policy=policy), run=SimRun(check_contract=True)
+        ),
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -75,7 +80,12 @@ def test_every_policy_keeps_its_contract_when_pages_are_short(policy, depth):
     queries = load(80, rate=50, prompt=200, output=60)
     longest = max(q.prompt_tokens + q.output_tokens for q in queries)
     config = Config().replace(policy=policy, kv_pages=longest // 16 + 20, max_running=24)
-    came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, config, run=SimRun(check_contract=True))
+    came = simulate(
+        Machine(CPU.model, CPU.device, depth=depth),
+        queries,
+        config,
+        run=SimRun(check_contract=True),
+    )
     check_whole(queries, came)
     assert came.stats.preemptions > 0
 
@@ -100,7 +110,10 @@ def test_a_public_trace(name):
 def test_the_same_load_gives_the_same_records(policy):
     queries = load(120, rate=25)
     config = Config().replace(policy=policy)
-    one, two = simulate(H200, queries, config, SimRun(seed=3)), simulate(H200, queries, config, SimRun(seed=3))
+    one, two = (
+        simulate(H200, queries, config, SimRun(seed=3)),
+        simulate(H200, queries, config, SimRun(seed=3)),
+    )
     assert one == two
 
 
@@ -189,7 +202,12 @@ def test_a_policy_that_prices_wrongly_still_serves_and_decides_otherwise():
     queries = load(200, rate=25, prompt=1500, output=80)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
     right = simulate(H200, queries, config, run=SimRun(check_contract=True))
-    wrong = simulate(dataclasses.replace(H200, belief_error=0.3), queries, config, run=SimRun(check_contract=True))
+    wrong = simulate(
+        dataclasses.replace(H200, belief_error=0.3),
+        queries,
+        config,
+        run=SimRun(check_contract=True),
+    )
     check_whole(queries, wrong)
     assert wrong.records != right.records
     assert any("off by up to 30%" in note for note in wrong.notes)
@@ -199,7 +217,12 @@ def test_some_steps_may_take_longer_for_once():
     queries = load(100, rate=10)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
     smooth, rough, again = (
-        simulate(dataclasses.replace(H200, hiccups=share), queries, config, run=SimRun(check_contract=True))
+        simulate(
+            dataclasses.replace(H200, hiccups=share),
+            queries,
+            config,
+            run=SimRun(check_contract=True),
+        )
         for share in (0.0, 0.1, 0.1)
     )
     check_whole(queries, rough)

@@ -92,6 +92,5 @@ def test_recording_changes_nothing(tmp_path):
     config = Config().replace(policy="multiplex", split=48)
     plain = simulate(MACHINE, QUERIES, config)
     assert (
-        simulate(MACHINE, QUERIES, config, run=SimRun(timeline=str(tmp_path / "t.json")))
-        == plain
+        simulate(MACHINE, QUERIES, config, run=SimRun(timeline=str(tmp_path / "t.json"))) == plain
     )

@@ -63,7 +63,10 @@ def test_a_generated_page_is_shared_by_its_content():
     answer = [simulated_token(0, position) for position in range(8, 12)]
     life: Script = [init_slot(0), PREFILL, DONE]
     for i in range(4):
-        life += [make_step(10 + i, Segment(0, 8 + i, 1, True, (2,) if i == 0 else ()), decodes=1), DONE]
+        life += [
+            make_step(10 + i, Segment(0, 8 + i, 1, True, (2,) if i == 0 else ()), decodes=1),
+            DONE,
+        ]
     right = msgspec.structs.replace(
         init_slot(1, tokens=8), tokens=(*range(8), *answer, 5), pages=(0, 1, 2), prompt_tokens=13
     )
@@ -145,7 +148,10 @@ WRONG: dict[str, tuple[str, Callable[[], Script]]] = {
             init_slot(2, tokens=9, pages=(0,)),
         ],
     ),
-    "close in flight": ("slot 0 is closed while passes", lambda: [init_slot(0), PREFILL, FreeSlot(0)]),
+    "close in flight": (
+        "slot 0 is closed while passes",
+        lambda: [init_slot(0), PREFILL, FreeSlot(0)],
+    ),
     "close between layer groups": (
         "slot 0 is closed while passes",
         lambda: [
@@ -190,7 +196,11 @@ WRONG: dict[str, tuple[str, Callable[[], Script]]] = {
     ),
     "the next step on another lane": (
         "pass 1 of lane 0 has not computed what comes before",
-        lambda: [init_slot(0), PREFILL, make_step(2, Segment(0, 8, 1, True, (2,)), lane=1, decodes=1)],
+        lambda: [
+            init_slot(0),
+            PREFILL,
+            make_step(2, Segment(0, 8, 1, True, (2,)), lane=1, decodes=1),
+        ],
     ),
     "the next step before the last layer": (
         "pass 1 of lane 0 has not computed what comes before",
@@ -225,7 +235,11 @@ WRONG: dict[str, tuple[str, Callable[[], Script]]] = {
     "drop unknown": ("pass 9 is dropped but is not under way", lambda: [DiscardPass(9)]),
     "drop in flight": (
         "pass 1 is dropped with 1 steps in flight",
-        lambda: [init_slot(0), make_step(1, Segment(0, 0, 8, True, (0, 1)), layers=(0, 2)), DiscardPass(1)],
+        lambda: [
+            init_slot(0),
+            make_step(1, Segment(0, 0, 8, True, (0, 1)), layers=(0, 2)),
+            DiscardPass(1),
+        ],
     ),
 }
 
@@ -241,7 +255,12 @@ def test_a_wrong_command_is_stopped(name: str):
 
 def test_lanes_may_overlap_where_the_device_says_so():
     play(
-        [init_slot(0), PREFILL, init_slot(1), make_step(2, Segment(1, 0, 8, True, (2, 3)), lane=1, units=3)],
+        [
+            init_slot(0),
+            PREFILL,
+            init_slot(1),
+            make_step(2, Segment(1, 0, 8, True, (2, 3)), lane=1, units=3),
+        ],
         overlap=True,
     )
 
