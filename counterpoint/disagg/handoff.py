@@ -29,8 +29,9 @@ from counterpoint.disagg.handoff_events import (
     engine_id,
 )
 from counterpoint.disagg.messages import HandoffId
+from counterpoint.disagg.prefill_source import PrefillSource
 from counterpoint.disagg.receiver import HandoffReceiver
-from counterpoint.disagg.sender import HandoffSender, PrefillSource
+from counterpoint.disagg.sender import HandoffSender
 from counterpoint.types import Abort as EngineAbort
 from counterpoint.types import Admitted, Computed, DisaggRole, OutputDelta
 

@@ -1,8 +1,8 @@
-"""Front: all requests on their way through the pools, and what workers and clients must be told.
+"""All requests of a pool, from the frontend: what workers and clients must be told.
 
-Owns: the Dispatch of every living request. Promises: pure; what workers report in any order ends in one stream of tokens per
-client; reports about requests that nobody waits for make their workers let go.
-Must not: choose workers (`pick` does), or hold what a client has already got.
+Owns: the RequestDispatch of every unfinished request. Promises: pure; reports in any order become
+one stream of tokens per client; a worker that reports on a finished request is told to release it.
+Must not: choose workers (`choose_route` does), or keep what a client already has.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from counterpoint.types import AddRequest, DisaggRole, FinishReason, OutputDelta
 
 
 class Route(NamedTuple):
-    """Where a request goes: one worker for all of it, or two and the grain in which KV is sent."""
+    """One worker for all of a request, or two and the granularity in which KV is sent."""
 
     prefill: str
     decode: str
     granularity: TransferGranularity = TransferGranularity.LAYER
 
 
-# (request, worker to avoid, prefill worker if that is settled) -> Route, or None: nobody can take it
+# (request, worker to avoid, prefill worker if it prefilled already) -> Route; None: no worker
 ChooseRoute = Callable[[AddRequest, str, str], Route | None]
 
 
 class ToWorker(NamedTuple):
-    """`decode`: the worker that a Start or Redirect is to be linked to."""
+    """`decode_worker`: to which StartHandoff or Redirect needs a link."""
 
     worker: str
     order: Order
@@ -84,7 +84,7 @@ class PoolFrontend:
         self._out: list[ToWorker | ToClient] = []
 
     def take_items(self) -> list[ToWorker | ToClient]:
-        """What is to be told, in order."""
+        """What is to be sent since the last call, in order."""
         out, self._out = self._out, []
         return out
 
@@ -104,7 +104,7 @@ class PoolFrontend:
     # ------------------------------------------------------------ workers
 
     def on_report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
-        """What a worker says; its words must come in their order."""
+        """A worker's reports must come in its order."""
         if isinstance(report, OutputDelta):
             self._on_output(report)
             return
@@ -113,7 +113,8 @@ class PoolFrontend:
             if isinstance(report, Reroute):
                 self._out.append(
                     ToWorker(
-                        worker, handoff_events.SettleSource(report.source, "nobody waits for it")
+                        worker,
+                        handoff_events.SettleSource(report.source, "the request is finished"),
                     )
                 )
         elif isinstance(report, Reroute):
@@ -122,7 +123,7 @@ class PoolFrontend:
             self._apply(dispatch, dispatch.on_ended(report))
 
     def on_worker_lost(self, worker: str) -> None:
-        """A worker's process is gone."""
+        """Its process is gone."""
         for dispatch in tuple(self.requests.values()):
             self._apply(dispatch, dispatch.on_worker_lost(worker))
 
@@ -146,7 +147,7 @@ class PoolFrontend:
             and not dispatch.settled
         )
         if delta.finish_reason is FinishReason.ABORT or refused:
-            return  # withdrawn, or never adopted: Ended and Reroute say what follows
+            return  # HandoffEnded or Reroute decides what follows
         logprobs = delta.logprobs or (None,) * len(delta.tokens)
         tokens = tuple(
             SampledToken(*pair, delta.cached_tokens)
@@ -207,7 +208,7 @@ class PoolFrontend:
             self._out.append(ToWorker(prefill, start, decode))
 
     def _retry_decode(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
-        """The source stays where it is; only another decode worker will do."""
+        """Only the decode worker changes."""
         route = self.choose_route(dispatch.request, action.avoid, action.prefill_worker)
         if route is None or route.decode == action.prefill_worker:
             self._apply(dispatch, dispatch.on_no_worker())

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffOutcome
 from counterpoint.disagg.receiver import HandoffReceiver
-from counterpoint.disagg.sender import PrefillSource
+from counterpoint.disagg.prefill_source import PrefillSource
 from counterpoint.types import FinishReason
 
 
