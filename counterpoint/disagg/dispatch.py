@@ -1,13 +1,14 @@
-"""Dispatch: one request's way through the pools, seen from the front.
+"""One request's way through the pool, as the frontend sees it.
 
-Owns: which attempt counts, the retry budget, and the client's token stream. Promises: the client gets each token once, in order,
-and one end; tokens of an attempt that was given up are never delivered; at most `retries` further attempts are made.
-Must not: choose workers (router.py does), know links, read a clock.
+Owns: which attempt counts, the retry budget, and the client's token stream. Promises: the client
+gets each token once, in order, and one end; tokens of an abandoned attempt are never delivered; at
+most `retries` further attempts are made. Must not: choose workers, know links, read a clock.
 
-An attempt may run whole on one worker. Otherwise it has a *source* (the attempt that started its prefill, on worker `prefill`) and
-a decode worker. Attempts of one source differ only in the decode worker, and are made only while none has adopted it; when they are
-used up, the request stays where it was prefilled. When a worker is lost on which it depends, the request starts again behind the
-tokens that the client has (`AddRequest.generated_prefix`).
+An attempt may run whole on one worker. Otherwise it has a *source*, the attempt that started its
+prefill, and a decode worker. Attempts of one source differ only in the decode worker; a new one is
+made only while none has adopted the request. When retries are used up, the request is decoded where
+it was prefilled. When a worker that it depends on is lost, the request starts again after the tokens
+that the client has (`AddRequest.generated_prefix`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from counterpoint.types import AddRequest, DisaggRole, FinishReason, TokenLogpro
 
 
 class OnLoss(enum.StrEnum):
-    """What happens when a worker is lost after the client has seen a token."""
+    """What happens when a worker is lost after the client has a token."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
@@ -44,7 +45,7 @@ class DeliverPromptLogprobs(NamedTuple):
 
 
 class RequestFinished(NamedTuple):
-    """To the client: the end. `lost`: no worker could finish it; the request itself is not to blame."""
+    """To the client: the end. `worker_lost`: no worker could finish it; the request is valid."""
 
     finish: FinishReason
     error: str = ""
@@ -53,7 +54,7 @@ class RequestFinished(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Choose a prefill and a decode worker and say `sent_to`, or `no_worker`. `avoid`: what just failed it."""
+    """Choose workers and call `assign`, else `on_no_worker`. `avoid`: the worker that failed it."""
 
     handoff: HandoffId
     request: AddRequest
@@ -61,7 +62,7 @@ class Restart(NamedTuple):
 
 
 class RetryDecode(NamedTuple):
-    """Choose another decode worker, say `sent_to` and tell `prefill` with Redirect; or say `no_worker`."""
+    """Choose another decode worker, call `assign` and send Redirect; else call `on_no_worker`."""
 
     prefill_worker: str
     source: HandoffId
@@ -70,14 +71,14 @@ class RetryDecode(NamedTuple):
 
 
 class DecodeInPlace(NamedTuple):
-    """Tell `prefill` with Stay."""
+    """Send StayInPlace."""
 
     prefill_worker: str
     source: HandoffId
 
 
 class ReleaseSource(NamedTuple):
-    """Tell `prefill` with Settle."""
+    """Send SettleSource."""
 
     prefill_worker: str
     source: HandoffId
@@ -85,7 +86,7 @@ class ReleaseSource(NamedTuple):
 
 
 class CancelAttempt(NamedTuple):
-    """Tell `worker` with Withdraw."""
+    """Send WithdrawRequest."""
 
     worker: str
     handoff: HandoffId
@@ -105,9 +106,9 @@ Action = (
 
 @dataclass(slots=True, eq=False)
 class RequestDispatch:
-    """`tokens`: those the client has. `held`: tokens that overtook one before them, by position. `may_stay`: prefill workers may
-    decode what nobody takes. `prompt_told`: prompt tokens of whose log-probabilities the client knows, `prompt_heard` those the
-    current source has told."""
+    """`decode_in_place`: the prefill worker may decode what no decode worker takes. `tokens`: what
+    the client has. `early_tokens`: by position, tokens that arrived before their predecessors.
+    `prompt_logprobs_received`: how many from the current source."""
 
     request: AddRequest
     retries: int = 1
@@ -118,13 +119,13 @@ class RequestDispatch:
     prefill_worker: str = ""
     decode_worker: str = ""
     tokens: list[int] = field(default_factory=list)
-    base_position: int = 0  # position of the token that the current source samples
+    base_position: int = 0  # position of the first token of the current source
     early_tokens: dict[int, SampledToken] = field(default_factory=dict)
     prompt_logprobs_delivered: int = 0
     prompt_logprobs_received: int = 0
-    settled: bool = False  # adopted, or it stays: no attempt of this source follows
-    lost_workers: set[str] = field(default_factory=set)  # workers of this attempt that were lost
-    pending_finish: tuple[int, RequestFinished] | None = None  # and how many tokens come before it
+    settled: bool = False  # adopted, or decoded in place: no further attempt of this source
+    lost_workers: set[str] = field(default_factory=set)  # of this attempt
+    pending_finish: tuple[int, RequestFinished] | None = None  # and how many tokens precede it
     is_over: bool = False
 
     @property
@@ -139,7 +140,7 @@ class RequestDispatch:
         return [Restart(self.handoff, self.request)]
 
     def assign(self, prefill: str, decode: str) -> None:
-        """The current attempt runs on these workers; one and the same does all of it, and nothing is handed on."""
+        """The current attempt runs on these workers; if they are one, there is no handoff."""
         self.prefill_worker, self.decode_worker = prefill, decode
         self.settled = prefill == decode
 
@@ -153,8 +154,8 @@ class RequestDispatch:
         tokens: tuple[SampledToken, ...],
         finish: RequestFinished | None = None,
     ) -> list[Action]:
-        """What an engine says of its part: tokens, counted from the prefill worker's first (`offset` 0), and maybe the end. An
-        attempt that does not count any more is not listened to."""
+        """An engine's tokens, from position `offset` after the source's first token. An abandoned
+        attempt is ignored."""
         counts = self.source_attempt if part is DisaggRole.PREFILL else self.attempt
         if self.is_over or handoff.attempt != counts:
             return []
@@ -168,7 +169,7 @@ class RequestDispatch:
     def on_prompt_logprobs(
         self, handoff: HandoffId, part: DisaggRole, prompt_logprobs: tuple[TokenLogprobs, ...]
     ) -> list[Action]:
-        """What an engine says of the prompt, in order. A source that starts again tells what the client knows already."""
+        """In order. A restarted source repeats what the client already has, which is skipped."""
         if self.is_over or handoff.attempt != (
             self.source_attempt if part is DisaggRole.PREFILL else self.attempt
         ):
@@ -184,14 +185,14 @@ class RequestDispatch:
 
     @property
     def prompt_logprobs_pending(self) -> bool:
-        """Something is still to be told of the prompt: tokens, which may come another way, wait for it."""
+        """Tokens, which may come from another worker, wait until all of these are delivered."""
         return (
             self.request.sampling.prompt_logprobs is not None
             and self.prompt_logprobs_delivered < len(self.request.prompt) - 1
         )
 
     def _deliver(self) -> list[Action]:
-        """Deliver what has become continuous, and the end if nothing is missing before it."""
+        """Deliver the tokens that have no gap before them, and the end if nothing is missing."""
         if self.prompt_logprobs_pending and (
             self.pending_finish is None
             or self.pending_finish[1].finish in (FinishReason.STOP, FinishReason.LENGTH)
@@ -207,11 +208,11 @@ class RequestDispatch:
             actions.append(self.pending_finish[1])
         return actions
 
-    # ------------------------------------------------------------ what workers report
+    # ------------------------------------------------------------ reports of workers
 
     def on_ended(self, report: HandoffEnded) -> list[Action]:
-        """A worker's word on its part. That a decode worker failed is no news: the prefill worker hears of it and says Reroute,
-        and when that one is lost, `lost` is called."""
+        """A failed decode worker needs no action here: the prefill worker notices and reports
+        Reroute, and if that one is lost, `on_worker_lost` is called."""
         if self.is_over or report.handoff.attempt != (
             self.source_attempt if report.disagg_role is DisaggRole.PREFILL else self.attempt
         ):
@@ -231,7 +232,7 @@ class RequestDispatch:
         return []
 
     def on_reroute(self, report: Reroute) -> list[Action]:
-        """The prefill worker can't hand it over, as far as it sees."""
+        """The prefill worker can't hand it over, as far as it knows."""
         if self.is_over or report.handoff.attempt != self.attempt or self.settled:
             return [ReleaseSource(self.prefill_worker, report.source, "decided otherwise")]
         failed, stale = self.decode_worker, self.handoff
@@ -247,7 +248,7 @@ class RequestDispatch:
         ]
 
     def on_no_worker(self) -> list[Action]:
-        """Nobody was found for Again or Elsewhere."""
+        """For Restart or RetryDecode."""
         reason = "no worker can take the request"
         return (
             self._stay_in_place(reason)
@@ -256,7 +257,7 @@ class RequestDispatch:
         )
 
     def on_worker_lost(self, worker: str) -> list[Action]:
-        """A worker's process is gone, and whatever it did not report never will be. To be called for every living request."""
+        """Its process is gone. To be called for every unfinished request."""
         if self.is_over or worker not in (self.prefill_worker, self.decode_worker):
             return []
         self.lost_workers.add(worker)
@@ -272,8 +273,9 @@ class RequestDispatch:
     # ------------------------------------------------------------ what follows
 
     def _check_lost(self) -> list[Action]:
-        """Who must be there for the request to go on: the decode worker once it has adopted it, before that the prefill worker
-        (which will say Reroute if it is the decode worker that is lost), and while it has not told all of the prompt."""
+        """Restart if a needed worker is lost: the decode worker once it has adopted the request;
+        the prefill worker before that (it reports Reroute if the decode worker is lost) and until
+        all prompt log-probabilities are delivered."""
         for needed in (
             self.decode_worker if self.settled else self.prefill_worker,
             *([self.prefill_worker] if self.prompt_logprobs_pending else []),
@@ -289,7 +291,7 @@ class RequestDispatch:
         return [DecodeInPlace(self.prefill_worker, self.source_id), *self._check_lost()]
 
     def _retry(self, reason: str, avoid: str) -> list[Action]:
-        """Start again from the tokens that the client has, if that is allowed."""
+        """Start again after the tokens that the client has, if that is allowed."""
         if self.retries <= 0 or (self.tokens and self.on_loss is OnLoss.FAIL):
             return self._fail(reason)
         self.retries -= 1

@@ -1,12 +1,13 @@
-"""Handoffs: all handoffs of one worker, in both roles. Pure: events with their time in, commands out.
+"""All handoffs of one worker, in both roles. Pure: events with their time in, commands out.
 
-Owns: the links, the sources and senders (prefill side, sender.py), the receivers (decode side, receiver.py), the page ledger.
-Promises: the same events at the same times give the same commands; messages may be lost, repeated, late and out of order, and
-links and workers may die or stand still at any moment: every handoff still ends, and its pages come back as soon as that is safe.
-Must not: read a clock, send, copy, wait.
+Owns: the links; sources and senders (prefill side), receivers (decode side); the page ledger.
+Promises: the same events at the same times give the same commands. Messages may be lost, repeated,
+late or out of order, and links and workers may die or freeze at any moment: every handoff still
+ends, and its pages come back as soon as that is safe. Must not: read a clock, send, copy, wait.
 
-Reconciliation, in one sentence: whoever waits repeats itself (`resend_s`); the decode side names its living handoffs in heartbeats,
-and the prefill side answers Drained for one that it does not know; a link that is silent for `dead_s` is dead for ever.
+Reconciliation: an unanswered message is repeated. The decode side names its active handoffs in
+heartbeats, and the prefill side answers HandoffDrained for one that it does not know. A link that is
+silent for `peer_timeout_s` is dead for good.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from counterpoint.disagg.sender import HandoffSender
 from counterpoint.types import Abort as EngineAbort
 from counterpoint.types import Admitted, Computed, DisaggRole, OutputDelta
 
+NO_LINK = "there is no link to the decode worker"
+UNKNOWN = "unknown here"
+
 
 class Handoffs:
-    """`strays`: messages that no living link end or handoff expects; they are dropped."""
+    """`unexpected`: how many messages matched no live link or handoff; they are dropped."""
 
     def __init__(self, config: HandoffConfig, geometry: KvGeometry) -> None:
         self.context = HandoffContext(config, geometry)
@@ -47,7 +51,7 @@ class Handoffs:
         self.receivers: dict[HandoffId, HandoffReceiver] = {}
         self.draining = False
         self.unexpected = 0
-        self._by_engine_id: dict[str, PrefillSource | HandoffReceiver] = {}  # by the engine's name
+        self._by_engine_id: dict[str, PrefillSource | HandoffReceiver] = {}
         self._handlers = {
             handoff_events.LinkUp: self._on_link_up,
             handoff_events.LinkDown: self._on_link_down,
@@ -71,7 +75,7 @@ class Handoffs:
     # ------------------------------------------------------------ in and out
 
     def on_event(self, now: float, event: Event) -> None:
-        """Take one event. Unknown ids and late messages do no harm."""
+        """Unknown ids and late messages do no harm."""
         if isinstance(event, wire.HandoffMessage):
             self._on_message(now, event)
         else:
@@ -79,7 +83,7 @@ class Handoffs:
         self._close_condemned_links(now)
 
     def tick(self, now: float) -> None:
-        """Let time pass: to be called a few times per `resend_s`."""
+        """To be called a few times per `resend_interval_s`."""
         for source in tuple(self.sources.values()):
             source.tick(now)
         for sender in tuple(self.senders.values()):
@@ -116,17 +120,16 @@ class Handoffs:
             self._lose_link(now, link, "is gone")
 
     def _send_heartbeat(self, now: float, link: LinkEnd) -> None:
-        rules = self.context.config
-        if now >= link.last_heard_s + rules.peer_timeout_s:
-            self._lose_link(now, link, f"was silent for {rules.peer_timeout_s} s")
-        elif now >= link.last_heartbeat_s + rules.heartbeat_interval_s:
+        config = self.context.config
+        if now >= link.last_heard_s + config.peer_timeout_s:
+            self._lose_link(now, link, f"was silent for {config.peer_timeout_s} s")
+        elif now >= link.last_heartbeat_s + config.heartbeat_interval_s:
             link.last_heartbeat_s = now
             leases = [r.id for r in self.receivers.values() if r.link is link and r.is_active]
             for start in range(0, len(leases) or 1, wire.MAX_LEASES):
                 names = tuple(leases[start : start + wire.MAX_LEASES])
-                self.context.emit(
-                    SendMessage(link.local, wire.LinkHeartbeat(link.local, link.remote, names))
-                )
+                heartbeat = wire.LinkHeartbeat(link.local, link.remote, names)
+                self.context.emit(SendMessage(link.local, heartbeat))
 
     def _on_heartbeat(self, now: float, message: wire.LinkHeartbeat) -> None:
         link = self._link_for(now, message)
@@ -137,10 +140,10 @@ class Handoffs:
             if sender is not None and sender.link is link:
                 sender.renew_lease(now)
             else:
-                self._reply(link, wire.HandoffDrained, handoff, 0, "unknown here")
+                self._reply(link, wire.HandoffDrained, handoff, 0, UNKNOWN)
 
     def _lose_link(self, now: float, link: LinkEnd, how: str) -> None:
-        """The link is dead for ever; what hangs on it is given up, and pages wait for the fence."""
+        """The link is dead for good: abort its handoffs. Their pages wait for LinkFenced."""
         if link.dead:
             return
         link.dead = True
@@ -168,18 +171,15 @@ class Handoffs:
                 receiver.on_link_fenced()
 
     def _close_condemned_links(self, now: float) -> None:
-        """Give up the links whose writes did not end in time."""
+        """Of which writes did not end in time."""
+        reason = f"left writes in flight for {self.context.config.drain_timeout_s} s"
         while self.context.condemned_links:
-            self._lose_link(
-                now,
-                self.context.condemned_links.pop(),
-                f"left writes in flight for {self.context.config.drain_timeout_s} s",
-            )
+            self._lose_link(now, self.context.condemned_links.pop(), reason)
 
     def _link_for(
         self, now: float, message: wire.HandoffMessage | wire.LinkHeartbeat
     ) -> LinkEnd | None:
-        """The living link end that a message is for."""
+        """The live link that a message is for."""
         link = self.links.get(message.destination)
         if link is None or link.remote != message.source or link.dead:
             self.unexpected += 1
@@ -187,21 +187,15 @@ class Handoffs:
         link.last_heard_s = now
         return link
 
-    # ------------------------------------------------------------ the outside
+    # ------------------------------------------------------------ orders
 
     def _on_start(self, now: float, event: handoff_events.StartHandoff) -> None:
         if event.handoff in self.sources:
             return
         link = self.links.get(event.link)
         if link is None or link.dead:
-            self.context.emit(
-                HandoffEnded(
-                    event.handoff,
-                    DisaggRole.PREFILL,
-                    HandoffOutcome.FAILED,
-                    "there is no link to the decode worker",
-                )
-            )
+            failed = HandoffOutcome.FAILED
+            self.context.emit(HandoffEnded(event.handoff, DisaggRole.PREFILL, failed, NO_LINK))
             return
         source = PrefillSource(
             self.context,
@@ -218,13 +212,8 @@ class Handoffs:
         self._start_attempt(now, source, event.handoff, link)
 
     def _on_run_without_handoff(self, now: float, event: handoff_events.RunWithoutHandoff) -> None:
-        self.context.emit(
-            ToEngine(
-                msgspec.structs.replace(
-                    event.request, id=engine_id(event.handoff, DisaggRole.WHOLE)
-                )
-            )
-        )
+        id = engine_id(event.handoff, DisaggRole.WHOLE)
+        self.context.emit(ToEngine(msgspec.structs.replace(event.request, id=id)))
 
     def _on_redirect(self, now: float, event: handoff_events.Redirect) -> None:
         source = self.sources.get(event.source)
@@ -232,7 +221,7 @@ class Handoffs:
             return
         link = self.links.get(event.link)
         if link is None or link.dead:
-            source.on_attempt_failed(event.handoff, "there is no link to the decode worker")
+            source.on_attempt_failed(event.handoff, NO_LINK)
         else:
             self._start_attempt(now, source, event.handoff, link)
 
@@ -255,7 +244,7 @@ class Handoffs:
             source.end(now, HandoffOutcome.ABORTED, event.reason)
 
     def _on_withdraw(self, now: float, event: handoff_events.WithdrawRequest) -> None:
-        """End it if it is here; if the engine has it already (adopted, or it stayed), that is told."""
+        """If the handoff is over and the engine decodes it, abort it there."""
         source, receiver = self.sources.get(event.handoff), self.receivers.get(event.handoff)
         if source is not None:
             source.end(now, HandoffOutcome.ABORTED, "withdrawn")
@@ -268,7 +257,7 @@ class Handoffs:
     def _on_drain(self, now: float, event: handoff_events.Drain) -> None:
         self.draining = event.on
 
-    # ------------------------------------------------------------ the engine and the mover
+    # ------------------------------------------------------------ engine and transport
 
     def _on_admitted(self, now: float, event: Admitted) -> None:
         part = self._by_engine_id.get(event.id)
@@ -300,66 +289,64 @@ class Handoffs:
         if handoff is not None:
             self.receivers[handoff].on_verified(now, event.ok)
 
-    # ------------------------------------------------------------ letters
+    # ------------------------------------------------------------ messages
 
-    def _on_message(self, now: float, letter: wire.HandoffMessage) -> None:
-        link = self._link_for(now, letter)
+    def _on_message(self, now: float, message: wire.HandoffMessage) -> None:
+        link = self._link_for(now, message)
         if link is not None and link.disagg_role is DisaggRole.PREFILL:
-            self._to_sender(now, link, letter)
+            self._to_sender(now, link, message)
         elif link is not None:
-            self._to_receiver(now, link, letter)
+            self._to_receiver(now, link, message)
 
-    def _to_sender(self, now: float, link: LinkEnd, letter: wire.HandoffMessage) -> None:
-        sender = self.senders.get(letter.handoff)
+    def _to_sender(self, now: float, link: LinkEnd, message: wire.HandoffMessage) -> None:
+        sender = self.senders.get(message.handoff)
         if sender is None or sender.link is not link:
             self.unexpected += 1
-            if isinstance(letter, wire.PagesReserved | wire.AbortHandoff):
-                self._reply(
-                    link, wire.HandoffDrained, letter.handoff, letter.generation, "unknown here"
-                )
-        elif isinstance(letter, wire.OfferQueued):
+            if isinstance(message, wire.PagesReserved | wire.AbortHandoff):
+                self._reply(link, wire.HandoffDrained, message.handoff, message.generation, UNKNOWN)
+        elif isinstance(message, wire.OfferQueued):
             sender.renew_lease(now)
-        elif isinstance(letter, wire.PagesReserved):
-            sender.on_reserved(now, letter)
-        elif isinstance(letter, wire.TransferAck):
+        elif isinstance(message, wire.PagesReserved):
+            sender.on_reserved(now, message)
+        elif isinstance(message, wire.TransferAck):
             sender.on_ack(now)
-        elif isinstance(letter, wire.AbortHandoff | wire.HandoffDrained):
-            sender.fail(now, letter.reason)
+        elif isinstance(message, wire.AbortHandoff | wire.HandoffDrained):
+            sender.fail(now, message.reason)
 
-    def _to_receiver(self, now: float, link: LinkEnd, letter: wire.HandoffMessage) -> None:
-        receiver = self.receivers.get(letter.handoff)
+    def _to_receiver(self, now: float, link: LinkEnd, message: wire.HandoffMessage) -> None:
+        receiver = self.receivers.get(message.handoff)
         if receiver is None or receiver.link is not link:
-            self._on_unknown_handoff(now, link, letter)
-        elif isinstance(letter, wire.HandoffOffer):
+            self._on_unknown_handoff(now, link, message)
+        elif isinstance(message, wire.HandoffOffer):
             receiver.on_offer()
-        elif isinstance(letter, wire.TransferStarted):
-            receiver.on_transfer_started(letter)
-        elif isinstance(letter, wire.TransferDone):
-            receiver.on_transfer_done(now, letter)
-        elif isinstance(letter, wire.AbortHandoff):
-            receiver.abort(now, HandoffOutcome.ABORTED, letter.reason)
-        elif isinstance(letter, wire.HandoffDrained):
-            receiver.on_drained(now, letter.reason)
+        elif isinstance(message, wire.TransferStarted):
+            receiver.on_transfer_started(message)
+        elif isinstance(message, wire.TransferDone):
+            receiver.on_transfer_done(now, message)
+        elif isinstance(message, wire.AbortHandoff):
+            receiver.abort(now, HandoffOutcome.ABORTED, message.reason)
+        elif isinstance(message, wire.HandoffDrained):
+            receiver.on_drained(now, message.reason)
 
-    def _on_unknown_handoff(self, now: float, link: LinkEnd, letter: wire.HandoffMessage) -> None:
-        """A new offer, or a late word about a handoff that has ended here."""
-        adopted = link.ended.get(letter.handoff)
+    def _on_unknown_handoff(self, now: float, link: LinkEnd, message: wire.HandoffMessage) -> None:
+        """A new offer, or a late message about a handoff that has ended here."""
+        adopted = link.ended.get(message.handoff)
         if (
-            isinstance(letter, wire.HandoffOffer)
+            isinstance(message, wire.HandoffOffer)
             and adopted is None
-            and letter.handoff not in self.receivers
+            and message.handoff not in self.receivers
         ):
             refusal = self._refusal_reason()
             if refusal:
-                link.remember(letter.handoff, False, self.context.config.max_remembered)
-                self._reply(link, wire.HandoffDrained, letter.handoff, 0, refusal)
+                link.remember(message.handoff, False, self.context.config.max_remembered)
+                self._reply(link, wire.HandoffDrained, message.handoff, 0, refusal)
                 return
             receiver = HandoffReceiver(
                 self.context,
-                letter.handoff,
+                message.handoff,
                 link,
-                letter.request,
-                now + letter.deadline_s,
+                message.request,
+                now + message.deadline_s,
                 self._forget_receiver,
                 repeat_s=now,
             )
@@ -367,18 +354,18 @@ class Handoffs:
             receiver.start()
             return
         self.unexpected += 1
-        if isinstance(letter, wire.HandoffOffer | wire.TransferDone):
+        if isinstance(message, wire.HandoffOffer | wire.TransferDone):
             self._reply(
                 link,
                 wire.TransferAck if adopted else wire.HandoffDrained,
-                letter.handoff,
-                letter.generation,
-                "unknown here",
+                message.handoff,
+                message.generation,
+                UNKNOWN,
             )
 
     def _refusal_reason(self) -> str:
         if self.draining:
-            return "the decode worker takes no new requests"
+            return "the decode worker accepts no new requests"
         if self.ledger.pages(PageHold.QUARANTINE) > self.context.config.max_quarantine_pages:
             return "the decode worker has too many pages in quarantine"
         return ""
@@ -391,15 +378,12 @@ class Handoffs:
         generation: int,
         reason: str,
     ) -> None:
-        ends = (handoff, link.local, link.remote, generation)
-        self.context.emit(
-            SendMessage(
-                link.local,
-                wire.TransferAck(*ends)
-                if kind is wire.TransferAck
-                else wire.HandoffDrained(*ends, reason),
-            )
-        )
+        header = (handoff, link.local, link.remote, generation)
+        if kind is wire.TransferAck:
+            message = wire.TransferAck(*header)
+        else:
+            message = wire.HandoffDrained(*header, reason)
+        self.context.emit(SendMessage(link.local, message))
 
     # ------------------------------------------------------------ forgetting
 

@@ -177,8 +177,18 @@ Order = (
 )  # of the frontend
 
 Event = (
-    Message | LinkUp | LinkDown | LinkFenced | WriteDone | PagesRevoked | PagesVerified | Order | Admitted | Computed | OutputDelta
-)  # fmt: skip
+    Message
+    | LinkUp
+    | LinkDown
+    | LinkFenced
+    | WriteDone
+    | PagesRevoked
+    | PagesVerified
+    | Order
+    | Admitted
+    | Computed
+    | OutputDelta
+)
 
 
 # ---------------------------------------------------------------- commands

@@ -59,7 +59,7 @@ class WorkerHooks(Protocol):
 
 
 class SentKv(NamedTuple):
-    """A write to another worker, on the monotonic clock. At `ended_s` it is over, in place or not."""
+    """A write to another worker, on the monotonic clock. `ended_s`: it is over, in place or not."""
 
     worker: str
     kind: str

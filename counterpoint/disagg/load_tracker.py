@@ -202,7 +202,7 @@ class LoadTracker:
             if isinstance(change, CommitRole):
                 worker.role = change.role
 
-    # ------------------------------------------------------------ routes (pool_frontend.ChooseRoute)
+    # ------------------------------------------------------------ routes
 
     def choose_route(self, request: AddRequest, avoid: str, prefilled_on: str) -> Route | None:
         """The request counts as load there from now on. None: no worker could ever hold it."""

@@ -3,7 +3,8 @@
 Owns: the messages, their version, bounds and encoding (msgpack; nothing on the wire can run code).
 Promises: `decode` returns a whole message of a known type or raises WireError. Every message names
 its handoff, both ends of the link (`source`, `destination`) and, once pages are reserved, the
-`generation` of the reservation. Must not: carry KV (kv_transfer does) or timestamps (clocks differ).
+`generation` of the reservation. Must not: carry KV (kv_transfer does), or
+timestamps (clocks differ).
 
 A *link* joins a prefill worker to a decode worker. Each end draws a random *incarnation* when the
 link is made, so messages of a dead process or a closed link match no live end and are dropped.

@@ -77,10 +77,9 @@ class PoolFrontend:
         self.on_loss = on_loss
         self.decode_in_place = decode_in_place
         self.requests: dict[str, RequestDispatch] = {}
-        self._num_tokens: dict[
-            str, int
-        ] = {}  # by the engine's name: tokens it has given, counted from the prefill worker's first
-        self._engine_ids: dict[str, list[str]] = {}  # request -> its engine names in `_given`
+        # By engine id, tokens received, counted from the prefill worker's first.
+        self._num_tokens: dict[str, int] = {}
+        self._engine_ids: dict[str, list[str]] = {}  # request -> its keys in `_num_tokens`
         self._out: list[ToWorker | ToClient] = []
 
     def take_items(self) -> list[ToWorker | ToClient]:

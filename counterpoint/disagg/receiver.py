@@ -1,13 +1,14 @@
 """The decode side of a handoff, as a pure state machine.
 
-    QUEUED --pages--> RESERVED --done--> (VERIFYING) --> adopted
+    QUEUED --pages--> RESERVED --transfer done--> (VERIFYING) --> adopted
        |                 |
-       +-----------------+--> ABORTING: the pages are in quarantine until every writer is proven to have stopped --> freed
+       +-----------------+--> ABORTING: pages are in quarantine until every writer has provably stopped
 
-Owns: the reservation. Promises: pages go back to the engine only on proof that no write to them is in flight: the prefill worker
-says Drained, this end's own mover says so (Revoked), or the link is torn down (Fenced); never because time has passed. `HandoffEnded`
-is said once. KV is read (adopted) only when all of it is in place.
-Must not: forget a handoff before the prefill worker has said that it has, or the link is gone.
+Owns: the reservation. Promises: pages go back to the engine only on proof that no write to them is
+in flight: the prefill worker sends HandoffDrained, this end's transport proves it (PagesRevoked), or
+the link is torn down (LinkFenced); never because time has passed. One HandoffEnded per handoff. KV
+is read only when all of it is in place. Must not: forget a handoff before the prefill worker has
+confirmed its end, or the link is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ReceiveState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class HandoffReceiver:
-    """`deadline_s` is on this worker's clock. `pages` are those that the peer may write: all but the request's first `cached`."""
+    """`deadline_s` is on this worker's clock. `pages`: those that the peer may write, all but the
+    request's first `cached`."""
 
     context: HandoffContext
     id: HandoffId
@@ -79,7 +81,7 @@ class HandoffReceiver:
         )
         self.on_offer()
 
-    # ------------------------------------------------------------ what moves it on
+    # ------------------------------------------------------------ progress
 
     def on_offer(self) -> None:
         if self.state is ReceiveState.QUEUED:
@@ -97,7 +99,7 @@ class HandoffReceiver:
         self._send_pending(now)
 
     def on_output(self, now: float, delta: OutputDelta) -> None:
-        """Before it is adopted, the engine only speaks of a request that it can't take."""
+        """Before adoption, the engine's only output is that it refuses the request."""
         if delta.finish_reason is not None:
             self.abort(now, HandoffOutcome.FAILED, delta.error or delta.finish_reason.value)
 
@@ -160,7 +162,7 @@ class HandoffReceiver:
     # ------------------------------------------------------------ ends
 
     def abort(self, now: float, outcome: HandoffOutcome, reason: str) -> None:
-        """Give it up. Whatever may still be written stays in quarantine."""
+        """Pages that may still be written stay in quarantine."""
         if not self.is_active:
             return
         self.context.emit(HandoffEnded(self.id, DisaggRole.DECODE, outcome, reason))
@@ -177,7 +179,7 @@ class HandoffReceiver:
             self.on_done(self, False)
 
     def on_revoked(self) -> None:
-        """Nothing can be written here any more, whatever the prefill worker still does."""
+        """Proven: nothing can be written here any more."""
         if self.is_active:
             return
         self._free()
@@ -185,7 +187,7 @@ class HandoffReceiver:
             self.on_done(self, False)
 
     def on_drained(self, now: float, reason: str) -> None:
-        """The prefill worker has nothing in flight and has forgotten the handoff."""
+        """The prefill worker has no write in flight and has forgotten the handoff."""
         if self.is_active:
             self.context.emit(
                 HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ABORTED, reason)
@@ -208,14 +210,14 @@ class HandoffReceiver:
             self.context.ledger.drop(self.engine_request_id)
             self.context.emit(ToEngine(Release(self.engine_request_id)))
 
-    # ------------------------------------------------------------ talking
+    # ------------------------------------------------------------ messages
 
     @property
     def _header(self) -> tuple[HandoffId, int, int, int]:
         return self.id, self.link.local, self.link.remote, self.generation
 
     def _send_pending(self, now: float) -> None:
-        """Say (again) what the prefill worker has not answered yet."""
+        """Send (again) what the prefill worker has not answered yet."""
         self.repeat_s = now + self.context.config.resend_interval_s
         if self.is_active:
             self._send(wire.PagesReserved(*self._header, self.pages, self.cached))

@@ -7,8 +7,8 @@ a page (only proof does, or the end of the process that owns it).
 
 A role changes when every worker of a pool is predicted to miss its target for `persist_ticks` ticks
 and the donor pool would still meet its own without the worker; no pool becomes empty. A worker of
-role BOTH counts in both pools and never changes. After Dynamo's planner: a pool grows when *all* its
-workers miss, and shrinks if the others could carry N/(N - 1) of their load; thresholds on
+role BOTH counts in both pools and never changes. After Dynamo's planner: a pool grows when *all* of
+its workers miss, and shrinks if the others could carry N/(N - 1) of their load; thresholds on
 utilisation alone oscillate.
 
 Only a transport that can't prove that a dead peer's writes have ended leaves pages in quarantine:
@@ -32,8 +32,8 @@ DRAIN_S = 120.0  # most time for a worker to empty
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """Predictions for a worker's next requests. `ttft_s`: queue and prefill; `compute_s`: prefill
-    alone; `tpot_s`: a decode step. `kv_share`: of its pages, held by requests. `is_drained`: it has no
-    request of its role."""
+    alone; `tpot_s`: a decode step. `kv_share`: of its pages, held by requests. `is_drained`: it
+    has no request of its role."""
 
     name: str
     role: Role
@@ -166,7 +166,7 @@ class RoleRebalancer:
         return donor if all(self._would_meet(load, role, factor) for load in rest) else None
 
     def _would_meet(self, load: WorkerLoad, role: Role, factor: float) -> bool:
-        """With `factor` times its load. Queueing grows with load, a request's own prefill doesn't."""
+        """With `factor` times its load. Queueing grows with load, the request's prefill does not."""
         slack = self.config.slack
         if role is Role.PREFILL:
             room = self.targets.ttft_s - load.compute_s

@@ -4,7 +4,7 @@ Owns: the prediction for each choice and the order in which choices are preferre
 same views give the same route; every route has its reason and its predicted TTFT; a prefill worker
 that can't hold the prompt is never chosen. Must not: price steps (the Estimator does).
 
-The first of these that meets the request's SLO is taken, else the one with the least predicted TTFT:
+The first of these that meets the request's SLO is taken, else that with the least predicted TTFT:
 
     local      all of it on a decode worker, if little of its prompt must be computed there
                (conditional disaggregation: a short prefill costs less than a handoff)
