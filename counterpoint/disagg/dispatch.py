@@ -7,8 +7,8 @@ most `retries` further attempts are made. Must not: choose workers, know links, 
 An attempt may run whole on one worker. Otherwise it has a *source*, the attempt that started its
 prefill, and a decode worker. Attempts of one source differ only in the decode worker; a new one is
 made only while none has adopted the request. When retries are used up, the request is decoded where
-it was prefilled. When a worker that it depends on is lost, the request starts again after the tokens
-that the client has (`AddRequest.generated_prefix`).
+it was prefilled. When a worker that it depends on is lost, the request starts again after the
+tokens that the client has (`AddRequest.generated_prefix`).
 """
 
 from __future__ import annotations

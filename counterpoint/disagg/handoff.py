@@ -6,8 +6,8 @@ late or out of order, and links and workers may die or freeze at any moment: eve
 ends, and its pages come back as soon as that is safe. Must not: read a clock, send, copy, wait.
 
 Reconciliation: an unanswered message is repeated. The decode side names its active handoffs in
-heartbeats, and the prefill side answers HandoffDrained for one that it does not know. A link that is
-silent for `peer_timeout_s` is dead for good.
+heartbeats, and the prefill side answers HandoffDrained for one that it does not know. A link that
+is silent for `peer_timeout_s` is dead for good.
 """
 
 from __future__ import annotations

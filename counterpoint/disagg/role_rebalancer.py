@@ -166,7 +166,7 @@ class RoleRebalancer:
         return donor if all(self._would_meet(load, role, factor) for load in rest) else None
 
     def _would_meet(self, load: WorkerLoad, role: Role, factor: float) -> bool:
-        """With `factor` times its load. Queueing grows with load, the request's prefill does not."""
+        """With `factor` times its load. Queueing grows with load; one prefill does not."""
         slack = self.config.slack
         if role is Role.PREFILL:
             room = self.targets.ttft_s - load.compute_s

@@ -113,7 +113,7 @@ def command(
     load: LoadOptions = LoadOptions(),
     config: Config,
 ) -> int:
-    """Find, by simulation, the highest rate at which each mode keeps nine requests in ten on target.
+    """Find by simulation the highest rate at which each mode keeps nine in ten requests on target.
 
     counterpoint plan --gpu h200 --model llama-3.1-8b --trace azure.csv --requests 2000
     --arrivals poisson --slo ttft=1,tpot=25ms

@@ -47,7 +47,9 @@ class Side:
 class Pair:
     """Pages of 4 tokens. The link is number 1 at the prefill worker's end and 2 at the other."""
 
-    def __init__(self, granularity: TransferGranularity = TransferGranularity.LAYER, **rules) -> None:
+    def __init__(
+        self, granularity: TransferGranularity = TransferGranularity.LAYER, **rules
+    ) -> None:
         self.now = 100.0
         self.granularity = granularity
         self.p = Side(Handoffs(HandoffConfig(**rules), KvGeometry(LAYERS, 4)))
@@ -99,7 +101,8 @@ class Pair:
     ) -> None:
         """It starts and has its pages on the prefill worker; the offer is on its way."""
         self.send(
-            self.p, handoff_events.StartHandoff(ID, make_request(tokens), 1, deadline_s, self.granularity)
+            self.p,
+            handoff_events.StartHandoff(ID, make_request(tokens), 1, deadline_s, self.granularity),
         )
         self.send(self.p, Admitted(P_NAME, tuple(pages), cached))
 

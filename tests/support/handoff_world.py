@@ -85,9 +85,7 @@ class World:
         self.workers: dict[str, Worker] = {}
         self.incarnations = 0
         self.link_owners: dict[int, Worker] = {}  # link number -> the worker that has this end
-        self.links: dict[
-            tuple[str, str], int
-        ] = {}  # (prefill, decode) -> the prefill end's number
+        self.links: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
         self.messages: list[tuple[int, bytes]] = []  # (destination link, message)
         self.queues: dict[str, deque] = {}  # worker -> what it tells the front, in order
         self.orders: dict[str, deque] = {}  # front -> worker, in order
@@ -184,9 +182,9 @@ class World:
                     verdict = (worker.transport.name, command.handoff, command.disagg_role)
                     assert verdict not in self.ended_handoffs, f"{verdict} ended twice"
                     self.ended_handoffs.add(verdict)
-                    assert (
-                        self.faults != "quiet" or command.outcome is not HandoffOutcome.FAILED
-                    ), command
+                    assert self.faults != "quiet" or command.outcome is not HandoffOutcome.FAILED, (
+                        command
+                    )
                     self.seen[f"{command.disagg_role.value} {command.outcome.value}"] += 1
         if worker.transport.notices:
             self.handle_notices(worker)

@@ -42,7 +42,12 @@ from counterpoint.types import AddRequest, DisaggRole, OutputDelta, Sampling
 PAGES, PAGE_BYTES = 24, 16 << 10
 KV_HEADS, HEAD_BYTES, RANKS = 4, 1 << 10, {"p": 4, "d": 2, "e": 8}  # of pools that are cut
 RULES = HandoffConfig(
-    heartbeat_interval_s=0.1, peer_timeout_s=0.7, lease_s=1.5, park_timeout_s=60.0, resend_interval_s=0.1, drain_timeout_s=0.7
+    heartbeat_interval_s=0.1,
+    peer_timeout_s=0.7,
+    lease_s=1.5,
+    park_timeout_s=60.0,
+    resend_interval_s=0.1,
+    drain_timeout_s=0.7,
 )
 DIGEST = CompatibilityDigest(
     model="m",
@@ -251,7 +256,9 @@ class Cluster:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.members = {name: Member(name, kind) for name in "pde"}
-        self.frontend = PoolFrontend(self.pick, deadline_s=20.0, retries=3, on_loss=OnLoss.RECOMPUTE)
+        self.frontend = PoolFrontend(
+            self.pick, deadline_s=20.0, retries=3, on_loss=OnLoss.RECOMPUTE
+        )
         self.requests: dict[str, AddRequest] = {}
         self.received: dict[str, list[int]] = {}
         self.ends: dict[str, RequestFinished] = {}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_router import Linear, view
-from test_routing import SHAPE, arrive, routing
+from test_load_tracker import SHAPE, arrive, routing
 
 from counterpoint.disagg.handoff_events import HandoffTimes, TransferGranularity
 from counterpoint.disagg.router import RouteQuery, Router, RoutingRule
