@@ -1,10 +1,11 @@
-"""The settings of two papers, simulated: `python -m benchmarks.papers --traces FOLDER [--requests N] [--json FILE]`.
+"""The settings of two papers, simulated: `python -m benchmarks.papers --traces FOLDER`.
 
-Owns: which settings, and the papers' figures beside ours. Promises: the policies that serve, on devices that are known by their
-datasheets alone; every setting that is run is shown, and what is not run is named. Must not: be tuned to the figures.
+Owns: which settings run, and the papers' figures beside ours. Promises: the policies that serve, on
+devices known by their datasheets alone; every setting that runs is shown, and one that does not is
+named. Must not: be tuned to the figures.
 
-MuxWise: arXiv 2504.14489. Bullet: arXiv 2504.19516. Neither's engine is run here: what is compared is a ratio between two modes of
-this engine with the ratio that the paper reports between its engine and another.
+MuxWise: arXiv 2504.14489. Bullet: arXiv 2504.19516. Neither engine runs here: a ratio between two
+modes of this engine is compared with the ratio that the paper reports.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ CONTEXT = 16384
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaperSetting:
-    """`per_token_s`: a target for the first token per prompt token, beside `slo`. `gain`: of the paper's system over chunked
-    prefill, in goodput or throughput, as it words it."""
+    """`per_token_s`: a target for the first token per prompt token, beside `slo`. `gain`: of the
+    paper's system over chunked prefill, in goodput or throughput, as it words it."""
 
     paper: str
     gpu: str
@@ -255,8 +256,8 @@ SETTLED = 0.2  # of the time in which requests come, after which idle time count
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fleet:
-    """Machines that share a load: so many `gpus` in all. `strict`: pools of which one prefills everything and the other decodes
-    everything, whatever the targets, as DistServe does."""
+    """Machines that share a load: so many `gpus` in all. `strict`: pools of which one prefills
+    everything and the other decodes everything, whatever the targets, as DistServe does."""
 
     name: str
     machine: Machine
@@ -266,8 +267,9 @@ class Fleet:
 
 
 def fleets(setting: PaperSetting, split: int, wanted: int) -> list[Fleet]:
-    """`wanted` GPUs as replicas of one mode (`split`: for decode, of the fixed one), as strict pools and as pools that serve. A
-    model that takes several GPUs is served by all of them at once, by two halves alike, or by pools of such halves."""
+    """`wanted` GPUs as replicas of one mode (`split`: for decode, of the fixed one), as strict
+    pools and as pools that serve. A model that takes several GPUs is served by all of them at once,
+    by two halves alike, or by pools of such halves."""
     whole = Machine(PRESETS[setting.model], device_spec(setting.gpu))
     degree = whole.device.degree
     part = (
@@ -302,8 +304,9 @@ def fleets(setting: PaperSetting, split: int, wanted: int) -> list[Fleet]:
 
 
 def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
-    """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss their targets. `idle`: the share of
-    all units x time that no step had, while new requests came and any was there."""
+    """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss
+    their targets. `idle`: the share of all units x time that no step had, while new requests came
+    and any was there."""
     queries = transform.scale_to_rate(task.queries, rate * fleet.gpus)
     slo = {query.id: query_slo(query, task.config) for query in queries}
     config = task.config.replace(**fleet.settings)
@@ -356,7 +359,8 @@ def used_s(stats: Stats) -> float:
 def bubble_rows(
     setting: PaperSetting, traces: Path, requests: int, gpus: int, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Of each fleet: what it holds, its idle share there, and at the rate that the best strict pools hold."""
+    """Of each fleet: what it holds, its idle share there, and at the rate that the best strict
+    pools hold."""
     degree = device_spec(setting.gpu).degree
     start = step_of(initial_rate(task_of(setting, traces, requests)) / degree)
     known = fleets(setting, best_split(task_of(setting, traces, requests)), gpus)
@@ -374,7 +378,8 @@ def bubble_rows(
             }
         )
         tell(
-            f"{title(setting)}: {fleet.name} {rate:.2f} requests/s a GPU, {percent(there['idle'] if there else None)} idle"
+            f"{title(setting)}: {fleet.name} {rate:.2f} requests/s a GPU, "
+            f"{percent(there['idle'] if there else None)} idle"
         )
     common = max(row["rate"] for row, fleet in zip(rows, known, strict=True) if fleet.strict)
     for row, fleet in zip(rows, known, strict=True):
@@ -393,7 +398,7 @@ def best_split(task: PlanTask) -> int:
 
 
 def held(fleet: Fleet, task: PlanTask, start: int) -> tuple[float, dict[str, Any] | None]:
-    """The highest rate per GPU at which enough requests keep their targets, and what is seen there."""
+    """(highest rate per GPU at which enough requests keep their targets, the report there)."""
     seen: dict[int, dict[str, Any] | None] = {}
 
     def holds(step: int) -> bool:
@@ -416,8 +421,8 @@ WAVES = {
 
 
 def wave_rows() -> Iterator[dict[str, float]]:
-    """Idle share of an A100's SMs in the products of a layer: with one tile for all (128 x 256, nothing cut along the inner
-    dimension), and with the tiles that the roofline chooses."""
+    """Idle share of an A100's SMs in the products of a layer: with one tile for all (128 x 256,
+    nothing cut along the inner dimension), and with the tiles that the roofline chooses."""
     device = device_spec("a100")
     roofline = Roofline(PRESETS["llama-3.1-8b"], device)
     for tokens, paper in WAVES.items():
@@ -438,7 +443,8 @@ def wave_rows() -> Iterator[dict[str, float]]:
 
 
 def one_tile(product: MatrixProduct, rows: int, units: int) -> tuple[float, float]:
-    """Unit-time with a tile, and in all, both in units of a tile's time per element of the inner dimension."""
+    """Unit-time with a tile, and in all, both in units of a tile's time per element of the inner
+    dimension."""
     tiles = -(-rows // 128) * -(-product.columns // 256)
     waves = tiles / busy_units(tiles, units)
     return tiles * product.inner, waves * units * product.inner
@@ -469,7 +475,8 @@ def show(results: Sequence[Mapping[str, Any]], waves: Sequence[Mapping[str, floa
         cells += [percent(result["half and half"]), percent(result["auto of best"])]
         where = f"{s['model']}, {s['gpu']}, {s['name']}"
         lines.append(
-            f"| {s['paper']} | {where} | {s['slo']}{per_token} | {s['gain']} | {' | '.join(cells)} |"
+            f"| {s['paper']} | {where} | {s['slo']}{per_token} | {s['gain']} "
+            f"| {' | '.join(cells)} |"
         )
     lines += ["", "At the rate that chunked 1024 holds:", ""]
     lines += [
@@ -481,7 +488,8 @@ def show(results: Sequence[Mapping[str, Any]], waves: Sequence[Mapping[str, floa
         pairs = [f"{a[key]:.0f} → {b[key]:.0f}" for key in ("mean_ttft_ms", "mean_tpot_ms")]
         active = f"{percent(a['active_share'])} → {percent(b['active_share'])}"
         lines.append(
-            f"| {s['paper']}: {s['model']}, {s['gpu']}, {s['name']} | {' | '.join(pairs)} | {active} |"
+            f"| {s['paper']}: {s['model']}, {s['gpu']}, {s['name']} "
+            f"| {' | '.join(pairs)} | {active} |"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""How many tokens a second of CPU time the simulator gets through: one line a policy.
+"""Tokens per second of CPU time that the simulator handles: one line per policy.
 
-    python docs/results/simulator_speed.py TRACE [--requests 1000] [--rate 18] [--runs 3] [--calibration none]
+    python benchmarks/simulator_speed.py TRACE [--requests 1000] [--rate 18] [--runs 3]
 
-Prompt and output tokens of the load over the CPU seconds of this process in `counterpoint.simulator.simulate.simulate`, all runs: reading the
-trace and starting Python are left out, making the prompts is not.
+Prompt and output tokens of the load over the CPU seconds of `simulate`, per run. Reading the trace
+and starting Python are not counted; making the prompts is.
 """
 
 from __future__ import annotations

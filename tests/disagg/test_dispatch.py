@@ -1,4 +1,4 @@
-"""One request's way through the pools: which attempt counts, and what the client gets."""
+"""One request through the pool: which attempt counts, and what the client gets."""
 
 from __future__ import annotations
 

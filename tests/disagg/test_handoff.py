@@ -1,4 +1,4 @@
-"""Both sides of a handoff, one case at a time: what is sent when, and who owns the pages at every moment."""
+"""Both sides of a handoff, case by case: what is sent when, and who owns the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger refuses what would corrupt a page."""
+"""The page ledger refuses what would corrupt a page."""
 
 from __future__ import annotations
 

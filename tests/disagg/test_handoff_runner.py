@@ -1,4 +1,4 @@
-"""Two real workers (model, CPU executor, engine, courier, mover) against one: every token must be the same."""
+"""Two real workers (CPU model, engine, runner, transport) give the tokens of one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Machine:
 
 
 class Worker:
-    """A machine with a courier. What it reports goes to `report(name, words)`, from two threads."""
+    """A machine with a runner. What it reports goes to `report(name, words)`, from two threads."""
 
     def __init__(
         self, name: str, decoder: Decoder, policy: Policy, mover, report, gpu: FakeGpu | None = None
@@ -235,7 +235,8 @@ def alone(decoder: Decoder, arrives: list[AddRequest]) -> dict[str, list[int]]:
 
 
 def requests() -> list[AddRequest]:
-    """Greedy and seeded, short and long, half with the same beginning; some end with their first token."""
+    """Greedy and seeded, short and long, half with the same beginning; some end with their first
+    token."""
     chance = random.Random(4)
     beginning = [chance.randrange(VOCAB) for _ in range(40)]
     arrivals = []

@@ -1,4 +1,4 @@
-"""The handoff in all weathers (world.py): random days for breadth, a hypothesis machine for small counterexamples."""
+"""Handoffs under random faults (handoff_world.py), and hypothesis for small counterexamples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffOutcome
-from counterpoint.disagg.receiver import HandoffReceiver
 from counterpoint.disagg.prefill_source import PrefillSource
+from counterpoint.disagg.receiver import HandoffReceiver
 from counterpoint.types import FinishReason
 
 

@@ -1,4 +1,4 @@
-"""The front's book: loads are those of this moment, and nothing stays on it."""
+"""Loads are current, and nothing stays counted after a request ends."""
 
 from __future__ import annotations
 
@@ -53,8 +53,14 @@ def arrive(id: str, tokens: int = 100, seed: int | None = None) -> AddRequest:
 
 def load_of(seat: TrackedWorker) -> tuple[int, ...]:
     return (
-        seat.prefill_tokens, seat.prefill_squares, seat.prefill_reused, seat.num_prefills, seat.num_decodes, seat.context_tokens, seat.num_pages,
-    )  # fmt: skip
+        seat.prefill_tokens,
+        seat.prefill_squares,
+        seat.prefill_reused,
+        seat.num_prefills,
+        seat.num_decodes,
+        seat.context_tokens,
+        seat.num_pages,
+    )
 
 
 def test_a_burst_is_spread_though_no_worker_has_said_a_word():
@@ -167,7 +173,8 @@ def test_a_tied_request_forks_where_its_prompt_is_if_there_is_room():
 
 
 def test_how_long_answers_are_is_learnt_and_weighs_prefills_beside_them():
-    """A prefill of 100 ms for each answer of 2 tokens is more than 60 ms a token; for one of 100 tokens it is little."""
+    """A prefill of 100 ms for each answer of 2 tokens is more than 60 ms a token; for one of 100
+    tokens it is little."""
 
     def where(answer_tokens: int) -> str:
         book = LoadTracker(

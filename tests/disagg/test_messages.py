@@ -1,4 +1,4 @@
-"""The wire: what is said comes back whole, and what is not a message is refused."""
+"""The wire format: messages round-trip, and anything else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a worker's control port before it is known who speaks: nobody there may end a worker, or take a place for good."""
+"""Unauthenticated peers can neither end a worker nor hold its resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a worker with lost pages is started again."""
+"""When a worker with quarantined pages is restarted."""
 
 from __future__ import annotations
 

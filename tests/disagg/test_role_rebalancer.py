@@ -1,4 +1,4 @@
-"""Roles follow the load, and do not swing."""
+"""Roles follow the load and do not oscillate."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ def test_a_worker_that_dies_while_it_drains():
 def day(
     patience: RebalanceConfig, demand, seconds: float = 3600.0, workers: int = 6, seed: int = 1
 ) -> list[tuple[float, CommitRole]]:
-    """A fluid model of two pools: each worker of a pool has an equal share of the demand (in workers); the queue's part of the TTFT
-    is that of M/M/1, and times per token grow with the batch. Measurements are noisy. The commits, with their times."""
+    """A fluid model of two pools: each worker of a pool has an equal share of the demand (in
+    workers); the queue's part of the TTFT is that of M/M/1, and times per token grow with the
+    batch. Measurements are noisy. The commits, with their times."""
     rng = random.Random(seed)
     elastic = RoleRebalancer(TARGETS, patience)
     roles = {f"w{i}": Role.PREFILL if i < workers // 2 else Role.DECODE for i in range(workers)}
@@ -166,7 +167,8 @@ def test_a_steady_load_does_not_swing(prefill_demand, decode_demand, seed):
 
 
 def test_without_the_consolidation_test_it_would():
-    """The same load with donors that are asked for nothing: roles go to and fro. (So the test above can fail.)"""
+    """The same load with donors that are asked for nothing: roles go to and fro. (So the test above
+    can fail.)"""
     careless = RebalanceConfig(slack=1e9, kv_slack=1e9, cooldown_s=0.0)
     swings = max(len(day(careless, lambda now: (2.9, 3.3), seed=seed)) for seed in range(5))
     assert swings > 10

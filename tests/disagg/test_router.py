@@ -1,4 +1,4 @@
-"""Where requests go: cheapest first, targets kept, and what happens when the pools are full."""
+"""Where requests go: cheapest first, targets met, and what happens when pools are full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from counterpoint.types import BatchShape, Role, Slo
 
 
 class Linear:
-    """1 ms a prefill token, 10 ms a decode step and 0.01 ms a token of context; the units do not matter."""
+    """1 ms a prefill token, 10 ms a decode step and 0.01 ms a token of context; the units do not
+    matter."""
 
     def seconds(self, work: BatchShape, units: int, co_running=None) -> float:
         decode = 0.01 + work.decode_context * 1e-5 if work.decode_batch else 0.0
@@ -100,7 +101,8 @@ def test_a_short_prompt_that_would_break_a_pause_target_is_handed_on():
 
 
 def test_short_prompts_are_handed_on_where_prefilling_them_all_would_slow_answers():
-    """A step of 20 decodes takes 12 ms; in answers of 40 tokens, each brings half of a prefill of 100 ms with it."""
+    """A step of 20 decodes takes 12 ms; in answers of 40 tokens, each brings half of a prefill of
+    100 ms with it."""
     busy, slo = changed("d0", running=batch(20, 100))[:3], Slo(tpot_s=0.05)
     assert route(100, busy, slo).reason == "local", "nothing is known of answers"
     assert route(100, busy, slo, answer_tokens=400).reason == "local"
@@ -281,7 +283,8 @@ def test_more_bandwidth_and_more_groups_never_hurt(size, prefill_s, bandwidth, g
 
 
 def test_where_no_more_may_run_there_is_no_room():
-    """The decode worker that would be chosen has all it may run; when both have, the answer stays where it is prefilled."""
+    """The decode worker that would be chosen has all it may run; when both have, the answer stays
+    where it is prefilled."""
     assert route(1000, changed("d0", slots_free=0)).route.decode == "d1"
     full = tuple(
         msgspec.structs.replace(w, slots_free=0) if w.role is Role.DECODE else w for w in POOLS

@@ -1,4 +1,4 @@
-"""What the router learns from what came: the bandwidth of links, and how its predicted times to first token are off."""
+"""What the router learns: link bandwidths and TTFT corrections."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_router import Linear, view
 from test_load_tracker import SHAPE, arrive, routing
+from test_router import Linear, view
 
 from counterpoint.disagg.handoff_events import HandoffTimes, TransferGranularity
 from counterpoint.disagg.router import RouteQuery, Router, RoutingRule
@@ -67,7 +67,8 @@ def test_nothing_sent_says_nothing_and_a_worker_that_is_gone_is_forgotten():
 
 
 def test_the_grain_follows_what_links_carry():
-    """A prompt of 1000 tokens has 100 MB of KV and takes a second: 2 GB/s hide all but a moment of it, 200 MB/s half."""
+    """A prompt of 1000 tokens has 100 MB of KV and takes a second: 2 GB/s hide all but a moment of
+    it, 200 MB/s half."""
     links, pools = (
         wires(bandwidth=10e9),
         [view("p", Role.PREFILL, chunk_tokens=5000), view("d", Role.DECODE)],

@@ -1,4 +1,4 @@
-"""How much of a transfer is seen: the whole protocol on a virtual clock, against the formula of transfer.py."""
+"""The protocol on a virtual clock hides as much of a transfer as the formula says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def handover(
     chunks: int = 1,
     late_s: float = 0.0,
 ) -> HandoffTimes:
-    """One prompt of PAGES pages, computed in `chunks` passes of LAYERS equal layers. The decode worker has room after `late_s`."""
+    """One prompt of PAGES pages, computed in `chunks` passes of LAYERS equal layers. The decode
+    worker has room after `late_s`."""
     network = SimNetwork(bandwidth=bandwidth)
     movers: dict[str, SimTransport] = {}
     links = [SimTransport(network, name, movers) for name in "pd"]

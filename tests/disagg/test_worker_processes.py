@@ -1,4 +1,4 @@
-"""Three real processes: KV over shared memory, TCP, and between pools cut over 4, 2 and 8 ranks; signals at every named point."""
+"""Three real processes over shared memory, TCP and sharded pools; signals at every named point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Auto with one part taken out still serves, and lacks that part."""
+"""Auto without one of its parts still serves, and lacks that part."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ def test_results_are_kept_and_not_run_again(loads, tmp_path, capsys):
     assert run_command([*line, "--only", "chat"]) == 0
     first = json.loads(results.read_text())["rows"]
     assert [(row["load"], row["mode"], row["rate"], row["place"]) for row in first] == [
-        ("chat", "chunked:512", 20, "simulator"), ("chat", "auto", 10, "simulator"), ("chat", "auto", 20, "simulator"),
+        ("chat", "chunked:512", 20, "simulator"),
+        ("chat", "auto", 10, "simulator"),
+        ("chat", "auto", 20, "simulator"),
     ]  # fmt: skip
     assert all(row["completed"] == 12 and row["slo_attainment"] == 1.0 for row in first)
     assert "chunked:512" in capsys.readouterr().out
@@ -193,7 +195,8 @@ def test_places_are_checked(loads, capsys):
 
 def test_cut():
     record = RequestTiming(
-        id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0, token_s=(1.0, 2.0, 3.0),
+        id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0,
+        token_s=(1.0, 2.0, 3.0),
         finish_reason=FinishReason.LENGTH, preemptions=0,
     )  # fmt: skip
     assert truncate_timing(record, 3.0) == record
@@ -207,7 +210,10 @@ def test_cut():
 
 def test_a_part_of_auto_may_be_left_out(tmp_path):
     path, results = tmp_path / "loads.yaml", tmp_path / "results.json"
-    load = "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, slo: 'ttft=1,tpot=30ms'"
+    load = (
+        "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, "
+        "slo: 'ttft=1,tpot=30ms'"
+    )
     path.write_text(f"chat: {load}, modes: {{auto: 20, auto without fusion: 20}}}}")
     assert (
         run_command(

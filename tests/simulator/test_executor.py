@@ -38,7 +38,8 @@ def test_an_alarm_that_gives_nothing_is_no_event():
 
 
 def test_one_thing_happens_at_a_time_where_clocks_are_joined():
-    """The host is busy until 3: what comes till then is told it together, but alarms keep their times."""
+    """The host is busy until 3: what comes till then is told it together, but alarms keep their
+    times."""
     inbox, at = VirtualEventQueue(), []
     inbox.post(1.0, Abort("a"))
     inbox.call_at(2.0, lambda: at.append(inbox.now))
@@ -90,8 +91,8 @@ def test_steps_of_a_lane_run_one_after_the_other():
 
 
 def test_a_neighbour_slows_what_overlaps_and_nothing_else():
-    """Threefold slower together. A (6 s) runs alone to 2 s, with 4 left; B (2 s) joins: both at a third. B needs 6 s, to 8 s, in
-    which A does 2; A's last 2 are alone again."""
+    """Threefold slower together. A (6 s) runs alone to 2 s, with 4 left; B (2 s) joins: both at a
+    third. B needs 6 s, to 8 s, in which A does 2; A's last 2 are alone again."""
     inbox, executor = device(ByTokens())
     executor.submit(make_step(1, Segment(0, 0, 6, False), lane=0))
     inbox.call_at(2.0, lambda: executor.submit(make_step(2, Segment(1, 0, 2, False), lane=1)))
@@ -130,8 +131,9 @@ class Launches:
 
 
 def test_what_happens_while_the_host_launches_waits_for_it():
-    """Two launches keep the host until 2 s: the first step (of 1 s) has ended at 1.5 s, and the loop hears of it at 2 s, together
-    with what was posted meanwhile. What is launched next follows."""
+    """Two launches keep the host until 2 s: the first step (of 1 s) has ended at 1.5 s, and the
+    loop hears of it at 2 s, together with what was posted meanwhile. What is launched next follows.
+    """
     inbox, executor = device(ByTokens())
     executor.host = Launches()
     executor.submit(make_step(1, Segment(0, 0, 1, False)))

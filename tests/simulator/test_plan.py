@@ -66,7 +66,8 @@ def one_server(service_s: float, wanted: float, ttft_s: float) -> PlanTask:
 
 
 def test_a_server_holds_the_rate_at_which_its_queue_is_just_short_enough():
-    """At rate r > 1/s request i waits i (s - 1/r): nine in ten of 200 wait at most w if 179 (s - 1/r) <= w."""
+    """At rate r > 1/s request i waits i (s - 1/r): nine in ten of 200 wait at most w if 179 (s -
+    1/r) <= w."""
     service_s, wait_s = 0.1, 0.5
     found = find_rate(one_server(service_s, 0.9, service_s + wait_s), SERIAL)
     exact = 1 / (service_s - wait_s / 179)
@@ -105,7 +106,8 @@ multiprocessing.set_start_method("fork")  # so that its processes have this too:
 run = rate_search.run_at_rate
 rate_search.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-sys.exit(run_command(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
+line = ["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]
+sys.exit(run_command(line))
 """
 
 

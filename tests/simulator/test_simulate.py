@@ -139,7 +139,8 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 
 
 def test_waiting_is_that_of_a_queue_with_constant_service():
-    """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p)) (Pollaczek, Khinchine)."""
+    """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p))
+    (Pollaczek, Khinchine)."""
     service_s, share = 0.1, 0.7
     queries = synthetic_queries(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5)
     config = Config().replace(policy="serial", max_pass_tokens=16, prefix_cache=False)
@@ -164,7 +165,8 @@ def test_prefill_first_makes_gaps_that_chunks_and_splits_avoid():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_go_on_beside_documents_where_lanes_share_no_units(depth):
-    """Two cores, chats with documents of some seconds among them: layer groups queued one behind another may not take both."""
+    """Two cores, chats with documents of some seconds among them: layer groups queued one behind
+    another may not take both."""
     queries = [Query(i, i * 0.8, 40, 40) for i in range(25)] + [
         Query(25 + i, 3.0 + 5 * i, 2000, 16) for i in range(3)
     ]
@@ -362,14 +364,19 @@ def test_wrong_flags_are_named():
 
 
 def test_no_torch():
-    modules = "counterpoint.simulator.simulate, counterpoint.device.sim, counterpoint.device.contract_checker, benchmarks.roofline_check"
-    code = f"import sys, {modules}, counterpoint.device.timeline; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    modules = (
+        "counterpoint.simulator.simulate, counterpoint.device.sim, "
+        "counterpoint.device.contract_checker, benchmarks.roofline_check, "
+        "counterpoint.device.timeline"
+    )
+    code = f"import sys, {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
 def test_a_request_waits_from_when_it_is_sent_also_if_the_host_is_busy():
-    """The second comes while the first one's launch keeps the host: the engine hears of it when that is over."""
+    """The second comes while the first one's launch keeps the host: the engine hears of it when
+    that is over."""
 
     @dataclasses.dataclass(frozen=True, slots=True)
     class Busy(Machine):

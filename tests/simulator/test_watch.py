@@ -1,4 +1,4 @@
-"""The watch lets a right sequence through and stops every wrong one."""
+"""The contract checker accepts a right command sequence and stops every wrong one."""
 
 from __future__ import annotations
 

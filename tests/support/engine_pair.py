@@ -1,4 +1,4 @@
-"""A prefill and a decode worker, face to face, moved by hand. The tests play the engines, the movers and the network."""
+"""A prefill and a decode worker, stepped by hand. Tests play engines, transports and network."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A small cluster that goes wrong: workers, links, a front and a network, all in one process, turned by a random generator.
+"""A small cluster with random faults: workers, links, a frontend and a network, in one process.
 
-What is real: cluster/handoff.py (both state machines), front.py, dispatch.py, the wire encoding, device/link/sim.py, core/pages.py.
-What is made up: the engine (kv_engine.py) and everything that can fail. The oracle: each page layer's content is checked when a
-request is adopted and again when it ends; each span that lands is checked against the reservation; the client's tokens are known
-beforehand.
+Real: the handoff state machines, PoolFrontend, RequestDispatch, the wire encoding, SimTransport and
+PagePool. Faked: the engine (kv_engine.py). The oracle: each page layer's content is checked when a
+request is adopted and when it ends; each span that lands is checked against the reservation; the
+client's tokens are known beforehand.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Worker:
 
 
 class World:
-    """`weather`: what goes wrong, from `WEATHER`. On any day but a stormy one, every request must get its whole answer."""
+    """`weather`: what goes wrong, from `FAULT_RATES`. On any day but a stormy one, every request
+    must get its whole answer."""
 
     def __init__(
         self, seed: int, weather: str = "storm", workers: int = 3, living: int = 6
@@ -217,7 +218,7 @@ class World:
         self.messages.append((message.destination, wire.encode(message)))
 
     def engine_turn(self, worker: Worker) -> None:
-        """The engine takes what waits for it, and what it says goes to the handoffs and the front."""
+        """The engine takes its events; its outputs go to the handoffs and the frontend."""
         engine = worker.engine
         while worker.inbox:
             event = worker.inbox.popleft()
@@ -283,7 +284,7 @@ class World:
         )
 
     def take_order(self, worker: Worker) -> None:
-        """The worker takes an order of the front; it dials before it starts anything."""
+        """The worker takes an order of the frontend; it dials before it starts anything."""
         item = self.orders[worker.name].popleft()
         order = item.order
         if item.decode_worker:
@@ -414,7 +415,8 @@ class World:
         del self.received[id], self.requests[id]
 
     def crash(self, worker: Worker) -> None:
-        """The process dies and another starts in its place. What it had not yet told the front is lost."""
+        """The process dies and another starts in its place. What it had not reported to the
+        frontend is lost."""
         self.network.kill(worker.transport)
         told = self.rng.randint(0, len(self.queues[worker.name]))
         queue = deque([*list(self.queues[worker.name])[:told], "lost"])
@@ -455,7 +457,8 @@ class World:
                 self.seen[hold.value] += worker.handoffs.ledger.pages(hold) > 0
 
     def run_to_rest(self) -> None:
-        """No more faults and no new requests: everything must come to its end, and nothing may be left."""
+        """No more faults and no new requests: everything must come to its end, and nothing may be
+        left."""
         self.network.stalled.clear()
         for worker in self.workers.values():
             worker.frozen = False

@@ -1,6 +1,7 @@
-"""An engine as the handoff sees it: it admits, prefills in pieces, decodes, and its "KV" names its tokens and layer.
+"""A fake engine for handoffs: it admits, prefills in pieces and decodes, and its KV is checkable.
 
-It keeps the rules that core/engine.py keeps for parts of requests (types.Part), and checks the KV of what it adopts.
+The KV of a page encodes its tokens and layer. It treats parts of requests (DisaggRole) as
+core/engine.py does, and checks the KV of what it adopts.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def plain_memory(pages: int, page_bytes: int = WORD_BYTES) -> KvMemory:
 
 
 class ShardedWords:
-    """A region of a pool that is cut over ranks, as the words of whole pages. A head's are told apart by its number on top."""
+    """A region of a pool that is cut over ranks, as the words of whole pages. A head's are told
+    apart by its number on top."""
 
     def __init__(self, shards: ShardedMemory, region: int) -> None:
         layout, page = shards.layout, shards.page
@@ -95,7 +97,8 @@ class ShardedWords:
 
 
 class FakeEngine:
-    """The part of an engine that the handoff sees. A page of a region is `page_bytes` bytes: one 8-byte word, repeated."""
+    """The part of an engine that the handoff sees. A page of a region is `page_bytes` bytes: one
+    8-byte word, repeated."""
 
     def __init__(self, memory: KvMemory | ShardedMemory, rng: random.Random) -> None:
         self.rng = rng

@@ -1,6 +1,7 @@
-"""Many days in all weathers: `python tests/support/soak_handoffs.py --steps 10000000 [--seed N] [--weather storm]`.
+"""Random handoff runs: `python tests/support/soak_handoffs.py --steps N [--weather storm]`.
 
-Prints one line of JSON at the end: steps, seconds, seeds and what happened. Stops with the seed at the first broken invariant.
+Prints one line of JSON: steps, seconds, seeds and what happened. Stops at the first broken
+invariant and names the seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: real couriers, real movers, the made-up engine of kv_engine.py; the test is the front.
+"""Workers in processes: real runners and transports, the fake engine; the test is the frontend.
 
 A worker can be held at a named point (`Hold`), so that a signal meets it there.
 """
@@ -64,8 +64,8 @@ DIGEST = CompatibilityDigest(
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """`prefills`: turns of prefill work that may still be done; None: any number. `closed`: parts that are not admitted.
-    `decodes`: whether tokens are decoded."""
+    """`prefills`: turns of prefill work that may still be done; None: any number. `closed`: parts
+    that are not admitted. `decodes`: whether tokens are decoded."""
 
     prefills: int | None = None
     closed: tuple[DisaggRole, ...] = ()
@@ -78,7 +78,8 @@ class Hold(msgspec.Struct, frozen=True):
 def make_transport(
     kind: str, name: str, wake: Callable[[], None]
 ) -> tuple[Transport, KvMemory | ShardedMemory]:
-    """`kind`: of the mover, or "cut tcp", "cut nixl": each worker's pool is cut over another number of ranks."""
+    """`kind`: of the transport, or "cut tcp", "cut nixl": each worker's pool is cut over another
+    number of ranks."""
     if kind.startswith("cut "):
         layout, page = (
             HeadLayout(KV_HEADS, RANKS.get(name, 1)),
@@ -251,7 +252,7 @@ class Member:
 
 
 class Cluster:
-    """Workers p, d and e; requests are prefilled by p and decoded by d as long as they are there."""
+    """Workers p, d and e; p prefills requests and d decodes them while both are there."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -290,7 +291,7 @@ class Cluster:
         self.leftovers(name)
 
     def wait_until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
-        """Let the front work until `done`."""
+        """Let the frontend work until `done`."""
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end, f"waited in vain; reports: {self.reports[-8:]}"
@@ -349,7 +350,7 @@ class Cluster:
         )
 
     def wait_for_state(self, point: str, id: str) -> None:
-        """Wait until the handoff stands at a named point: see POINTS in test_processes.py."""
+        """Wait until the handoff is at a named point (POINTS in test_worker_processes.py)."""
         words = {
             "queued": ("d", "queued"),
             "reserved": ("d", "reserved"),
