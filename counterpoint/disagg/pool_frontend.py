@@ -194,7 +194,7 @@ class PoolFrontend:
         if route is None:
             self._apply(dispatch, dispatch.on_no_worker())
             return
-        prefill, decode, grain = route
+        prefill, decode, granularity = route
         dispatch.assign(prefill, decode)
         if prefill == decode:
             self._out.append(
@@ -202,7 +202,7 @@ class PoolFrontend:
             )
         else:
             start = handoff_events.StartHandoff(
-                action.handoff, action.request, 0, self.deadline_s, grain
+                action.handoff, action.request, 0, self.deadline_s, granularity
             )
             self._out.append(ToWorker(prefill, start, decode))
 

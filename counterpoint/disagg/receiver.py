@@ -6,8 +6,8 @@
 
 Owns: the reservation. Promises: pages go back to the engine only on proof that no write to them is
 in flight: the prefill worker sends HandoffDrained, this end's transport proves it (PagesRevoked),
-or the link is torn down (LinkFenced); never because time has passed. One HandoffEnded per handoff. KV
-is read only when all of it is in place. Must not: forget a handoff before the prefill worker has
+or the link is torn down (LinkFenced); never because time has passed. One HandoffEnded per handoff.
+KV is read only when all of it is in place. Must not: forget a handoff before the prefill worker has
 confirmed its end, or the link is gone.
 """
 

@@ -84,7 +84,7 @@ class RouteQuery:
     chosen. `answer_tokens`: the usual length of an answer."""
 
     tokens: int
-    slo: Slo = Slo()
+    slo: Slo = dataclasses.field(default_factory=Slo)
     cached_pages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     avoid: str = ""
     prefilled_on: str = ""
