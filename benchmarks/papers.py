@@ -1,10 +1,11 @@
-"""The settings of two papers, simulated: `python -m benchmarks.papers --traces FOLDER [--requests N] [--json FILE]`.
+"""The settings of two papers, simulated: `python -m benchmarks.papers --traces FOLDER`.
 
-Owns: which settings, and the papers' figures beside ours. Promises: the policies that serve, on devices that are known by their
-datasheets alone; every setting that is run is shown, and what is not run is named. Must not: be tuned to the figures.
+Owns: which settings run, and the papers' figures beside ours. Promises: the policies that serve, on
+devices known by their datasheets alone; every setting that runs is shown, and one that does not is
+named. Must not: be tuned to the figures.
 
-MuxWise: arXiv 2504.14489. Bullet: arXiv 2504.19516. Neither's engine is run here: what is compared is a ratio between two modes of
-this engine with the ratio that the paper reports between its engine and another.
+MuxWise: arXiv 2504.14489. Bullet: arXiv 2504.19516. Neither engine runs here: a ratio between two
+modes of this engine is compared with the ratio that the paper reports.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
 from counterpoint.cost_model.roofline import MatrixProduct, Roofline, busy_units
-from counterpoint.simulator.machine import Machine, make_pool
-from counterpoint.simulator.plan import (
+from counterpoint.simulator.machine import Machine
+from counterpoint.simulator.modes import Mode
+from counterpoint.simulator.pool import make_sim_pool
+from counterpoint.simulator.rate_search import (
     FoundRate,
-    Mode,
     PlanTask,
     SloUnreachable,
+    find_highest,
     find_rate,
-    guessed_rate,
-    highest,
-    judge,
-    play,
+    initial_rate,
+    run_at_rate,
+    stop_when_unreachable,
 )
 from counterpoint.simulator.simulate import CollectedResults, make_arrival, query_slo
 from counterpoint.spec.device import device_spec
@@ -57,8 +59,8 @@ CONTEXT = 16384
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaperSetting:
-    """`per_token_s`: a target for the first token per prompt token, beside `slo`. `gain`: of the paper's system over chunked
-    prefill, in goodput or throughput, as it words it."""
+    """`per_token_s`: a target for the first token per prompt token, beside `slo`. `gain`: of the
+    paper's system over chunked prefill, in goodput or throughput, as it words it."""
 
     paper: str
     gpu: str
@@ -180,7 +182,7 @@ def run(
     start, found = None, dict[str, FoundRate]()
     for mode in modes_of(task.machine):
         if start is None:
-            start = step_of(guessed_rate(task))
+            start = step_of(initial_rate(task))
         one = found[mode.name] = find_rate(task, mode, start)
         start = step_of(one.rate) if one.rate else start
         tell(f"{title(setting)}: {mode.name} {one.rate:.2f} requests/s")
@@ -227,7 +229,9 @@ def summary(
 def at_rate(task: PlanTask, name: str, rate: float) -> dict[str, Any]:
     policy, _, value = name.partition(":")
     flags = {"policy": policy} | ({"chunk_tokens": int(value)} if value else {})
-    result = play(dataclasses.replace(task, config=task.config.replace(**flags), wanted=0.0), rate)
+    result = run_at_rate(
+        dataclasses.replace(task, config=task.config.replace(**flags), min_attainment=0.0), rate
+    )
     assert result is not None
     keys = (
         "mean_ttft_ms",
@@ -252,8 +256,8 @@ SETTLED = 0.2  # of the time in which requests come, after which idle time count
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fleet:
-    """Machines that share a load: so many `gpus` in all. `strict`: pools of which one prefills everything and the other decodes
-    everything, whatever the targets, as DistServe does."""
+    """Machines that share a load: so many `gpus` in all. `strict`: pools of which one prefills
+    everything and the other decodes everything, whatever the targets, as DistServe does."""
 
     name: str
     machine: Machine
@@ -263,8 +267,9 @@ class Fleet:
 
 
 def fleets(setting: PaperSetting, split: int, wanted: int) -> list[Fleet]:
-    """`wanted` GPUs as replicas of one mode (`split`: for decode, of the fixed one), as strict pools and as pools that serve. A
-    model that takes several GPUs is served by all of them at once, by two halves alike, or by pools of such halves."""
+    """`wanted` GPUs as replicas of one mode (`split`: for decode, of the fixed one), as strict
+    pools and as pools that serve. A model that takes several GPUs is served by all of them at once,
+    by two halves alike, or by pools of such halves."""
     whole = Machine(PRESETS[setting.model], device_spec(setting.gpu))
     degree = whole.device.degree
     part = (
@@ -299,8 +304,9 @@ def fleets(setting: PaperSetting, split: int, wanted: int) -> list[Fleet]:
 
 
 def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
-    """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss their targets. `idle`: the share of
-    all units x time that no step had, while new requests came and any was there."""
+    """What `fleet` makes of the load at `rate` requests/s a GPU; None if too many requests miss
+    their targets. `idle`: the share of all units x time that no step had, while new requests came
+    and any was there."""
     queries = transform.scale_to_rate(task.queries, rate * fleet.gpus)
     slo = {query.id: query_slo(query, task.config) for query in queries}
     config = task.config.replace(**fleet.settings)
@@ -309,19 +315,20 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
             ttft_s=None, ttft_per_token_s=None, tpot_s=None, local_tokens=0, spill_s=1e9
         )
     collected = CollectedResults(
-        {query.id: query.arrival_s for query in queries}, judge(slo, task.wanted)
+        {query.id: query.arrival_s for query in queries},
+        stop_when_unreachable(slo, task.min_attainment),
     )
-    pool = make_pool(fleet.machine, config, collected.keep)
+    pool = make_sim_pool(fleet.machine, config, collected.add)
     if fleet.strict:  # nor does it matter how many a worker may run
-        for seat in pool.routing.workers.values():
+        for seat in pool.load_tracker.workers.values():
             seat.shape = msgspec.structs.replace(seat.shape, slots=len(queries) + 1)
     tokens = TokenRange.within(fleet.machine.model.vocab)
     for query in queries:
-        pool.post(query.arrival_s, make_arrival(query, tokens, task.seed, config))
+        pool.submit_at(query.arrival_s, make_arrival(query, tokens, task.seed, config))
     seen: list[dict[str, float]] = []
     last_s = queries[-1].arrival_s
     for at_s in (SETTLED * last_s, last_s):
-        pool.door.call_at(
+        pool.arrivals.call_at(
             at_s,
             lambda: seen.append(
                 {name: used_s(worker.engine.stats()) for name, worker in pool.workers.items()}
@@ -352,9 +359,10 @@ def used_s(stats: Stats) -> float:
 def bubble_rows(
     setting: PaperSetting, traces: Path, requests: int, gpus: int, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Of each fleet: what it holds, its idle share there, and at the rate that the best strict pools hold."""
+    """Of each fleet: what it holds, its idle share there, and at the rate that the best strict
+    pools hold."""
     degree = device_spec(setting.gpu).degree
-    start = step_of(guessed_rate(task_of(setting, traces, requests)) / degree)
+    start = step_of(initial_rate(task_of(setting, traces, requests)) / degree)
     known = fleets(setting, best_split(task_of(setting, traces, requests)), gpus)
     task = task_of(setting, traces, requests * gpus)
     rows: list[dict[str, Any]] = []
@@ -370,33 +378,36 @@ def bubble_rows(
             }
         )
         tell(
-            f"{title(setting)}: {fleet.name} {rate:.2f} requests/s a GPU, {percent(there['idle'] if there else None)} idle"
+            f"{title(setting)}: {fleet.name} {rate:.2f} requests/s a GPU, "
+            f"{percent(there['idle'] if there else None)} idle"
         )
     common = max(row["rate"] for row, fleet in zip(rows, known, strict=True) if fleet.strict)
     for row, fleet in zip(rows, known, strict=True):
         row["common rate"] = common
-        row["at the common rate"] = work(fleet, dataclasses.replace(task, wanted=0.0), common)
+        row["at the common rate"] = work(
+            fleet, dataclasses.replace(task, min_attainment=0.0), common
+        )
     return rows
 
 
 def best_split(task: PlanTask) -> int:
     """Units for decode of the fixed split that holds most on one machine."""
     splits = [mode for mode in modes_of(task.machine) if "split" in mode.settings]
-    start = step_of(guessed_rate(task))
+    start = step_of(initial_rate(task))
     return max(splits, key=lambda mode: find_rate(task, mode, start).rate).settings["split"]
 
 
 def held(fleet: Fleet, task: PlanTask, start: int) -> tuple[float, dict[str, Any] | None]:
-    """The highest rate per GPU at which enough requests keep their targets, and what is seen there."""
+    """(highest rate per GPU at which enough requests keep their targets, the report there)."""
     seen: dict[int, dict[str, Any] | None] = {}
 
     def holds(step: int) -> bool:
         if step not in seen:
-            seen[step] = work(fleet, task, task.at(step))
+            seen[step] = work(fleet, task, task.rate_at(step))
         return seen[step] is not None
 
-    low = highest(holds, start)
-    return (task.at(low), seen[low]) if low is not None else (0.0, None)
+    low = find_highest(holds, start)
+    return (task.rate_at(low), seen[low]) if low is not None else (0.0, None)
 
 
 # ---------------------------------------------------------------- waves
@@ -410,8 +421,8 @@ WAVES = {
 
 
 def wave_rows() -> Iterator[dict[str, float]]:
-    """Idle share of an A100's SMs in the products of a layer: with one tile for all (128 x 256, nothing cut along the inner
-    dimension), and with the tiles that the roofline chooses."""
+    """Idle share of an A100's SMs in the products of a layer: with one tile for all (128 x 256,
+    nothing cut along the inner dimension), and with the tiles that the roofline chooses."""
     device = device_spec("a100")
     roofline = Roofline(PRESETS["llama-3.1-8b"], device)
     for tokens, paper in WAVES.items():
@@ -432,7 +443,8 @@ def wave_rows() -> Iterator[dict[str, float]]:
 
 
 def one_tile(product: MatrixProduct, rows: int, units: int) -> tuple[float, float]:
-    """Unit-time with a tile, and in all, both in units of a tile's time per element of the inner dimension."""
+    """Unit-time with a tile, and in all, both in units of a tile's time per element of the inner
+    dimension."""
     tiles = -(-rows // 128) * -(-product.columns // 256)
     waves = tiles / busy_units(tiles, units)
     return tiles * product.inner, waves * units * product.inner
@@ -463,7 +475,8 @@ def show(results: Sequence[Mapping[str, Any]], waves: Sequence[Mapping[str, floa
         cells += [percent(result["half and half"]), percent(result["auto of best"])]
         where = f"{s['model']}, {s['gpu']}, {s['name']}"
         lines.append(
-            f"| {s['paper']} | {where} | {s['slo']}{per_token} | {s['gain']} | {' | '.join(cells)} |"
+            f"| {s['paper']} | {where} | {s['slo']}{per_token} | {s['gain']} "
+            f"| {' | '.join(cells)} |"
         )
     lines += ["", "At the rate that chunked 1024 holds:", ""]
     lines += [
@@ -475,7 +488,8 @@ def show(results: Sequence[Mapping[str, Any]], waves: Sequence[Mapping[str, floa
         pairs = [f"{a[key]:.0f} → {b[key]:.0f}" for key in ("mean_ttft_ms", "mean_tpot_ms")]
         active = f"{percent(a['active_share'])} → {percent(b['active_share'])}"
         lines.append(
-            f"| {s['paper']}: {s['model']}, {s['gpu']}, {s['name']} | {' | '.join(pairs)} | {active} |"
+            f"| {s['paper']}: {s['model']}, {s['gpu']}, {s['name']} "
+            f"| {' | '.join(pairs)} | {active} |"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""How many tokens a second of CPU time the simulator gets through: one line a policy.
+"""Tokens per second of CPU time that the simulator handles: one line per policy.
 
-    python docs/results/simulator_speed.py TRACE [--requests 1000] [--rate 18] [--runs 3] [--calibration none]
+    python benchmarks/simulator_speed.py TRACE [--requests 1000] [--rate 18] [--runs 3]
 
-Prompt and output tokens of the load over the CPU seconds of this process in `counterpoint.simulator.simulate.simulate`, all runs: reading the
-trace and starting Python are left out, making the prompts is not.
+Prompt and output tokens of the load over the CPU seconds of `simulate`, per run. Reading the trace
+and starting Python are not counted; making the prompts is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 
 from counterpoint.bench.load import LoadOptions
 from counterpoint.config import Config
-from counterpoint.simulator.simulate import SimOptions, simulate
+from counterpoint.simulator.options import SimOptions
+from counterpoint.simulator.simulate import simulate
 
 
 def main() -> None:
@@ -33,8 +34,8 @@ def main() -> None:
     print(f"{len(queries)} requests, {tokens} tokens; M tokens a CPU second:")
     what = SimOptions(calibration=args.calibration)
     for policy in ("serial", "chunked", "multiplex", "auto"):
-        config = what.configured(Config().replace(policy=policy, ttft_s=0.5, tpot_s=0.025))
-        machine = what.machine(config)
+        config = what.apply_to(Config().replace(policy=policy, ttft_s=0.5, tpot_s=0.025))
+        machine = what.make_machine(config)
         rates: list[float] = []
         for _ in range(args.runs):
             began_s = time.process_time()

@@ -16,7 +16,7 @@ from counterpoint.core.limits import EngineLimits
 from counterpoint.core.policy import Auto
 from counterpoint.cost_model.calibration import CalibrationKey
 from counterpoint.cost_model.roofline import Roofline
-from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
+from counterpoint.disagg.peer_connection import CompatibilityDigest, make_digest
 from counterpoint.interfaces import Executor
 from counterpoint.kv_transfer.memory import Allocate, KvMemory
 from counterpoint.spec import ModelSpec

@@ -16,8 +16,7 @@ from counterpoint.builder.system_builder import choose_device, gpu_count, set_ha
 from counterpoint.config import Config, ConfigError
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.roofline import Roofline
-from counterpoint.disagg.handoff_runner import WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
+from counterpoint.disagg.peer_connection import TransportEndpoint, WorkerIdentity
 from counterpoint.interfaces import Estimator
 from counterpoint.kv_transfer.host import host_name
 from counterpoint.kv_transfer.nixl import NixlTransport

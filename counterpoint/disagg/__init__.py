@@ -1,1 +1,1 @@
-"""The room that joins workers: the handoff of a request's KV between two of them, the router, elastic roles."""
+"""Disaggregated serving: KV handoff between workers, routing, and role changes."""

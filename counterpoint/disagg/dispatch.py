@@ -1,12 +1,13 @@
-"""Dispatch: one request's way through the pools, seen from the front.
+"""One request's way through the pool, as the frontend sees it.
 
-Owns: which attempt counts, the retry budget, and the client's token stream. Promises: the client gets each token once, in order,
-and one end; tokens of an attempt that was given up are never delivered; at most `retries` further attempts are made.
-Must not: choose workers (router.py does), know links, read a clock.
+Owns: which attempt counts, the retry budget, and the client's token stream. Promises: the client
+gets each token once, in order, and one end; tokens of an abandoned attempt are never delivered; at
+most `retries` further attempts are made. Must not: choose workers, know links, read a clock.
 
-An attempt may run whole on one worker. Otherwise it has a *source* (the attempt that started its prefill, on worker `prefill`) and
-a decode worker. Attempts of one source differ only in the decode worker, and are made only while none has adopted it; when they are
-used up, the request stays where it was prefilled. When a worker is lost on which it depends, the request starts again behind the
+An attempt may run whole on one worker. Otherwise it has a *source*, the attempt that started its
+prefill, and a decode worker. Attempts of one source differ only in the decode worker; a new one is
+made only while none has adopted the request. When retries are used up, the request is decoded where
+it was prefilled. When a worker that it depends on is lost, the request starts again after the
 tokens that the client has (`AddRequest.generated_prefix`).
 """
 
@@ -24,7 +25,7 @@ from counterpoint.types import AddRequest, DisaggRole, FinishReason, TokenLogpro
 
 
 class OnLoss(enum.StrEnum):
-    """What happens when a worker is lost after the client has seen a token."""
+    """What happens when a worker is lost after the client has a token."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
@@ -44,7 +45,7 @@ class DeliverPromptLogprobs(NamedTuple):
 
 
 class RequestFinished(NamedTuple):
-    """To the client: the end. `lost`: no worker could finish it; the request itself is not to blame."""
+    """To the client: the end. `worker_lost`: no worker could finish it; the request is valid."""
 
     finish: FinishReason
     error: str = ""
@@ -53,39 +54,39 @@ class RequestFinished(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Choose a prefill and a decode worker and say `sent_to`, or `no_worker`. `avoid`: what just failed it."""
+    """Choose workers and call `assign`, else `on_no_worker`. `avoid`: the worker that failed it."""
 
     handoff: HandoffId
-    arrive: AddRequest
+    request: AddRequest
     avoid: str = ""
 
 
 class RetryDecode(NamedTuple):
-    """Choose another decode worker, say `sent_to` and tell `prefill` with Redirect; or say `no_worker`."""
+    """Choose another decode worker, call `assign` and send Redirect; else call `on_no_worker`."""
 
-    prefill: str
+    prefill_worker: str
     source: HandoffId
     handoff: HandoffId
     avoid: str
 
 
 class DecodeInPlace(NamedTuple):
-    """Tell `prefill` with Stay."""
+    """Send StayInPlace."""
 
-    prefill: str
+    prefill_worker: str
     source: HandoffId
 
 
 class ReleaseSource(NamedTuple):
-    """Tell `prefill` with Settle."""
+    """Send SettleSource."""
 
-    prefill: str
+    prefill_worker: str
     source: HandoffId
     reason: str
 
 
 class CancelAttempt(NamedTuple):
-    """Tell `worker` with Withdraw."""
+    """Send WithdrawRequest."""
 
     worker: str
     handoff: HandoffId
@@ -105,47 +106,47 @@ Action = (
 
 @dataclass(slots=True, eq=False)
 class RequestDispatch:
-    """`tokens`: those the client has. `held`: tokens that overtook one before them, by position. `may_stay`: prefill workers may
-    decode what nobody takes. `prompt_told`: prompt tokens of whose log-probabilities the client knows, `prompt_heard` those the
-    current source has told."""
+    """`decode_in_place`: the prefill worker may decode what no decode worker takes. `tokens`: what
+    the client has. `early_tokens`: by position, tokens that arrived before their predecessors.
+    `prompt_logprobs_received`: how many from the current source."""
 
-    arrive: AddRequest
+    request: AddRequest
     retries: int = 1
     on_loss: OnLoss = OnLoss.FAIL
-    may_stay: bool = True
+    decode_in_place: bool = True
     attempt: int = 1
-    source: int = 1
-    prefill: str = ""
-    decode: str = ""
+    source_attempt: int = 1
+    prefill_worker: str = ""
+    decode_worker: str = ""
     tokens: list[int] = field(default_factory=list)
-    base: int = 0  # position of the token that the current source samples
-    held: dict[int, SampledToken] = field(default_factory=dict)
-    prompt_told: int = 0
-    prompt_heard: int = 0
-    settled: bool = False  # adopted, or it stays: no attempt of this source follows
-    gone: set[str] = field(default_factory=set)  # workers of this attempt that were lost
-    end: tuple[int, RequestFinished] | None = None  # and how many tokens come before it
-    over: bool = False
+    base_position: int = 0  # position of the first token of the current source
+    early_tokens: dict[int, SampledToken] = field(default_factory=dict)
+    prompt_logprobs_delivered: int = 0
+    prompt_logprobs_received: int = 0
+    settled: bool = False  # adopted, or decoded in place: no further attempt of this source
+    lost_workers: set[str] = field(default_factory=set)  # of this attempt
+    pending_finish: tuple[int, RequestFinished] | None = None  # and how many tokens precede it
+    is_over: bool = False
 
     @property
     def handoff(self) -> HandoffId:
-        return HandoffId(self.arrive.id, self.attempt)
+        return HandoffId(self.request.id, self.attempt)
 
     @property
     def source_id(self) -> HandoffId:
-        return HandoffId(self.arrive.id, self.source)
+        return HandoffId(self.request.id, self.source_attempt)
 
-    def begin(self) -> list[Action]:
-        return [Restart(self.handoff, self.arrive)]
+    def start(self) -> list[Action]:
+        return [Restart(self.handoff, self.request)]
 
-    def sent_to(self, prefill: str, decode: str) -> None:
-        """The current attempt runs on these workers; one and the same does all of it, and nothing is handed on."""
-        self.prefill, self.decode = prefill, decode
+    def assign(self, prefill: str, decode: str) -> None:
+        """The current attempt runs on these workers; if they are one, there is no handoff."""
+        self.prefill_worker, self.decode_worker = prefill, decode
         self.settled = prefill == decode
 
     # ------------------------------------------------------------ tokens
 
-    def took(
+    def on_tokens(
         self,
         handoff: HandoffId,
         part: DisaggRole,
@@ -153,157 +154,170 @@ class RequestDispatch:
         tokens: tuple[SampledToken, ...],
         finish: RequestFinished | None = None,
     ) -> list[Action]:
-        """What an engine says of its part: tokens, counted from the prefill worker's first (`offset` 0), and maybe the end. An
-        attempt that does not count any more is not listened to."""
-        counts = self.source if part is DisaggRole.PREFILL else self.attempt
-        if self.over or handoff.attempt != counts:
+        """An engine's tokens, from position `offset` after the source's first token. An abandoned
+        attempt is ignored."""
+        counts = self.source_attempt if part is DisaggRole.PREFILL else self.attempt
+        if self.is_over or handoff.attempt != counts:
             return []
-        for position, token in enumerate(tokens, self.base + offset):
+        for position, token in enumerate(tokens, self.base_position + offset):
             if position >= len(self.tokens):
-                self.held[position] = token
+                self.early_tokens[position] = token
         if finish is not None:
-            self.end = (self.base + offset + len(tokens), finish)
-        return self._flow()
+            self.pending_finish = (self.base_position + offset + len(tokens), finish)
+        return self._deliver()
 
-    def told(
+    def on_prompt_logprobs(
         self, handoff: HandoffId, part: DisaggRole, prompt_logprobs: tuple[TokenLogprobs, ...]
     ) -> list[Action]:
-        """What an engine says of the prompt, in order. A source that starts again tells what the client knows already."""
-        if self.over or handoff.attempt != (
-            self.source if part is DisaggRole.PREFILL else self.attempt
+        """In order. A restarted source repeats what the client already has, which is skipped."""
+        if self.is_over or handoff.attempt != (
+            self.source_attempt if part is DisaggRole.PREFILL else self.attempt
         ):
             return []
-        fresh = prompt_logprobs[max(0, self.prompt_told - self.prompt_heard) :]
-        self.prompt_heard += len(prompt_logprobs)
-        self.prompt_told = max(self.prompt_told, self.prompt_heard)
-        return [DeliverPromptLogprobs(fresh), *self._flow()] if fresh else []
+        fresh = prompt_logprobs[
+            max(0, self.prompt_logprobs_delivered - self.prompt_logprobs_received) :
+        ]
+        self.prompt_logprobs_received += len(prompt_logprobs)
+        self.prompt_logprobs_delivered = max(
+            self.prompt_logprobs_delivered, self.prompt_logprobs_received
+        )
+        return [DeliverPromptLogprobs(fresh), *self._deliver()] if fresh else []
 
     @property
-    def untold(self) -> bool:
-        """Something is still to be told of the prompt: tokens, which may come another way, wait for it."""
+    def prompt_logprobs_pending(self) -> bool:
+        """Tokens, which may come from another worker, wait until all of these are delivered."""
         return (
-            self.arrive.sampling.prompt_logprobs is not None
-            and self.prompt_told < len(self.arrive.prompt) - 1
+            self.request.sampling.prompt_logprobs is not None
+            and self.prompt_logprobs_delivered < len(self.request.prompt) - 1
         )
 
-    def _flow(self) -> list[Action]:
-        """Deliver what has become continuous, and the end if nothing is missing before it."""
-        if self.untold and (
-            self.end is None or self.end[1].finish in (FinishReason.STOP, FinishReason.LENGTH)
+    def _deliver(self) -> list[Action]:
+        """Deliver the tokens that have no gap before them, and the end if nothing is missing."""
+        if self.prompt_logprobs_pending and (
+            self.pending_finish is None
+            or self.pending_finish[1].finish in (FinishReason.STOP, FinishReason.LENGTH)
         ):
             return []
         start, new = len(self.tokens), []
-        while (token := self.held.pop(len(self.tokens), None)) is not None:
+        while (token := self.early_tokens.pop(len(self.tokens), None)) is not None:
             self.tokens.append(token.token)
             new.append(token)
         actions: list[Action] = [DeliverTokens(start, tuple(new))] if new else []
-        if self.end is not None and len(self.tokens) >= self.end[0]:
-            self.over = True
-            actions.append(self.end[1])
+        if self.pending_finish is not None and len(self.tokens) >= self.pending_finish[0]:
+            self.is_over = True
+            actions.append(self.pending_finish[1])
         return actions
 
-    # ------------------------------------------------------------ what workers report
+    # ------------------------------------------------------------ reports of workers
 
-    def ended(self, report: HandoffEnded) -> list[Action]:
-        """A worker's word on its part. That a decode worker failed is no news: the prefill worker hears of it and says Reroute,
-        and when that one is lost, `lost` is called."""
-        if self.over or report.handoff.attempt != (
-            self.source if report.part is DisaggRole.PREFILL else self.attempt
+    def on_ended(self, report: HandoffEnded) -> list[Action]:
+        """A failed decode worker needs no action here: the prefill worker notices and reports
+        Reroute, and if that one is lost, `on_worker_lost` is called."""
+        if self.is_over or report.handoff.attempt != (
+            self.source_attempt if report.disagg_role is DisaggRole.PREFILL else self.attempt
         ):
             return []
         if report.outcome in (HandoffOutcome.ADOPTED, HandoffOutcome.SENT):
             self.settled = True
             first = () if report.first_token is None else (report.first_token,)
-            actions = self.took(self.source_id, DisaggRole.PREFILL, 0, first)
-            return actions if self.over else [*actions, *self._check_lost()]
-        adopted = self.settled and self.decode != self.prefill
+            actions = self.on_tokens(self.source_id, DisaggRole.PREFILL, 0, first)
+            return actions if self.is_over else [*actions, *self._check_lost()]
+        adopted = self.settled and self.decode_worker != self.prefill_worker
         if (
-            report.part is DisaggRole.PREFILL
+            report.disagg_role is DisaggRole.PREFILL
             and report.outcome in (HandoffOutcome.FAILED, HandoffOutcome.ABORTED)
             and not adopted
         ):
-            return self._retry(report.reason or report.outcome.value, self.prefill)
+            return self._retry(report.reason or report.outcome.value, self.prefill_worker)
         return []
 
-    def rerouted(self, report: Reroute) -> list[Action]:
-        """The prefill worker can't hand it over, as far as it sees."""
-        if self.over or report.handoff.attempt != self.attempt or self.settled:
-            return [ReleaseSource(self.prefill, report.source, "decided otherwise")]
-        failed, stale = self.decode, self.handoff
+    def on_reroute(self, report: Reroute) -> list[Action]:
+        """The prefill worker can't hand it over, as far as it knows."""
+        if self.is_over or report.handoff.attempt != self.attempt or self.settled:
+            return [ReleaseSource(self.prefill_worker, report.source, "decided otherwise")]
+        failed, stale = self.decode_worker, self.handoff
         self.attempt += 1
-        self.held.clear()
-        self.gone.discard(failed)
+        self.early_tokens.clear()
+        self.lost_workers.discard(failed)
         if self.retries <= 0:
-            return [CancelAttempt(failed, stale), *self._stay(report.reason)]
+            return [CancelAttempt(failed, stale), *self._stay_in_place(report.reason)]
         self.retries -= 1
         return [
             CancelAttempt(failed, stale),
-            RetryDecode(self.prefill, self.source_id, self.handoff, failed),
+            RetryDecode(self.prefill_worker, self.source_id, self.handoff, failed),
         ]
 
-    def no_worker(self) -> list[Action]:
-        """Nobody was found for Again or Elsewhere."""
+    def on_no_worker(self) -> list[Action]:
+        """For Restart or RetryDecode."""
         reason = "no worker can take the request"
-        return self._stay(reason) if self.source < self.attempt else self._fail(reason)
+        return (
+            self._stay_in_place(reason)
+            if self.source_attempt < self.attempt
+            else self._fail(reason)
+        )
 
-    def lost(self, worker: str) -> list[Action]:
-        """A worker's process is gone, and whatever it did not report never will be. To be called for every living request."""
-        if self.over or worker not in (self.prefill, self.decode):
+    def on_worker_lost(self, worker: str) -> list[Action]:
+        """Its process is gone. To be called for every unfinished request."""
+        if self.is_over or worker not in (self.prefill_worker, self.decode_worker):
             return []
-        self.gone.add(worker)
+        self.lost_workers.add(worker)
         return self._check_lost()
 
-    def withdrawn(self) -> list[Action]:
+    def abort(self) -> list[Action]:
         """The client is gone."""
-        if self.over:
+        if self.is_over:
             return []
-        self.over = True
-        return self._drops()
+        self.is_over = True
+        return self._cancel_attempts()
 
     # ------------------------------------------------------------ what follows
 
     def _check_lost(self) -> list[Action]:
-        """Who must be there for the request to go on: the decode worker once it has adopted it, before that the prefill worker
-        (which will say Reroute if it is the decode worker that is lost), and while it has not told all of the prompt."""
+        """Restart if a needed worker is lost: the decode worker once it has adopted the request;
+        the prefill worker before that (it reports Reroute if the decode worker is lost) and until
+        all prompt log-probabilities are delivered."""
         for needed in (
-            self.decode if self.settled else self.prefill,
-            *([self.prefill] if self.untold else []),
+            self.decode_worker if self.settled else self.prefill_worker,
+            *([self.prefill_worker] if self.prompt_logprobs_pending else []),
         ):
-            if needed in self.gone:
+            if needed in self.lost_workers:
                 return self._retry(f"worker {needed} was lost", needed)
         return []
 
-    def _stay(self, reason: str) -> list[Action]:
-        if not self.may_stay:
-            return [ReleaseSource(self.prefill, self.source_id, reason), *self._fail(reason)]
-        self.settled, self.decode = True, self.prefill
-        return [DecodeInPlace(self.prefill, self.source_id), *self._check_lost()]
+    def _stay_in_place(self, reason: str) -> list[Action]:
+        if not self.decode_in_place:
+            return [ReleaseSource(self.prefill_worker, self.source_id, reason), *self._fail(reason)]
+        self.settled, self.decode_worker = True, self.prefill_worker
+        return [DecodeInPlace(self.prefill_worker, self.source_id), *self._check_lost()]
 
     def _retry(self, reason: str, avoid: str) -> list[Action]:
-        """Start again from the tokens that the client has, if that is allowed."""
+        """Start again after the tokens that the client has, if that is allowed."""
         if self.retries <= 0 or (self.tokens and self.on_loss is OnLoss.FAIL):
             return self._fail(reason)
         self.retries -= 1
-        drops = self._drops()
+        drops = self._cancel_attempts()
         self.attempt += 1
-        self.source = self.attempt
-        self.base = len(self.tokens)
-        self.held.clear()
-        self.gone.clear()
-        self.settled, self.end, self.prompt_heard = False, None, 0
+        self.source_attempt = self.attempt
+        self.base_position = len(self.tokens)
+        self.early_tokens.clear()
+        self.lost_workers.clear()
+        self.settled, self.pending_finish, self.prompt_logprobs_received = False, None, 0
         return [
             *drops,
             Restart(
                 self.handoff,
-                msgspec.structs.replace(self.arrive, generated_prefix=tuple(self.tokens)),
+                msgspec.structs.replace(self.request, generated_prefix=tuple(self.tokens)),
                 avoid,
             ),
         ]
 
-    def _drops(self) -> list[Action]:
-        parts = ((self.prefill, self.source_id), (self.decode, self.handoff))
+    def _cancel_attempts(self) -> list[Action]:
+        parts = ((self.prefill_worker, self.source_id), (self.decode_worker, self.handoff))
         return [CancelAttempt(worker, handoff) for worker, handoff in parts if worker]
 
     def _fail(self, reason: str) -> list[Action]:
-        self.over = True
-        return [*self._drops(), RequestFinished(FinishReason.ERROR, reason, worker_lost=True)]
+        self.is_over = True
+        return [
+            *self._cancel_attempts(),
+            RequestFinished(FinishReason.ERROR, reason, worker_lost=True),
+        ]

@@ -1,9 +1,9 @@
-"""The nouns of the handoff code: what its state machines are told, and what they ask for.
+"""Events, orders, commands and settings of the handoff state machines.
 
-Owns: events, commands, rules. Promises: plain frozen data, as in types.py; together with the messages and the engine's own events
-and outputs these are the whole seam of disagg/handoff.py. Must not: act.
+Promises: plain frozen data, as in types.py. With the messages and the engine's own events and
+outputs, these are the whole interface of disagg/handoff.py.
 
-A link is named here by this end's incarnation (`link`).
+`link` is always this end's number of a link (its incarnation).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from counterpoint.types import (
 
 
 class TransferGranularity(enum.Enum):
-    """When pages are sent (disagg/link_choice.py chooses)."""
+    """When pages are sent (router.choose_granularity)."""
 
     PROMPT = "prompt"  # all at once, when the prompt is computed
     CHUNK = "chunk"  # whole pages of every layer, as chunks of the prompt are computed
-    LAYER = "layer"  # also the layers of a pass that is under way
+    LAYER = "layer"  # also layers of a pass that still runs
 
 
 class HandoffOutcome(enum.Enum):
@@ -39,34 +39,33 @@ class HandoffOutcome(enum.Enum):
     DECODED_IN_PLACE = "stayed"  # prefill: no decode worker took it, so it decodes here
     FINISHED = "finished"  # prefill: the first token was the last
     ADOPTED = "adopted"  # decode: it runs here now
-    ABORTED = "aborted"  # the client, or whoever speaks for it, no longer wants it
+    ABORTED = "aborted"  # the client is gone, or another attempt took over
     FAILED = "failed"
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds.
-
-    `heartbeat_s`           pause between heartbeats of a link
-    `dead_s`                silence after which the peer counts as dead
-    `lease_s`               an offer counts as forgotten when the decode worker has not named it for so long
-    `park_s`                a prefilled request waits so long for a decode worker's pages before it is rerouted. This also ends
-                            circular waits: two workers that both prefill and decode, each full of requests for the other
-    `resend_s`              an unanswered message is repeated after so long
-    `drain_s`               writes that were given up and are still in flight after so long condemn their link
-    `write_pages`           most pages in one posted write
+    """`heartbeat_interval_s`  between heartbeats of a link
+    `peer_timeout_s`        silence after which the peer counts as dead
+    `lease_s`               an offer that the decode worker has not named for so long is rerouted
+    `park_timeout_s`        a prefilled request waits so long for a decode worker's pages before it
+                            is rerouted. This also ends circular waits between two full workers
+                            that both prefill and decode
+    `resend_interval_s`     an unanswered message is repeated after so long
+    `drain_timeout_s`       a link whose given-up writes have not ended by then is torn down
+    `max_write_pages`       in one posted write
     `max_quarantine_pages`  with more, offers are refused
-    `remembered`            ended handoffs of a link that are recognised when a late message names them
+    `max_remembered`        finished handoffs of a link that late messages still match
     """
 
-    heartbeat_s: float = 1.0
-    dead_s: float = 3.0
+    heartbeat_interval_s: float = 1.0
+    peer_timeout_s: float = 3.0
     lease_s: float = 10.0
-    park_s: float = 5.0
-    resend_s: float = 0.5
-    drain_s: float = 5.0
-    write_pages: int = 256
+    park_timeout_s: float = 5.0
+    resend_interval_s: float = 0.5
+    drain_timeout_s: float = 5.0
+    max_write_pages: int = 256
     max_quarantine_pages: int = 1 << 30
-    remembered: int = 4096
+    max_remembered: int = 4096
 
 
 class KvGeometry(msgspec.Struct, frozen=True):
@@ -74,32 +73,32 @@ class KvGeometry(msgspec.Struct, frozen=True):
     page_tokens: int
 
 
-# ---------------------------------------------------------------- events (beside messages, Admitted, Computed and Delta)
+# ---------------------------------------------------------------- events
 
 
 class LinkUp(msgspec.Struct, frozen=True, gc=False):
-    """A link is up: `link` is this end's incarnation, `peer` the other's. `part`: what this worker does on it."""
+    """`remote`: the other end's number. `disagg_role`: this worker's on the link."""
 
     link: int
-    peer: int
+    remote: int
     worker: str
-    part: DisaggRole
+    disagg_role: DisaggRole
 
 
 class LinkDown(msgspec.Struct, frozen=True, gc=False):
-    """The peer is known to be gone (connection refused, process ended): no need to wait for silence."""
+    """The peer is gone (connection refused, process ended): do not wait for its timeout."""
 
     link: int
 
 
 class LinkFenced(msgspec.Struct, frozen=True, gc=False):
-    """Proven: no write of this link, in either direction, moves a byte any more."""
+    """Proven: no write of this link, in either direction, can move a byte any more."""
 
     link: int
 
 
 class WriteDone(msgspec.Struct, frozen=True, gc=False):
-    """Write `op` has come to its end and moves no byte any more; `error` is empty if all of it is in place."""
+    """Write `op` can move no byte any more. Empty `error`: all of it is in place."""
 
     op: int
     error: str = ""
@@ -107,7 +106,7 @@ class WriteDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class PagesRevoked(msgspec.Struct, frozen=True, gc=False):
-    """Proven: no write under `generation` changes a byte here any more."""
+    """Proven: no write under `generation` can change a byte here any more."""
 
     generation: int
 
@@ -118,7 +117,7 @@ class PagesVerified(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartHandoff(msgspec.Struct, frozen=True, tag=True):
-    """Prefill `arrive` here and hand it on over `link`. `deadline_s`: seconds from now until the handoff is given up."""
+    """Prefill here, then hand over on `link`. `deadline_s`: from now until the handoff fails."""
 
     handoff: HandoffId
     request: AddRequest
@@ -128,14 +127,14 @@ class StartHandoff(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunWithoutHandoff(msgspec.Struct, frozen=True, tag=True):
-    """Do all of `arrive` here: nothing is handed on."""
+    """Run all of the request here."""
 
     handoff: HandoffId
     request: AddRequest
 
 
 class Redirect(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Answer to Reroute: try again as `handoff` over `link`."""
+    """Answer to Reroute: try again as `handoff` on `link`."""
 
     source: HandoffId
     handoff: HandoffId
@@ -143,26 +142,26 @@ class Redirect(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class StayInPlace(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Answer to Reroute: decode it on the worker that has prefilled it."""
+    """Answer to Reroute: decode on the worker that prefilled."""
 
     source: HandoffId
 
 
 class SettleSource(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Answer to Reroute: let it go."""
+    """Answer to Reroute: release the request."""
 
     source: HandoffId
     reason: str
 
 
 class WithdrawRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The client is gone, or another attempt has taken over: end `handoff` here, wherever it stands."""
+    """The client is gone, or another attempt took over: end `handoff` in any state."""
 
     handoff: HandoffId
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Refuse new offers (`on`), as a worker does that changes its role or stops; or take them again."""
+    """Refuse new offers (`on`), before a change of role or a stop; or accept them again."""
 
     on: bool
 
@@ -175,11 +174,21 @@ Order = (
     | SettleSource
     | WithdrawRequest
     | Drain
-)  # from the front
+)  # of the frontend
 
 Event = (
-    Message | LinkUp | LinkDown | LinkFenced | WriteDone | PagesRevoked | PagesVerified | Order | Admitted | Computed | OutputDelta
-)  # fmt: skip
+    Message
+    | LinkUp
+    | LinkDown
+    | LinkFenced
+    | WriteDone
+    | PagesRevoked
+    | PagesVerified
+    | Order
+    | Admitted
+    | Computed
+    | OutputDelta
+)
 
 
 # ---------------------------------------------------------------- commands
@@ -194,13 +203,14 @@ EngineEvent = AddRequest | ResumeDecode | Release | EngineAbort
 
 
 class ToEngine(msgspec.Struct, frozen=True):
-    """To this worker's engine."""
+    """For this worker's engine."""
 
     event: EngineEvent
 
 
 class WriteKv(msgspec.Struct, frozen=True):
-    """Copy layers [first_layer, last_layer) of pages `sources` here to pages `destinations` there; Wrote comes back."""
+    """Copy layers [first_layer, last_layer) of `sources` here to `destinations` there; WriteDone
+    follows."""
 
     op: int
     link: int
@@ -212,7 +222,7 @@ class WriteKv(msgspec.Struct, frozen=True):
 
 
 class CancelWrite(msgspec.Struct, frozen=True, gc=False):
-    """Stop write `op` if that can be done. Wrote comes back either way, when it is at its end and not before."""
+    """Stop write `op` if possible. WriteDone follows at its end and not before."""
 
     op: int
 
@@ -226,14 +236,14 @@ class GrantPages(msgspec.Struct, frozen=True):
 
 
 class RevokePages(msgspec.Struct, frozen=True, gc=False):
-    """It may no longer. Revoked comes back if and when that is proven."""
+    """End the grant. PagesRevoked follows if and when that is proven."""
 
     link: int
     generation: int
 
 
 class VerifyPages(msgspec.Struct, frozen=True):
-    """Sum what was written and compare; Verified comes back."""
+    """Compare the checksum of what was written; PagesVerified follows."""
 
     generation: int
     pages: tuple[int, ...]
@@ -241,14 +251,17 @@ class VerifyPages(msgspec.Struct, frozen=True):
 
 
 class FenceLink(msgspec.Struct, frozen=True, gc=False):
-    """Tear the link down and make sure that nothing of it is in flight; Fenced comes back when that is proven."""
+    """Tear the link down. LinkFenced follows when nothing of it is in flight any more."""
 
     link: int
 
 
 class Reroute(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The decode side of `handoff` failed, as far as can be seen from here; the prefill (`source`) is whole. Answer with Redirect,
-    Stay or Settle. (The decode worker may have adopted it all the same: whoever answers must no longer listen to that attempt.)"""
+    """The decode side of `handoff` failed, as far as this worker sees; the prefill is intact.
+
+    To be answered with Redirect, StayInPlace or SettleSource. The decode worker may have adopted
+    the request all the same, so the frontend must ignore that attempt from now on.
+    """
 
     source: HandoffId
     handoff: HandoffId
@@ -256,10 +269,10 @@ class Reroute(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class HandoffTimes(msgspec.Struct, frozen=True, gc=False):
-    """When things were done, in seconds after Start. `admitted_s`: the prompt had its pages and the handoff was offered;
-    `reserved_s`: the decode worker had its own; `prefilled_s`: the first token was sampled; `written_s`: the last byte was in
-    place; `adopted_s`: the decode worker had said so. `page_layers`: how much was sent; `sending_s`: how long writes of it were
-    under way."""
+    """Seconds after StartHandoff. `admitted_s`: the prompt had pages and the handoff was offered;
+    `reserved_s`: the decode worker had pages; `prefilled_s`: the first token was sampled;
+    `written_s`: the last byte was in place; `adopted_s`: the decode worker confirmed it.
+    `page_layers`: how much was sent; `sending_s`: how long writes of it were in flight."""
 
     admitted_s: float
     reserved_s: float
@@ -271,16 +284,17 @@ class HandoffTimes(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def visible_s(self) -> float:
-        """What the transfer cost behind the prefill (disagg/link_choice.py predicts it)."""
+        """Transfer time that the prefill did not hide (router.visible_transfer_s predicts it)."""
         return max(0.0, self.written_s - max(self.prefilled_s, self.reserved_s))
 
 
 class HandoffEnded(msgspec.Struct, frozen=True, tag=True):
-    """This worker's `part` is decided; said once. `handoff`: with Part.PREFILL that of the source. `first`: with ADOPTED, the
-    token that prefill sampled. `times`, and `to`, the decode worker: with SENT."""
+    """This worker's part is decided; emitted once. On the prefill side `handoff` is the first
+    attempt. `first_token`, which prefill sampled: with ADOPTED. `times` and `decode_worker`: with
+    SENT."""
 
     handoff: HandoffId
-    part: DisaggRole
+    disagg_role: DisaggRole
     outcome: HandoffOutcome
     reason: str = ""
     first_token: SampledToken | None = None
@@ -303,7 +317,7 @@ Command = (
 
 
 def engine_id(handoff: HandoffId, part: DisaggRole) -> str:
-    """The engine's name for its part of a handoff: several attempts may live in one engine."""
+    """The engine's id of its part of a handoff; one engine may have several attempts."""
     return f"{handoff.request}\x1f{handoff.attempt}\x1f{part.value}"
 
 
@@ -315,7 +329,7 @@ def handoff_of(id: str) -> tuple[HandoffId, DisaggRole] | None:
 
 
 def event_of_notice(notice: Notice) -> WriteDone | PagesRevoked | LinkFenced | LinkDown:
-    """What a mover has to say, for the handoffs."""
+    """A transport's notice, for the handoffs."""
     if isinstance(notice, Completed):
         return WriteDone(notice.op, notice.error, notice.checksum)
     if isinstance(notice, Quiesced):

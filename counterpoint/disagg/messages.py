@@ -1,20 +1,21 @@
-"""What two workers say to each other about handoffs: the wire.
+"""Messages between two workers about handoffs: the wire format.
 
-Owns: the messages, their version, their bounds, their encoding (msgpack; nothing on the wire can run code).
-Promises: `decode` gives a whole message of a known type or raises WireError; every message names its handoff, both ends of the
-link (`source`, `destination`: incarnations) and, once pages are reserved, the `generation` of the reservation.
-Must not: carry KV (device/link does), timestamps (durations only: clocks differ), or decide anything.
+Owns: the messages, their version, bounds and encoding (msgpack; nothing on the wire can run code).
+Promises: `decode` returns a whole message of a known type or raises WireError. Every message names
+its handoff, both ends of the link (`source`, `destination`) and, once pages are reserved, the
+`generation` of the reservation. Must not: carry KV (kv_transfer does), or
+timestamps (clocks differ).
 
-A *link* joins a worker that prefills to one that decodes, in this direction. Each end draws a random *incarnation* when the link is
-made, so messages of a dead process, or of a link that was torn down, match no living end and are dropped.
+A *link* joins a prefill worker to a decode worker. Each end draws a random *incarnation* when the
+link is made, so messages of a dead process or a closed link match no live end and are dropped.
 
-    prefill -> decode                         decode -> prefill
-    Offer      a request will be handed on    Queued     no pages yet; the handoff is in the decode worker's queue
-    Streaming  the reservation is in use      Reserve    these pages may be written under this generation
-    Done       all is written; first token    Ack        adopted: the source pages may go
-    Abort      I have stopped posting         Abort      stop posting
-    Drained    nothing of mine is in flight   Drained    I hold nothing (an answer to Drained needs none)
-                                              Heartbeat  in both directions; `leases` are handoffs not to be forgotten
+    prefill -> decode                                 decode -> prefill
+    HandoffOffer     a request will be handed over    OfferQueued     no pages yet
+    TransferStarted  the reservation is in use        PagesReserved   pages that may be written
+    TransferDone     all is written; first token      TransferAck     adopted: release the source
+    AbortHandoff     I post no more writes            AbortHandoff    post no more writes
+    HandoffDrained   nothing of mine is in flight     HandoffDrained  I hold nothing
+    LinkHeartbeat, in both directions; `leases`: handoffs that are still queued or running
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class WireError(ValueError):
 
 
 class HandoffId(NamedTuple):
-    """`request`: unique among all that live in the cluster. `attempt`: 1, 2, … as the request is tried again."""
+    """`request`: unique in the cluster. `attempt`: 1, 2, … as the request is retried."""
 
     request: str
     attempt: int
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token of the answer. `cached_tokens`, with the first: prompt tokens that the prefill worker had in its cache."""
+    """`cached_tokens`, with the first: prompt tokens that the prefill worker had cached."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -54,7 +55,8 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoffMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`source` and `destination` are the incarnations of the link's ends; `generation` is 0 while nothing is reserved."""
+    """`source`, `destination`: incarnations of the link's ends. `generation`: 0 before pages are
+    reserved."""
 
     handoff: HandoffId
     source: int
@@ -63,9 +65,9 @@ class HandoffMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class HandoffOffer(HandoffMessage, frozen=True, tag="offer"):
-    """`deadline_s`: the handoff is given up after so many seconds from now."""
+    """`deadline_s`: from now until the handoff fails."""
 
-    arrive: AddRequest
+    request: AddRequest
     deadline_s: float
 
 
@@ -74,7 +76,7 @@ class OfferQueued(HandoffMessage, frozen=True, tag="queued"):
 
 
 class PagesReserved(HandoffMessage, frozen=True, tag="reserve"):
-    """`pages` for all but the first `cached` pages of the request, whose content the decode worker has."""
+    """`pages` for all but the request's first `cached` pages, which the decode worker has."""
 
     pages: Pages
     cached: int
@@ -85,9 +87,10 @@ class TransferStarted(HandoffMessage, frozen=True, tag="streaming"):
 
 
 class TransferDone(HandoffMessage, frozen=True, tag="done"):
-    """`page_layers`: how many (page, layer) pairs were written; `checksum` of them (kv_transfer/memory.py), if both ends sum."""
+    """`page_layers`: how many (page, layer) pairs were written. `checksum` of them, if both ends
+    compute it (kv_transfer/memory.py)."""
 
-    first: SampledToken
+    first_token: SampledToken
     page_layers: int
     checksum: int | None = None
 
@@ -139,7 +142,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes | memoryview) -> Message:
     """Raises WireError for anything but one whole message within the bounds."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} are taken")
+        raise WireError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} are accepted")
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Front: all requests on their way through the pools, and what workers and clients must be told.
+"""All requests of a pool, from the frontend: what workers and clients must be told.
 
-Owns: the Dispatch of every living request. Promises: pure; what workers report in any order ends in one stream of tokens per
-client; reports about requests that nobody waits for make their workers let go.
-Must not: choose workers (`pick` does), or hold what a client has already got.
+Owns: the RequestDispatch of every unfinished request. Promises: pure; reports in any order become
+one stream of tokens per client; a worker that reports on a finished request is told to release it.
+Must not: choose workers (`choose_route` does), or keep what a client already has.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from counterpoint.types import AddRequest, DisaggRole, FinishReason, OutputDelta
 
 
 class Route(NamedTuple):
-    """Where a request goes: one worker for all of it, or two and the grain in which KV is sent."""
+    """One worker for all of a request, or two and the granularity in which KV is sent."""
 
     prefill: str
     decode: str
     granularity: TransferGranularity = TransferGranularity.LAYER
 
 
-# (request, worker to avoid, prefill worker if that is settled) -> Route, or None: nobody can take it
+# (request, worker to avoid, prefill worker if it prefilled already) -> Route; None: no worker
 ChooseRoute = Callable[[AddRequest, str, str], Route | None]
 
 
 class ToWorker(NamedTuple):
-    """`decode`: the worker that a Start or Redirect is to be linked to."""
+    """`decode_worker`: to which StartHandoff or Redirect needs a link."""
 
     worker: str
     order: Order
@@ -77,14 +77,13 @@ class PoolFrontend:
         self.on_loss = on_loss
         self.decode_in_place = decode_in_place
         self.requests: dict[str, RequestDispatch] = {}
-        self._given: dict[
-            str, int
-        ] = {}  # by the engine's name: tokens it has given, counted from the prefill worker's first
-        self._names: dict[str, list[str]] = {}  # request -> its engine names in `_given`
+        # By engine id, tokens received, counted from the prefill worker's first.
+        self._num_tokens: dict[str, int] = {}
+        self._engine_ids: dict[str, list[str]] = {}  # request -> its keys in `_num_tokens`
         self._out: list[ToWorker | ToClient] = []
 
     def take_items(self) -> list[ToWorker | ToClient]:
-        """What is to be told, in order."""
+        """What is to be sent since the last call, in order."""
         out, self._out = self._out, []
         return out
 
@@ -93,52 +92,53 @@ class PoolFrontend:
     def add_request(self, arrive: AddRequest) -> None:
         dispatch = RequestDispatch(arrive, self.retries, self.on_loss, self.decode_in_place)
         self.requests[arrive.id] = dispatch
-        self._act(dispatch, dispatch.begin())
+        self._apply(dispatch, dispatch.start())
 
     def abort(self, id: str) -> None:
         """The client is gone."""
         dispatch = self.requests.get(id)
         if dispatch is not None:
-            self._act(dispatch, dispatch.withdrawn())
+            self._apply(dispatch, dispatch.abort())
 
     # ------------------------------------------------------------ workers
 
     def on_report(self, worker: str, report: HandoffEnded | Reroute | OutputDelta) -> None:
-        """What a worker says; its words must come in their order."""
+        """A worker's reports must come in its order."""
         if isinstance(report, OutputDelta):
-            self._delta(report)
+            self._on_output(report)
             return
         dispatch = self.requests.get(report.handoff.request)
         if dispatch is None:
             if isinstance(report, Reroute):
                 self._out.append(
                     ToWorker(
-                        worker, handoff_events.SettleSource(report.source, "nobody waits for it")
+                        worker,
+                        handoff_events.SettleSource(report.source, "the request is finished"),
                     )
                 )
         elif isinstance(report, Reroute):
-            self._act(dispatch, dispatch.rerouted(report))
+            self._apply(dispatch, dispatch.on_reroute(report))
         else:
-            self._act(dispatch, dispatch.ended(report))
+            self._apply(dispatch, dispatch.on_ended(report))
 
     def on_worker_lost(self, worker: str) -> None:
-        """A worker's process is gone."""
+        """Its process is gone."""
         for dispatch in tuple(self.requests.values()):
-            self._act(dispatch, dispatch.lost(worker))
+            self._apply(dispatch, dispatch.on_worker_lost(worker))
 
-    def _delta(self, delta: OutputDelta) -> None:
+    def _on_output(self, delta: OutputDelta) -> None:
         known = handoff_of(delta.id)
         dispatch = self.requests.get(known[0].request) if known is not None else None
         if known is None or dispatch is None:
             return
         handoff, part = known
         if delta.prompt_logprobs:
-            self._act(dispatch, dispatch.told(handoff, part, delta.prompt_logprobs))
-        if delta.id not in self._given:
-            self._given[delta.id] = 1 if part is DisaggRole.DECODE else 0
-            self._names.setdefault(handoff.request, []).append(delta.id)
-        offset = self._given[delta.id]
-        self._given[delta.id] += len(delta.tokens)
+            self._apply(dispatch, dispatch.on_prompt_logprobs(handoff, part, delta.prompt_logprobs))
+        if delta.id not in self._num_tokens:
+            self._num_tokens[delta.id] = 1 if part is DisaggRole.DECODE else 0
+            self._engine_ids.setdefault(handoff.request, []).append(delta.id)
+        offset = self._num_tokens[delta.id]
+        self._num_tokens[delta.id] += len(delta.tokens)
         refused = (
             delta.finish_reason is FinishReason.ERROR
             and part is DisaggRole.DECODE
@@ -146,7 +146,7 @@ class PoolFrontend:
             and not dispatch.settled
         )
         if delta.finish_reason is FinishReason.ABORT or refused:
-            return  # withdrawn, or never adopted: Ended and Reroute say what follows
+            return  # HandoffEnded or Reroute decides what follows
         logprobs = delta.logprobs or (None,) * len(delta.tokens)
         tokens = tuple(
             SampledToken(*pair, delta.cached_tokens)
@@ -157,64 +157,65 @@ class PoolFrontend:
             if delta.finish_reason is not None
             else None
         )
-        self._act(dispatch, dispatch.took(handoff, part, offset, tokens, finish))
+        self._apply(dispatch, dispatch.on_tokens(handoff, part, offset, tokens, finish))
 
     # ------------------------------------------------------------ actions
 
-    def _act(self, dispatch: RequestDispatch, actions: list[Action]) -> None:
-        id = dispatch.arrive.id
+    def _apply(self, dispatch: RequestDispatch, actions: list[Action]) -> None:
+        id = dispatch.request.id
         for action in actions:
             if isinstance(action, DeliverTokens | DeliverPromptLogprobs | RequestFinished):
                 self._out.append(ToClient(id, action))
             elif isinstance(action, Restart):
-                self._start(dispatch, action)
+                self._start_attempt(dispatch, action)
             elif isinstance(action, RetryDecode):
-                self._elsewhere(dispatch, action)
+                self._retry_decode(dispatch, action)
             elif isinstance(action, CancelAttempt):
                 self._out.append(
                     ToWorker(action.worker, handoff_events.WithdrawRequest(action.handoff))
                 )
             elif isinstance(action, DecodeInPlace):
                 self._out.append(
-                    ToWorker(action.prefill, handoff_events.StayInPlace(action.source))
+                    ToWorker(action.prefill_worker, handoff_events.StayInPlace(action.source))
                 )
             elif isinstance(action, ReleaseSource):
                 self._out.append(
                     ToWorker(
-                        action.prefill, handoff_events.SettleSource(action.source, action.reason)
+                        action.prefill_worker,
+                        handoff_events.SettleSource(action.source, action.reason),
                     )
                 )
-        if dispatch.over and self.requests.pop(id, None) is not None:
-            for name in self._names.pop(id, ()):
-                del self._given[name]
+        if dispatch.is_over and self.requests.pop(id, None) is not None:
+            for name in self._engine_ids.pop(id, ()):
+                del self._num_tokens[name]
 
-    def _start(self, dispatch: RequestDispatch, action: Restart) -> None:
-        route = self.choose_route(action.arrive, action.avoid, "")
+    def _start_attempt(self, dispatch: RequestDispatch, action: Restart) -> None:
+        route = self.choose_route(action.request, action.avoid, "")
         if route is None:
-            self._act(dispatch, dispatch.no_worker())
+            self._apply(dispatch, dispatch.on_no_worker())
             return
-        prefill, decode, grain = route
-        dispatch.sent_to(prefill, decode)
+        prefill, decode, granularity = route
+        dispatch.assign(prefill, decode)
         if prefill == decode:
             self._out.append(
-                ToWorker(prefill, handoff_events.RunWithoutHandoff(action.handoff, action.arrive))
+                ToWorker(prefill, handoff_events.RunWithoutHandoff(action.handoff, action.request))
             )
         else:
             start = handoff_events.StartHandoff(
-                action.handoff, action.arrive, 0, self.deadline_s, grain
+                action.handoff, action.request, 0, self.deadline_s, granularity
             )
             self._out.append(ToWorker(prefill, start, decode))
 
-    def _elsewhere(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
-        """The source stays where it is; only another decode worker will do."""
-        route = self.choose_route(dispatch.arrive, action.avoid, action.prefill)
-        if route is None or route.decode == action.prefill:
-            self._act(dispatch, dispatch.no_worker())
+    def _retry_decode(self, dispatch: RequestDispatch, action: RetryDecode) -> None:
+        """Only the decode worker changes."""
+        route = self.choose_route(dispatch.request, action.avoid, action.prefill_worker)
+        if route is None or route.decode == action.prefill_worker:
+            self._apply(dispatch, dispatch.on_no_worker())
             return
-        dispatch.sent_to(action.prefill, route.decode)
+        dispatch.assign(action.prefill_worker, route.decode)
         self._out.append(
             ToWorker(
-                action.prefill,
+                action.prefill_worker,
                 handoff_events.Redirect(action.source, action.handoff, 0),
                 route.decode,
             )

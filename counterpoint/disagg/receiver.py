@@ -1,13 +1,14 @@
 """The decode side of a handoff, as a pure state machine.
 
-    QUEUED --pages--> RESERVED --done--> (VERIFYING) --> adopted
+    QUEUED --pages--> RESERVED --transfer done--> (VERIFYING) --> adopted
        |                 |
-       +-----------------+--> ABORTING: the pages are in quarantine until every writer is proven to have stopped --> freed
+       +-----------------+--> ABORTING: pages in quarantine until every writer has provably stopped
 
-Owns: the reservation. Promises: pages go back to the engine only on proof that no write to them is in flight: the prefill worker
-says Drained, this end's own mover says so (Revoked), or the link is torn down (Fenced); never because time has passed. `HandoffEnded`
-is said once. KV is read (adopted) only when all of it is in place.
-Must not: forget a handoff before the prefill worker has said that it has, or the link is gone.
+Owns: the reservation. Promises: pages go back to the engine only on proof that no write to them is
+in flight: the prefill worker sends HandoffDrained, this end's transport proves it (PagesRevoked),
+or the link is torn down (LinkFenced); never because time has passed. One HandoffEnded per handoff.
+KV is read only when all of it is in place. Must not: forget a handoff before the prefill worker has
+confirmed its end, or the link is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd
+from counterpoint.disagg.handoff_context import HandoffContext, LinkEnd, PageHold
 from counterpoint.disagg.handoff_events import (
     GrantPages,
     HandoffEnded,
@@ -31,7 +32,6 @@ from counterpoint.disagg.handoff_events import (
     engine_id,
 )
 from counterpoint.disagg.messages import HandoffId, SampledToken
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.types import AddRequest, Admitted, DisaggRole, OutputDelta, Release, ResumeDecode
 
 
@@ -44,72 +44,75 @@ class ReceiveState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class HandoffReceiver:
-    """`deadline_s` is on this worker's clock. `pages` are those that the peer may write: all but the request's first `cached`."""
+    """`deadline_s` is on this worker's clock. `pages`: those that the peer may write, all but the
+    request's first `cached`."""
 
-    desk: HandoffContext
+    context: HandoffContext
     id: HandoffId
     link: LinkEnd
-    arrive: AddRequest
+    request: AddRequest
     deadline_s: float
-    forget: Callable[[HandoffReceiver, bool], None]
+    on_done: Callable[[HandoffReceiver, bool], None]
     state: ReceiveState = ReceiveState.QUEUED
     pages: tuple[int, ...] = ()
     cached: int = 0
     generation: int = 0
-    answered: bool = False
+    acknowledged: bool = False
     repeat_s: float = 0.0
-    stopped_s: float = 0.0
+    aborted_s: float = 0.0
     reason: str = ""
-    first: SampledToken | None = None
+    first_token: SampledToken | None = None
 
     @property
-    def name(self) -> str:
+    def engine_request_id(self) -> str:
         return engine_id(self.id, DisaggRole.DECODE)
 
     @property
-    def alive(self) -> bool:
+    def is_active(self) -> bool:
         return self.state is not ReceiveState.ABORTING
 
-    def begin(self) -> None:
-        self.desk.do(
+    def start(self) -> None:
+        self.context.emit(
             ToEngine(
-                msgspec.structs.replace(self.arrive, id=self.name, disagg_role=DisaggRole.DECODE)
+                msgspec.structs.replace(
+                    self.request, id=self.engine_request_id, disagg_role=DisaggRole.DECODE
+                )
             )
         )
-        self.offered()
+        self.on_offer()
 
-    # ------------------------------------------------------------ what moves it on
+    # ------------------------------------------------------------ progress
 
-    def offered(self) -> None:
+    def on_offer(self) -> None:
         if self.state is ReceiveState.QUEUED:
-            self._send(wire.OfferQueued(*self._ends))
+            self._send(wire.OfferQueued(*self._header))
 
-    def admitted(self, now: float, event: Admitted) -> None:
+    def on_admitted(self, now: float, event: Admitted) -> None:
         """The engine has pages for it."""
         if self.state is not ReceiveState.QUEUED:
             return
-        self.generation = self.desk.new_generation(self.id)
+        self.generation = self.context.new_generation(self.id)
         self.cached, self.pages = event.cached_pages, event.pages[event.cached_pages :]
-        self.desk.ledger.hold(self.name, PageHold.RECEIVING, self.pages)
-        self.desk.do(GrantPages(self.link.local, self.generation, self.pages))
+        self.context.ledger.hold(self.engine_request_id, PageHold.RECEIVING, self.pages)
+        self.context.emit(GrantPages(self.link.local, self.generation, self.pages))
         self.state = ReceiveState.RESERVED
-        self._say(now)
+        self._send_pending(now)
 
-    def delta(self, now: float, delta: OutputDelta) -> None:
-        """Before it is adopted, the engine only speaks of a request that it can't take."""
+    def on_output(self, now: float, delta: OutputDelta) -> None:
+        """Before adoption, the engine's only output is that it refuses the request."""
         if delta.finish_reason is not None:
-            self.stop(now, HandoffOutcome.FAILED, delta.error or delta.finish_reason.value)
+            self.abort(now, HandoffOutcome.FAILED, delta.error or delta.finish_reason.value)
 
-    def streaming(self, message: wire.TransferStarted) -> None:
-        self.answered |= message.generation == self.generation
+    def on_transfer_started(self, message: wire.TransferStarted) -> None:
+        self.acknowledged |= message.generation == self.generation
 
-    def done(self, now: float, message: wire.TransferDone) -> None:
+    def on_transfer_done(self, now: float, message: wire.TransferDone) -> None:
         if self.state is not ReceiveState.RESERVED or message.generation != self.generation:
             return
-        self.first = message.first
-        wanted = len(self.pages) * self.desk.geometry.layers
+        self.first_token = message.first_token
+        wanted = len(self.pages) * self.context.geometry.layers
         if message.page_layers != wanted:
-            self.stop(
+            self.abort(
                 now,
                 HandoffOutcome.FAILED,
                 f"{message.page_layers} page layers were written, not {wanted}",
@@ -118,99 +121,109 @@ class HandoffReceiver:
             self._adopt()
         else:
             self.state = ReceiveState.VERIFYING
-            self.desk.do(VerifyPages(self.generation, self.pages, message.checksum))
+            self.context.emit(VerifyPages(self.generation, self.pages, message.checksum))
 
-    def verified(self, now: float, ok: bool) -> None:
+    def on_verified(self, now: float, ok: bool) -> None:
         if self.state is ReceiveState.VERIFYING and ok:
             self._adopt()
         elif self.state is ReceiveState.VERIFYING:
-            self.stop(now, HandoffOutcome.FAILED, "the pages do not have the content that was sent")
+            self.abort(
+                now, HandoffOutcome.FAILED, "the pages do not have the content that was sent"
+            )
 
     def _adopt(self) -> None:
-        assert self.first is not None
-        self.desk.ledger.drop(self.name)
-        del self.desk.grants[self.generation]
-        self.desk.do(RevokePages(self.link.local, self.generation))
-        self.desk.do(ToEngine(ResumeDecode(self.name, self.first.token)))
-        self.desk.do(
-            HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=self.first)
+        assert self.first_token is not None
+        self.context.ledger.drop(self.engine_request_id)
+        del self.context.grants[self.generation]
+        self.context.emit(RevokePages(self.link.local, self.generation))
+        self.context.emit(ToEngine(ResumeDecode(self.engine_request_id, self.first_token.token)))
+        self.context.emit(
+            HandoffEnded(
+                self.id, DisaggRole.DECODE, HandoffOutcome.ADOPTED, first_token=self.first_token
+            )
         )
-        self._send(wire.TransferAck(*self._ends))
-        self.forget(self, True)
+        self._send(wire.TransferAck(*self._header))
+        self.on_done(self, True)
 
     def tick(self, now: float) -> None:
-        if self.alive and now >= self.deadline_s:
-            self.stop(now, HandoffOutcome.FAILED, "the handoff's deadline has passed")
+        if self.is_active and now >= self.deadline_s:
+            self.abort(now, HandoffOutcome.FAILED, "the handoff's deadline has passed")
         elif now >= self.repeat_s and (
-            (self.state is ReceiveState.RESERVED and not self.answered) or not self.alive
+            (self.state is ReceiveState.RESERVED and not self.acknowledged) or not self.is_active
         ):
-            self._say(now)
-        if not self.alive and self.generation and now >= self.stopped_s + self.desk.rules.drain_s:
-            self.desk.condemned.append(self.link)
+            self._send_pending(now)
+        if (
+            not self.is_active
+            and self.generation
+            and now >= self.aborted_s + self.context.config.drain_timeout_s
+        ):
+            self.context.condemned_links.append(self.link)
 
     # ------------------------------------------------------------ ends
 
-    def stop(self, now: float, outcome: HandoffOutcome, reason: str) -> None:
-        """Give it up. Whatever may still be written stays in quarantine."""
-        if not self.alive:
+    def abort(self, now: float, outcome: HandoffOutcome, reason: str) -> None:
+        """Pages that may still be written stay in quarantine."""
+        if not self.is_active:
             return
-        self.desk.do(HandoffEnded(self.id, DisaggRole.DECODE, outcome, reason))
+        self.context.emit(HandoffEnded(self.id, DisaggRole.DECODE, outcome, reason))
         self.state = ReceiveState.ABORTING
-        self.stopped_s, self.reason = now, reason[:500]
+        self.aborted_s, self.reason = now, reason[:500]
         if self.generation:
-            self.desk.ledger.change_hold(self.name, PageHold.QUARANTINE)
-            self.desk.do(RevokePages(self.link.local, self.generation))
+            self.context.ledger.change_hold(self.engine_request_id, PageHold.QUARANTINE)
+            self.context.emit(RevokePages(self.link.local, self.generation))
         else:
-            self.desk.do(ToEngine(Release(self.name)))
+            self.context.emit(ToEngine(Release(self.engine_request_id)))
         if not self.link.dead:
-            self._say(now)
+            self._send_pending(now)
         elif not self.generation:
-            self.forget(self, False)
+            self.on_done(self, False)
 
-    def revoked(self) -> None:
-        """Nothing can be written here any more, whatever the prefill worker still does."""
-        if self.alive:
+    def on_revoked(self) -> None:
+        """Proven: nothing can be written here any more."""
+        if self.is_active:
             return
         self._free()
         if self.link.dead:
-            self.forget(self, False)
+            self.on_done(self, False)
 
-    def drained(self, now: float, reason: str) -> None:
-        """The prefill worker has nothing in flight and has forgotten the handoff."""
-        if self.alive:
-            self.desk.do(HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ABORTED, reason))
+    def on_drained(self, now: float, reason: str) -> None:
+        """The prefill worker has no write in flight and has forgotten the handoff."""
+        if self.is_active:
+            self.context.emit(
+                HandoffEnded(self.id, DisaggRole.DECODE, HandoffOutcome.ABORTED, reason)
+            )
             if self.generation:
-                self.desk.do(RevokePages(self.link.local, self.generation))
+                self.context.emit(RevokePages(self.link.local, self.generation))
             else:
-                self.desk.do(ToEngine(Release(self.name)))
+                self.context.emit(ToEngine(Release(self.engine_request_id)))
         self._free()
-        self.forget(self, False)
+        self.on_done(self, False)
 
-    def fenced(self) -> None:
+    def on_link_fenced(self) -> None:
         self._free()
-        self.forget(self, False)
+        self.on_done(self, False)
 
     def _free(self) -> None:
         if self.generation:
-            del self.desk.grants[self.generation]
+            del self.context.grants[self.generation]
             self.generation = 0
-            self.desk.ledger.drop(self.name)
-            self.desk.do(ToEngine(Release(self.name)))
+            self.context.ledger.drop(self.engine_request_id)
+            self.context.emit(ToEngine(Release(self.engine_request_id)))
 
-    # ------------------------------------------------------------ talking
+    # ------------------------------------------------------------ messages
 
     @property
-    def _ends(self) -> tuple[HandoffId, int, int, int]:
+    def _header(self) -> tuple[HandoffId, int, int, int]:
         return self.id, self.link.local, self.link.remote, self.generation
 
-    def _say(self, now: float) -> None:
-        """Say (again) what the prefill worker has not answered yet."""
-        self.repeat_s = now + self.desk.rules.resend_s
-        if self.alive:
-            self._send(wire.PagesReserved(*self._ends, self.pages, self.cached))
+    def _send_pending(self, now: float) -> None:
+        """Send (again) what the prefill worker has not answered yet."""
+        self.repeat_s = now + self.context.config.resend_interval_s
+        if self.is_active:
+            self._send(wire.PagesReserved(*self._header, self.pages, self.cached))
         else:
-            self._send(wire.AbortHandoff(*self._ends, self.reason))
+            self._send(wire.AbortHandoff(*self._header, self.reason))
 
     def _send(self, message: wire.Message) -> None:
         if not self.link.dead:
-            self.desk.do(SendMessage(self.link.local, message))
+            self.context.emit(SendMessage(self.link.local, message))

@@ -1,1 +1,1 @@
-"""Plays a load against simulated devices with the scheduler that serves, and plans deployments with it."""
+"""Plays loads against simulated devices with the scheduler that serves, and plans deployments."""

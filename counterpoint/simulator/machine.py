@@ -1,15 +1,12 @@
-"""Machine: what is simulated, and the engine or the pool of engines that would serve it.
+"""What is simulated: a model on a device, and the engine that would serve it there.
 
-Owns: how a model, a device and a configuration become an engine over a simulated device. Promises: the very engine, policies and
-front that serve; no torch. Must not: know loads, or run anything.
+Owns: how a model, a device and a configuration become an engine over a simulated device. Promises:
+the engine and policies that serve; no torch. Must not: know loads, or run anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-
-import numpy as np
 
 from counterpoint.builder.system import make_limits
 from counterpoint.config import Config, ConfigError
@@ -24,31 +21,28 @@ from counterpoint.cost_model.host_overhead import LaunchOverhead
 from counterpoint.cost_model.perturbed import Perturbed
 from counterpoint.cost_model.roofline import ELEMENT_BYTES, Roofline
 from counterpoint.device.sim import FixedLatency, HostModel, SimExecutor, VirtualEventQueue
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.load_tracker import LoadTracker
-from counterpoint.disagg.router import Router, RoutingRule
 from counterpoint.interfaces import Estimator, Executor
-from counterpoint.kv_transfer.memory import KvMemory
-from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
-from counterpoint.simulator.pool import SimPool, SimWorker
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
-from counterpoint.types import RequestTiming, Role
 
-MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
-SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
-HOST_S = 0.0003
-LINK_BYTES_PER_S = 1e11  # between two GPUs of one host, as serving takes it to be until it has measured (worker_setup.link_bytes_per_s)
-TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
+MEMORY_SHARE = 0.9  # for weights and KV cache; activations and the driver have the rest
+MAX_SPLITS = 16  # for a policy to choose from: finer ones gain nothing (MuxWise: steps of 16 SMs)
+HOST_OVERHEAD_S = 0.0003
+# Events, decisions and outputs of auto, as measured on an H200 host: 0.11 to 0.32 ms
+# (docs/results/simulator_against_h200_*).
+LOOP_TURN_S = 0.00025
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What is simulated: a model on a device. `host_s`: from submitting a step to the device being able to start it (None: what the
-    calibration says of the host and its launches, and then a turn of the loop takes TURN_S beside them; else HOST_S). `depth`:
-    steps in flight per lane. `belief_error`: how far the policy's prices are off from what steps take, as a share. What steps take:
-    as `physics` says, else as fitted to `calibration`, else as the roofline of model and device has it; and `hiccups`: the share of
-    them that take longer for once (device/sim.py). `without`: the part that auto lacks (core/policy/ablations.py)."""
+    """`host_s`: from submitting a step to its earliest start. None: what the calibration measured,
+    with LOOP_TURN_S per turn of the loop beside it; HOST_OVERHEAD_S without a calibration.
+    `depth`: steps in flight per lane. `belief_error`: how far the policy's estimates are off, as a
+    share. `hiccups`: the share of steps that take longer (device/sim.py). `without`: the part that
+    auto lacks (core/policy/ablations.py).
+
+    Step durations: by `physics`, else as fitted to `calibration`, else by the roofline.
+    """
 
     model: ModelSpec
     device: DeviceSpec
@@ -62,24 +56,24 @@ class Machine:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Decode units of the splits that a policy may choose from: where there is a calibration, those measured, as on the device
-        itself."""
+        """Decode units of the splits that a policy may choose from; with a calibration, those
+        measured, as on the device itself."""
         if self.calibration is not None:
             return self.calibration.splits
         levels = self.device.partitions()
-        return levels[:: max(1, -(-len(levels) // SPLITS))]
+        return levels[:: max(1, -(-len(levels) // MAX_SPLITS))]
 
-    def host(self, physics: Estimator) -> HostModel:
+    def host_model(self, physics: Estimator) -> HostModel:
         if (
             self.host_s is None
             and isinstance(physics, Fitted)
             and physics.launch_overhead.is_measured
         ):
             return physics.launch_overhead
-        return FixedLatency(HOST_S if self.host_s is None else self.host_s)
+        return FixedLatency(HOST_OVERHEAD_S if self.host_s is None else self.host_s)
 
     def estimators(self, config: Config) -> tuple[Estimator, Estimator]:
-        """Physics, for the device, and belief, for the policy."""
+        """(physics, for the device; belief, for the policy)."""
         physics = self.physics
         if physics is None:
             prior = Roofline(self.model, self.device, *dtypes(config, self.device))
@@ -88,7 +82,7 @@ class Machine:
 
 
 def dtypes(config: Config, device: DeviceSpec) -> tuple[str, str]:
-    """Element types of weights and of the KV cache that `config` means on `device`. Raises ConfigError if it has none such."""
+    """(weights, KV cache). Raises ConfigError if `device` lacks a configured type."""
     for setting in ("quantization", "kv_cache_dtype"):
         if getattr(config.device, setting) == "fp8" and "fp8" not in dict(device.peak_flops):
             raise ConfigError(f"{setting} is fp8, which {device.name} lacks: leave it out")
@@ -99,8 +93,8 @@ def dtypes(config: Config, device: DeviceSpec) -> tuple[str, str]:
 
 
 def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
-    """Pages of the KV cache: as configured, or what nine tenths of the memory hold beside the weights.
-    Raises ConfigError if nothing is left."""
+    """As configured, or what MEMORY_SHARE of the memory holds beside the weights. Raises
+    ConfigError if nothing is left."""
     if config.device.kv_pages is not None:
         return config.device.kv_pages
     weights, _ = dtypes(config, device)
@@ -109,20 +103,21 @@ def kv_pages(model: ModelSpec, device: DeviceSpec, config: Config) -> int:
     pages = int(left // (kv_token_bytes(model, device, config) * config.device.page_tokens))
     if pages < 1:
         raise ConfigError(
-            f"{model.name} has {weight_bytes / 1e9:.1f} GB of {weights} weights, which leaves no room for a KV cache in the "
-            f"{device.memory_bytes / 1e9:.0f} GB of {device.name}: choose a larger device or a smaller model"
+            f"{model.name} has {weight_bytes / 1e9:.1f} GB of {weights} weights, which leaves no "
+            f"room for a KV cache in the {device.memory_bytes / 1e9:.0f} GB of {device.name}: "
+            "choose a larger device or a smaller model"
         )
     return pages
 
 
 def kv_token_bytes(model: ModelSpec, device: DeviceSpec, config: Config) -> float:
-    """Of one token's keys and values, over all devices that hold the model together."""
+    """Of one token, summed over all devices that hold the model together."""
     copies = device.degree * model.sharded(device.degree).cached_features / model.cached_features
     return copies * model.kv_bytes_per_token(ELEMENT_BYTES[dtypes(config, device)[1]])
 
 
 def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
-    """The engine that would serve `machine`. Raises ConfigError if `config` does not suit it."""
+    """Raises ConfigError if `config` does not suit `machine`."""
     model, device = machine.model, machine.device
     limits = make_limits(
         config, model, kv_pages(model, device, config), device.units, device.overlap
@@ -136,65 +131,28 @@ def make_engine(machine: Machine, config: Config, belief: Estimator) -> Engine:
     return Engine(limits, policy)
 
 
-def make_sim_engine(machine: Machine, config: Config) -> tuple[Engine, Executor, VirtualEventQueue]:
-    """An engine on a simulated device, with a clock of their own."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SimEngine:
+    """An engine on a simulated device, with a virtual clock of its own."""
+
+    engine: Engine
+    executor: Executor
+    events: VirtualEventQueue
+
+
+def make_sim_engine(machine: Machine, config: Config) -> SimEngine:
     physics, belief = machine.estimators(config)
     engine = make_engine(machine, config, belief)
-    host = machine.host(physics)
-    inbox = VirtualEventQueue(TURN_S if isinstance(host, LaunchOverhead) else 0.0)
+    host = machine.host_model(physics)
+    events = VirtualEventQueue(LOOP_TURN_S if isinstance(host, LaunchOverhead) else 0.0)
     roofline = physics.prior if isinstance(physics, Fitted) else physics
     active = ActiveUnits(roofline) if isinstance(roofline, Roofline) else None
-    device = SimExecutor(
+    executor = SimExecutor(
         physics,
-        inbox,
+        events,
         machine.model.layers,
         host,
         active_units=active,
         hiccup_share=machine.hiccups,
     )
-    return engine, device, inbox
-
-
-def make_pool(
-    machine: Machine, config: Config, deliver: Callable[[RequestTiming, str], None]
-) -> SimPool:
-    """Workers as `config` wants them, with the front that would serve them (serve/pool)."""
-    cluster, model, device = config.cluster, machine.model, machine.device
-    token_bytes = round(kv_token_bytes(model, device, config))
-    bandwidth = cluster.link_bytes_per_s or (
-        1e9 if device.name.startswith("cpu") else LINK_BYTES_PER_S * device.degree
-    )
-    wires = LinkBandwidth(bandwidth, token_bytes)
-    # In the movers' memory a byte stands for one page of one layer's keys or values.
-    page_bytes = token_bytes * config.device.page_tokens / (2 * model.layers)
-    network = SimNetwork(bandwidth / page_bytes, checks_grants=True)
-    movers: dict[str, SimTransport] = {}
-    workers: list[SimWorker] = []
-    for kind, count, role in (
-        ("prefill", cluster.prefill, Role.PREFILL),
-        ("decode", cluster.decode, Role.DECODE),
-        ("replica", cluster.replicas, Role.BOTH),
-    ):
-        for number in range(count):
-            name = f"{kind}-{number}"
-            engine, executor, inbox = make_sim_engine(machine, config)
-            mover = SimTransport(network, name, movers)
-            mover.register(
-                KvMemory(
-                    tuple(np.zeros(engine.limits.pages, np.uint8) for _ in range(2 * model.layers)),
-                    1,
-                )
-            )
-            workers.append(SimWorker(name, role, engine, executor, inbox, mover))
-    return SimPool(
-        workers,
-        network,
-        LoadTracker(
-            Router(machine.estimators(config)[1], wires, RoutingRule.from_config(cluster)),
-            config.scheduler.prefix_cache,
-        ),
-        deliver,
-        message_s=wires.control_s,  # after the last byte one word is said
-        deadline_s=cluster.handoff_deadline_s,
-        chunk_tokens=config.scheduler.chunk_tokens or 512,
-    )
+    return SimEngine(engine, executor, events)

@@ -1,4 +1,4 @@
-"""Where requests go: cheapest first, targets kept, and what happens when the pools are full."""
+"""Where requests go: cheapest first, targets met, and what happens when pools are full."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from hypothesis import strategies as st
 
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.disagg.handoff_events import TransferGranularity
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
-from counterpoint.disagg.link_choice import (
-    NoTransport,
-    TransportEndpoint,
-    choose_granularity,
-    choose_transport,
-    visible_s,
-)
+from counterpoint.disagg.peer_connection import NoTransport, TransportEndpoint, choose_transport
 from counterpoint.disagg.pool_frontend import Route
-from counterpoint.disagg.prefix_index import PrefixIndex
-from counterpoint.disagg.router import Router, RoutingRule, WorkerView, replicas
+from counterpoint.disagg.router import (
+    RouteQuery,
+    Router,
+    RoutingRule,
+    WorkerView,
+    choose_granularity,
+    replica_rule,
+    visible_transfer_s,
+)
+from counterpoint.disagg.routing_feedback import LinkBandwidth, PrefixIndex
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape, Role, Slo
 
 
 class Linear:
-    """1 ms a prefill token, 10 ms a decode step and 0.01 ms a token of context; the units do not matter."""
+    """1 ms a prefill token, 10 ms a decode step and 0.01 ms a token of context; the units do not
+    matter."""
 
     def seconds(self, work: BatchShape, units: int, co_running=None) -> float:
         decode = 0.01 + work.decode_context * 1e-5 if work.decode_batch else 0.0
@@ -65,7 +67,9 @@ def route(
     rule: RoutingRule = RoutingRule(),
     **kwargs,
 ):
-    return Router(Linear(), WIRES, rule).route(tokens, slo, workers, cached or {}, **kwargs)
+    return Router(Linear(), WIRES, rule).route(
+        RouteQuery(tokens, slo, cached or {}, **kwargs), workers
+    )
 
 
 def changed(name: str, **kwargs) -> tuple[WorkerView, ...]:
@@ -97,14 +101,15 @@ def test_a_short_prompt_that_would_break_a_pause_target_is_handed_on():
 
 
 def test_short_prompts_are_handed_on_where_prefilling_them_all_would_slow_answers():
-    """A step of 20 decodes takes 12 ms; in answers of 40 tokens, each brings half of a prefill of 100 ms with it."""
+    """A step of 20 decodes takes 12 ms; in answers of 40 tokens, each brings half of a prefill of
+    100 ms with it."""
     busy, slo = changed("d0", running=batch(20, 100))[:3], Slo(tpot_s=0.05)
     assert route(100, busy, slo).reason == "local", "nothing is known of answers"
     assert route(100, busy, slo, answer_tokens=400).reason == "local"
     assert route(100, busy, slo, answer_tokens=40).reason == "disagg"
     assert route(100, busy, Slo(tpot_s=0.07), answer_tokens=40).reason == "local"
     alike = tuple(msgspec.structs.replace(w, role=Role.BOTH) for w in busy)
-    assert route(100, alike, slo, rule=replicas(), answer_tokens=40).reason == "local", (
+    assert route(100, alike, slo, rule=replica_rule(), answer_tokens=40).reason == "local", (
         "there is nobody to hand it to"
     )
 
@@ -149,7 +154,7 @@ def test_when_no_target_can_be_kept_the_first_token_comes_as_early_as_it_can():
 
 
 def test_unwilling_and_failed_workers_get_nothing():
-    assert route(1000, changed("p0", willing=False)).route.prefill == "p1"
+    assert route(1000, changed("p0", accepting=False)).route.prefill == "p1"
     assert route(1000, avoid="p0").route.prefill == "p1"
     assert route(1000, tuple(msgspec.structs.replace(w, accepting=False) for w in POOLS)) is None
 
@@ -159,9 +164,9 @@ def test_a_prompt_that_fits_nowhere():
 
 
 def test_only_the_decode_worker_is_chosen_again():
-    choice = route(1000, prefill="p1", avoid="d0")
+    choice = route(1000, prefilled_on="p1", avoid="d0")
     assert choice.route[:2] == ("p1", "d1")
-    assert route(1000, POOLS[:3], prefill="p1", avoid="d0") is None
+    assert route(1000, POOLS[:3], prefilled_on="p1", avoid="d0") is None
 
 
 def test_replicas_share_the_load():
@@ -170,8 +175,8 @@ def test_replicas_share_the_load():
         view("b", Role.BOTH),
         view("c", Role.BOTH, running=batch(9, 90_000)),
     )
-    router = Router(Linear(), WIRES, replicas())
-    assert router.route(3000, Slo(), workers, {}).route == Route("b", "b")
+    router = Router(Linear(), WIRES, replica_rule())
+    assert router.route(RouteQuery(3000), workers).route == Route("b", "b")
 
 
 def test_more_cached_pages_never_make_the_first_token_later():
@@ -189,7 +194,8 @@ def test_more_cached_pages_never_make_the_first_token_later():
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
     ]
     times = [
-        router.route(8192, Slo(), workers, {"p0": pages}).ttft_s for pages in range(0, 512, 64)
+        router.route(RouteQuery(8192, Slo(), {"p0": pages}), workers).ttft_s
+        for pages in range(0, 512, 64)
     ]
     assert times == sorted(times, reverse=True)
 
@@ -199,26 +205,26 @@ def test_more_cached_pages_never_make_the_first_token_later():
 
 def test_prefixes_count_from_the_start():
     prefixes = PrefixIndex()
-    prefixes.learn("a", [b"1", b"2", b"3"])
-    prefixes.learn("b", [b"1", b"2"])
-    prefixes.learn("c", [b"2", b"3"])
-    assert prefixes.pages([b"1", b"2", b"3", b"4"]) == {"a": 3, "b": 2}
-    assert prefixes.pages([b"4"]) == {}
+    prefixes.add("a", [b"1", b"2", b"3"])
+    prefixes.add("b", [b"1", b"2"])
+    prefixes.add("c", [b"2", b"3"])
+    assert prefixes.match([b"1", b"2", b"3", b"4"]) == {"a": 3, "b": 2}
+    assert prefixes.match([b"4"]) == {}
     prefixes.forget("a")
-    assert prefixes.pages([b"1", b"2", b"3"]) == {"b": 2}
+    assert prefixes.match([b"1", b"2", b"3"]) == {"b": 2}
 
 
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 6)), max_size=30)
 )
 def test_prefixes_are_bounded_and_keep_beginnings(learned):
-    prefixes = PrefixIndex(most=8)
+    prefixes = PrefixIndex(max_pages=8)
     for worker, family, length in learned:
-        prefixes.learn(worker, [bytes([family, depth]) for depth in range(length)])
+        prefixes.add(worker, [bytes([family, depth]) for depth in range(length)])
         assert len(prefixes) <= 8
     if learned:
         worker, family, length = learned[-1]
-        assert prefixes.pages([bytes([family, depth]) for depth in range(length)])[worker] == length
+        assert prefixes.match([bytes([family, depth]) for depth in range(length)])[worker] == length
 
 
 # ---------------------------------------------------------------- transfers
@@ -251,7 +257,7 @@ def test_gpu_memory_through_host_memory_is_asked_for():
     ipc = TransportEndpoint("1", "host", "cuda", ("cuda-ipc",))
     with pytest.raises(NoTransport, match="one host"):
         choose_transport(ipc, ipc._replace(process="2", host="other"))
-    with pytest.raises(NoTransport, match="no mover in common"):
+    with pytest.raises(NoTransport, match="no common transport"):
         choose_transport(gpu, other._replace(transports=("nixl",)))
 
 
@@ -262,22 +268,23 @@ def test_small_transfers_are_sent_whole():
 
 
 def test_what_is_seen_of_a_transfer():
-    assert visible_s(1e9, 1.0, 1e9, groups=1) == pytest.approx(1.0)
-    assert visible_s(1e9, 1.0, 1e9, groups=10) == pytest.approx(0.1)
-    assert visible_s(4e9, 1.0, 1e9, groups=10) == pytest.approx(3.6 - 0.9 + 0.4)
-    assert visible_s(1e9, 1.0, 1e9, 10, control_s=0.01) == pytest.approx(0.11)
+    assert visible_transfer_s(1e9, 1.0, 1e9, groups=1) == pytest.approx(1.0)
+    assert visible_transfer_s(1e9, 1.0, 1e9, groups=10) == pytest.approx(0.1)
+    assert visible_transfer_s(4e9, 1.0, 1e9, groups=10) == pytest.approx(3.6 - 0.9 + 0.4)
+    assert visible_transfer_s(1e9, 1.0, 1e9, 10, control_s=0.01) == pytest.approx(0.11)
 
 
 @given(st.floats(1e3, 1e12), st.floats(1e-3, 100), st.floats(1e6, 1e12), st.integers(1, 200))
 def test_more_bandwidth_and_more_groups_never_hurt(size, prefill_s, bandwidth, groups):
-    here = visible_s(size, prefill_s, bandwidth, groups)
-    assert visible_s(size, prefill_s, 2 * bandwidth, groups) <= here * (1 + 1e-9)
-    assert visible_s(size, prefill_s, bandwidth, groups + 1) <= here * (1 + 1e-9)
+    here = visible_transfer_s(size, prefill_s, bandwidth, groups)
+    assert visible_transfer_s(size, prefill_s, 2 * bandwidth, groups) <= here * (1 + 1e-9)
+    assert visible_transfer_s(size, prefill_s, bandwidth, groups + 1) <= here * (1 + 1e-9)
     assert here >= size / bandwidth - prefill_s
 
 
 def test_where_no_more_may_run_there_is_no_room():
-    """The decode worker that would be chosen has all it may run; when both have, the answer stays where it is prefilled."""
+    """The decode worker that would be chosen has all it may run; when both have, the answer stays
+    where it is prefilled."""
     assert route(1000, changed("d0", slots_free=0)).route.decode == "d1"
     full = tuple(
         msgspec.structs.replace(w, slots_free=0) if w.role is Role.DECODE else w for w in POOLS

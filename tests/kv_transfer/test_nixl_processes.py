@@ -20,9 +20,9 @@ def test_answers_are_whole_over_nixl(kind: str):
     ids = [f"r{number}" for number in range(6)]
     for number, id in enumerate(ids):
         cluster.submit(id, tokens=5 + 7 * number % 40)
-    cluster.until(lambda: all(cluster.ended(id) for id in ids))
+    cluster.wait_until(lambda: all(cluster.ended(id) for id in ids))
     for id in ids:
         cluster.check_answer(id)
-    assert cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED)
-    cluster.at_rest()
+    assert cluster.has_reported("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED)
+    cluster.wait_for_rest()
     cluster.close()

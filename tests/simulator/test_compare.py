@@ -7,7 +7,7 @@ import json
 import pytest
 
 from counterpoint.cli import run_command
-from counterpoint.simulator.compare import cut, read_cells
+from counterpoint.simulator.compare import read_cases, truncate_timing
 from counterpoint.simulator.machine import Machine
 from counterpoint.spec.device import H200
 from counterpoint.spec.presets import PRESETS
@@ -37,7 +37,7 @@ def loads(tmp_path):
 
 
 def test_cells_have_the_same_requests_on_other_clocks(loads):
-    cells = read_cells(loads, MACHINE)
+    cells = read_cases(loads, MACHINE)
     assert [(c.load, c.mode.name, c.rate) for c in cells] == [
         ("chat", "chunked:512", 20), ("chat", "auto", 10), ("chat", "auto", 20),
         ("burst", "multiplex:32", None), ("burst", "serial", None),
@@ -70,7 +70,7 @@ def test_a_wrong_file_is_told(tmp_path, text, said):
     path = tmp_path / "loads.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
-        read_cells(path, MACHINE)
+        read_cases(path, MACHINE)
 
 
 def test_results_are_kept_and_not_run_again(loads, tmp_path, capsys):
@@ -88,7 +88,9 @@ def test_results_are_kept_and_not_run_again(loads, tmp_path, capsys):
     assert run_command([*line, "--only", "chat"]) == 0
     first = json.loads(results.read_text())["rows"]
     assert [(row["load"], row["mode"], row["rate"], row["place"]) for row in first] == [
-        ("chat", "chunked:512", 20, "simulator"), ("chat", "auto", 10, "simulator"), ("chat", "auto", 20, "simulator"),
+        ("chat", "chunked:512", 20, "simulator"),
+        ("chat", "auto", 10, "simulator"),
+        ("chat", "auto", 20, "simulator"),
     ]  # fmt: skip
     assert all(row["completed"] == 12 and row["slo_attainment"] == 1.0 for row in first)
     assert "chunked:512" in capsys.readouterr().out
@@ -193,11 +195,12 @@ def test_places_are_checked(loads, capsys):
 
 def test_cut():
     record = RequestTiming(
-        id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0, token_s=(1.0, 2.0, 3.0),
+        id="a", arrival_s=0.0, admitted_s=0.1, finished_s=3.0, prompt_tokens=1, cached_tokens=0,
+        token_s=(1.0, 2.0, 3.0),
         finish_reason=FinishReason.LENGTH, preemptions=0,
     )  # fmt: skip
-    assert cut(record, 3.0) == record
-    short = cut(record, 2.5)
+    assert truncate_timing(record, 3.0) == record
+    short = truncate_timing(record, 2.5)
     assert (short.token_s, short.finish_reason, short.finished_s) == (
         (1.0, 2.0),
         FinishReason.ABORT,
@@ -207,7 +210,10 @@ def test_cut():
 
 def test_a_part_of_auto_may_be_left_out(tmp_path):
     path, results = tmp_path / "loads.yaml", tmp_path / "results.json"
-    load = "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, slo: 'ttft=1,tpot=30ms'"
+    load = (
+        "{requests: 60, prompt_tokens: 1500, output_tokens: 60, arrivals: poisson, "
+        "slo: 'ttft=1,tpot=30ms'"
+    )
     path.write_text(f"chat: {load}, modes: {{auto: 20, auto without fusion: 20}}}}")
     assert (
         run_command(

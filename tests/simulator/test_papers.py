@@ -12,7 +12,7 @@ from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.cost_model.roofline import MatrixProduct
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import PlanTask
+from counterpoint.simulator.rate_search import PlanTask
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 
@@ -52,8 +52,9 @@ def test_a_setting_runs_to_its_table(tmp_path, monkeypatch):
 
 
 def test_idle_by_hand():
-    """Prompts of a second's work each, every four seconds, and answers of two tokens: while a request is there, the prefill worker
-    works for the first half of the time and the decode worker for the second; of two replicas, one works."""
+    """Prompts of a second's work each, every four seconds, and answers of two tokens: while a
+    request is there, the prefill worker works for the first half of the time and the decode worker
+    for the second; of two replicas, one works."""
     machine = Machine(
         PRESETS["llama-3.1-8b"], device_spec("a100"), host_s=0.0, depth=1, physics=Constant(1.0)
     )

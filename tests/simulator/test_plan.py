@@ -23,7 +23,15 @@ from counterpoint.core.policy import make_policy
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.simulator import plan
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.plan import Mode, PlanTask, find_rate, highest, parse_modes, search
+from counterpoint.simulator.modes import Mode, parse_modes
+from counterpoint.simulator.rate_search import (
+    FoundRate,
+    PlanTask,
+    find_highest,
+    find_rate,
+    run_at_rate,
+    search,
+)
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 
@@ -35,20 +43,20 @@ SERIAL = Mode("serial", {"policy": "serial", "max_pass_tokens": 16, "prefix_cach
 @pytest.mark.parametrize("start", [-50, 0, 7])
 def test_the_highest_step_that_holds_is_found_from_anywhere(limit, start):
     tried = []
-    assert highest(lambda step: tried.append(step) or step <= limit, start) == limit
+    assert find_highest(lambda step: tried.append(step) or step <= limit, start) == limit
     assert len(tried) < 30
 
 
 @pytest.mark.parametrize("precision", [0.001, 0.02, 0.5])
 def test_how_far_is_looked_does_not_depend_on_the_precision(precision):
     task = dataclasses.replace(one_server(0.1, 0.9, 0.6), precision=precision)
-    assert task.at(task.stride) == pytest.approx(1.02**16, rel=0.1)
+    assert task.rate_at(task.stride) == pytest.approx(1.02**16, rel=0.1)
     found = find_rate(task, SERIAL, start=round(math.log(1000) / math.log1p(precision)))
     assert 10 / (1 + precision) < found.rate < 10.3, "a hundredth of where the search began"
 
 
 def test_a_load_that_is_never_served_in_time_has_no_rate():
-    assert highest(lambda step: False, 0) is None
+    assert find_highest(lambda step: False, 0) is None
 
 
 def one_server(service_s: float, wanted: float, ttft_s: float) -> PlanTask:
@@ -59,7 +67,8 @@ def one_server(service_s: float, wanted: float, ttft_s: float) -> PlanTask:
 
 
 def test_a_server_holds_the_rate_at_which_its_queue_is_just_short_enough():
-    """At rate r > 1/s request i waits i (s - 1/r): nine in ten of 200 wait at most w if 179 (s - 1/r) <= w."""
+    """At rate r > 1/s request i waits i (s - 1/r): nine in ten of 200 wait at most w if 179 (s -
+    1/r) <= w."""
     service_s, wait_s = 0.1, 0.5
     found = find_rate(one_server(service_s, 0.9, service_s + wait_s), SERIAL)
     exact = 1 / (service_s - wait_s / 179)
@@ -92,13 +101,14 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
 
 PLAN = """
 import multiprocessing, os, signal, sys
-from counterpoint.simulator import plan
+from counterpoint.simulator import rate_search
 from counterpoint.cli import run_command
 multiprocessing.set_start_method("fork")  # so that its processes have this too:
-play = plan.play
-plan.play = lambda task, rate: (print(os.getpid(), flush=True), play(task, rate))[1]
+run = rate_search.run_at_rate
+rate_search.run_at_rate = lambda task, rate: (print(os.getpid(), flush=True), run(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-sys.exit(run_command(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
+line = ["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]
+sys.exit(run_command(line))
 """
 
 
@@ -244,20 +254,23 @@ def test_targets_are_the_flag_s_else_the_settings_else_the_usual(flags, said, ca
 def test_a_load_that_is_over_before_its_answers_need_be_is_told():
     task = one_server(0.1, 0.9, 5.0)  # 200 requests
     fast, slow = (
-        plan.FoundRate(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0))
+        FoundRate(name, rate, 0.9, {}, ()) for name, rate in (("fast", 50.0), ("slow", 30.0))
     )
-    assert [note.partition(":")[0] for note in plan.brevity(task, [fast, slow])] == ["fast"]
+    assert [note.partition(":")[0] for note in plan.short_load_notes(task, [fast, slow])] == [
+        "fast"
+    ]
     assert (
-        plan.brevity(task, [slow])
-        == plan.brevity(task, [plan.FoundRate("none", 0.0, None, {}, ())])
+        plan.short_load_notes(task, [slow])
+        == plan.short_load_notes(task, [FoundRate("none", 0.0, None, {}, ())])
         == []
     )
 
 
 def test_the_clock_is_stretched_and_nothing_else():
     queries = (Query(0, 0.0, 100, 5), Query(1, 3.0, 200, 5), Query(2, 4.0, 300, 5))
-    result = plan.play(
-        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, wanted=1.0), 0.5
+    result = run_at_rate(
+        PlanTask(H200, Config().replace(policy="serial", ttft_s=10.0), queries, min_attainment=1.0),
+        0.5,
     )
     assert (
         result
@@ -271,7 +284,7 @@ def test_auto_without_a_part_is_a_mode_of_its_own(part: str):
     machine = H200
     modes = parse_modes(f"auto,auto without {part}", machine)
     assert [mode.name for mode in modes] == ["auto", f"auto without {part}"]
-    assert [mode.on(machine).without for mode in modes] == [None, part]
+    assert [mode.apply_to(machine).without for mode in modes] == [None, part]
 
 
 def test_a_part_that_auto_does_not_have_is_refused():

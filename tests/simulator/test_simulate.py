@@ -20,7 +20,7 @@ from counterpoint.config import Config, ConfigError
 from counterpoint.core.loop import read_log, replay
 from counterpoint.device.sim import SimExecutor
 from counterpoint.simulator.machine import Machine, kv_pages, make_engine
-from counterpoint.simulator.simulate import SimFiles, command, simulate
+from counterpoint.simulator.simulate import SimRun, command, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import BatchShape, FinishReason, Step
@@ -66,7 +66,12 @@ def check_whole(queries: list[Query], came) -> None:
 def test_every_policy_keeps_its_contract_with_a_large_device(policy, depth):
     queries = load(150, rate=30)
     machine = Machine(H200.model, H200.device, depth=depth)
-    check_whole(queries, simulate(machine, queries, Config().replace(policy=policy), watched=True))
+    check_whole(
+        queries,
+        simulate(
+            machine, queries, Config().replace(policy=policy), run=SimRun(check_contract=True)
+        ),
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -75,7 +80,12 @@ def test_every_policy_keeps_its_contract_when_pages_are_short(policy, depth):
     queries = load(80, rate=50, prompt=200, output=60)
     longest = max(q.prompt_tokens + q.output_tokens for q in queries)
     config = Config().replace(policy=policy, kv_pages=longest // 16 + 20, max_running=24)
-    came = simulate(Machine(CPU.model, CPU.device, depth=depth), queries, config, watched=True)
+    came = simulate(
+        Machine(CPU.model, CPU.device, depth=depth),
+        queries,
+        config,
+        run=SimRun(check_contract=True),
+    )
     check_whole(queries, came)
     assert came.stats.preemptions > 0
 
@@ -100,7 +110,10 @@ def test_a_public_trace(name):
 def test_the_same_load_gives_the_same_records(policy):
     queries = load(120, rate=25)
     config = Config().replace(policy=policy)
-    one, two = simulate(H200, queries, config, seed=3), simulate(H200, queries, config, seed=3)
+    one, two = (
+        simulate(H200, queries, config, SimRun(seed=3)),
+        simulate(H200, queries, config, SimRun(seed=3)),
+    )
     assert one == two
 
 
@@ -115,7 +128,7 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 
     monkeypatch.setattr(SimExecutor, "submit", record)
     queries, config = load(60, rate=40, prompt=300), Config().replace(policy=policy, kv_pages=400)
-    simulate(H200, queries, config, files=SimFiles(event_log=str(tmp_path / "events")))
+    simulate(H200, queries, config, run=SimRun(event_log=str(tmp_path / "events")))
     fresh = make_engine(H200, config, H200.estimators(config)[1])
     again = list(itertools.chain.from_iterable(replay(fresh, read_log(tmp_path / "events"))))
     assert sum(isinstance(c, Step) for c in commands) > 100
@@ -126,7 +139,8 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 
 
 def test_waiting_is_that_of_a_queue_with_constant_service():
-    """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p)) (Pollaczek, Khinchine)."""
+    """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p))
+    (Pollaczek, Khinchine)."""
     service_s, share = 0.1, 0.7
     queries = SyntheticLoad(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5).queries()
     config = Config().replace(policy="serial", max_pass_tokens=16, prefix_cache=False)
@@ -151,7 +165,8 @@ def test_prefill_first_makes_gaps_that_chunks_and_splits_avoid():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_go_on_beside_documents_where_lanes_share_no_units(depth):
-    """Two cores, chats with documents of some seconds among them: layer groups queued one behind another may not take both."""
+    """Two cores, chats with documents of some seconds among them: layer groups queued one behind
+    another may not take both."""
     queries = [Query(i, i * 0.8, 40, 40) for i in range(25)] + [
         Query(25 + i, 3.0 + 5 * i, 2000, 16) for i in range(3)
     ]
@@ -188,8 +203,13 @@ def test_a_faster_device_answers_sooner():
 def test_a_policy_that_prices_wrongly_still_serves_and_decides_otherwise():
     queries = load(200, rate=25, prompt=1500, output=80)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
-    right = simulate(H200, queries, config, watched=True)
-    wrong = simulate(dataclasses.replace(H200, belief_error=0.3), queries, config, watched=True)
+    right = simulate(H200, queries, config, run=SimRun(check_contract=True))
+    wrong = simulate(
+        dataclasses.replace(H200, belief_error=0.3),
+        queries,
+        config,
+        run=SimRun(check_contract=True),
+    )
     check_whole(queries, wrong)
     assert wrong.records != right.records
     assert any("off by up to 30%" in note for note in wrong.notes)
@@ -199,7 +219,12 @@ def test_some_steps_may_take_longer_for_once():
     queries = load(100, rate=10)
     config = Config().replace(policy="auto", tpot_s=0.02, ttft_s=1.0)
     smooth, rough, again = (
-        simulate(dataclasses.replace(H200, hiccups=share), queries, config, watched=True)
+        simulate(
+            dataclasses.replace(H200, hiccups=share),
+            queries,
+            config,
+            run=SimRun(check_contract=True),
+        )
         for share in (0.0, 0.1, 0.1)
     )
     check_whole(queries, rough)
@@ -339,14 +364,19 @@ def test_wrong_flags_are_named():
 
 
 def test_no_torch():
-    modules = "counterpoint.simulator.simulate, counterpoint.device.sim, counterpoint.device.contract_checker, benchmarks.roofline_check"
-    code = f"import sys, {modules}, counterpoint.device.timeline; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    modules = (
+        "counterpoint.simulator.simulate, counterpoint.device.sim, "
+        "counterpoint.device.contract_checker, benchmarks.roofline_check, "
+        "counterpoint.device.timeline"
+    )
+    code = f"import sys, {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
 def test_a_request_waits_from_when_it_is_sent_also_if_the_host_is_busy():
-    """The second comes while the first one's launch keeps the host: the engine hears of it when that is over."""
+    """The second comes while the first one's launch keeps the host: the engine hears of it when
+    that is over."""
 
     @dataclasses.dataclass(frozen=True, slots=True)
     class Busy(Machine):

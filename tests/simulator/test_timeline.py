@@ -6,14 +6,14 @@ import itertools
 import json
 
 import pytest
-from sim_builders import Constant, opened, step
+from sim_builders import Constant, init_slot, make_step
 
 from counterpoint.bench.workload import Query
 from counterpoint.config import Config
 from counterpoint.device.sim import SimExecutor, VirtualEventQueue
 from counterpoint.device.timeline import Timeline
 from counterpoint.simulator.machine import Machine
-from counterpoint.simulator.simulate import SimFiles, simulate
+from counterpoint.simulator.simulate import SimRun, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import Segment
@@ -29,7 +29,7 @@ def trace(tmp_path_factory) -> dict:
         MACHINE,
         QUERIES,
         Config().replace(policy="multiplex", split=48),
-        files=SimFiles(timeline=str(path)),
+        run=SimRun(timeline=str(path)),
     )
     return json.loads(path.read_text())
 
@@ -79,8 +79,8 @@ def test_counters_say_the_split_the_queue_and_the_cache(trace):
 def test_times_begin_at_zero_and_are_those_of_the_device():
     inbox = VirtualEventQueue()
     timeline = Timeline(SimExecutor(Constant(2.0), inbox, layers=4), inbox)
-    inbox.call_at(5.0, lambda: timeline.submit(step(1, Segment(0, 0, 8, True, (0, 1)))))
-    timeline.submit(opened(0))
+    inbox.call_at(5.0, lambda: timeline.submit(make_step(1, Segment(0, 0, 8, True, (0, 1)))))
+    timeline.submit(init_slot(0))
     while timeline.get() is not None:
         pass
     (event,) = [e for e in timeline.chrome_trace()["traceEvents"] if e["ph"] == "X"]
@@ -92,6 +92,5 @@ def test_recording_changes_nothing(tmp_path):
     config = Config().replace(policy="multiplex", split=48)
     plain = simulate(MACHINE, QUERIES, config)
     assert (
-        simulate(MACHINE, QUERIES, config, files=SimFiles(timeline=str(tmp_path / "t.json")))
-        == plain
+        simulate(MACHINE, QUERIES, config, run=SimRun(timeline=str(tmp_path / "t.json"))) == plain
     )

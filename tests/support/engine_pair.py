@@ -1,4 +1,4 @@
-"""A prefill and a decode worker, face to face, moved by hand. The tests play the engines, the movers and the network."""
+"""A prefill and a decode worker, stepped by hand. Tests play engines, transports and network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ P_NAME, D_NAME = engine_id(ID, DisaggRole.PREFILL), engine_id(ID, DisaggRole.DEC
 LAYERS = 4
 
 
-def arrive(tokens: int = 10, max_tokens: int = 5) -> AddRequest:
+def make_request(tokens: int = 10, max_tokens: int = 5) -> AddRequest:
     return AddRequest(id="r", prompt=tuple(range(tokens)), sampling=Sampling(max_tokens=max_tokens))
 
 
@@ -27,7 +27,7 @@ class Side:
     def __init__(self, handoffs: Handoffs) -> None:
         self.handoffs = handoffs
         self.log: list[Command] = []
-        self.letters: list = []  # said, and not yet carried
+        self.outbox: list = []  # said, and not yet carried
 
     def all(self, kind: type) -> list:
         return [command for command in self.log if isinstance(command, kind)]
@@ -35,7 +35,7 @@ class Side:
     def last(self, kind: type):
         return self.all(kind)[-1]
 
-    def told(self, kind: type) -> list:
+    def events_for_engine(self, kind: type) -> list:
         """Events of `kind` for the engine."""
         return [
             command.event
@@ -47,18 +47,20 @@ class Side:
 class Pair:
     """Pages of 4 tokens. The link is number 1 at the prefill worker's end and 2 at the other."""
 
-    def __init__(self, grain: TransferGranularity = TransferGranularity.LAYER, **rules) -> None:
+    def __init__(
+        self, granularity: TransferGranularity = TransferGranularity.LAYER, **rules
+    ) -> None:
         self.now = 100.0
-        self.grain = grain
+        self.granularity = granularity
         self.p = Side(Handoffs(HandoffConfig(**rules), KvGeometry(LAYERS, 4)))
         self.d = Side(Handoffs(HandoffConfig(**rules), KvGeometry(LAYERS, 4)))
-        self.join(1, 2)
+        self.link(1, 2)
 
-    def join(self, here: int, there: int) -> None:
-        self.tell(self.p, handoff_events.LinkUp(here, there, "decode worker", DisaggRole.PREFILL))
-        self.tell(self.d, handoff_events.LinkUp(there, here, "prefill worker", DisaggRole.DECODE))
+    def link(self, here: int, there: int) -> None:
+        self.send(self.p, handoff_events.LinkUp(here, there, "decode worker", DisaggRole.PREFILL))
+        self.send(self.d, handoff_events.LinkUp(there, here, "prefill worker", DisaggRole.DECODE))
 
-    def tell(self, side: Side, event) -> None:
+    def send(self, side: Side, event) -> None:
         side.handoffs.on_event(self.now, event)
         self._collect(side)
 
@@ -66,20 +68,20 @@ class Pair:
         for command in side.handoffs.take_commands():
             side.log.append(command)
             if isinstance(command, handoff_events.SendMessage):
-                side.letters.append(command.message)
+                side.outbox.append(command.message)
 
-    def carry(self) -> None:
+    def deliver_all(self) -> None:
         """Every message arrives, and the answers to it."""
-        while self.p.letters or self.d.letters:
+        while self.p.outbox or self.d.outbox:
             for side, other in ((self.p, self.d), (self.d, self.p)):
-                letters, side.letters = side.letters, []
+                letters, side.outbox = side.outbox, []
                 for letter in letters:
-                    self.tell(other, letter)
+                    self.send(other, letter)
 
-    def lose(self) -> list:
+    def drop_messages(self) -> list:
         """Every message on its way is lost; what they were."""
-        lost = [*self.p.letters, *self.d.letters]
-        self.p.letters, self.d.letters = [], []
+        lost = [*self.p.outbox, *self.d.outbox]
+        self.p.outbox, self.d.outbox = [], []
         return lost
 
     def wait(self, seconds: float, carry: bool = True) -> None:
@@ -90,7 +92,7 @@ class Pair:
                 side.handoffs.tick(self.now)
                 self._collect(side)
             if carry:
-                self.carry()
+                self.deliver_all()
 
     # ------------------------------------------------------------ a handoff's usual steps
 
@@ -98,28 +100,29 @@ class Pair:
         self, tokens: int = 10, deadline_s: float = 60.0, pages=(5, 6, 7), cached: int = 0
     ) -> None:
         """It starts and has its pages on the prefill worker; the offer is on its way."""
-        self.tell(
-            self.p, handoff_events.StartHandoff(ID, arrive(tokens), 1, deadline_s, self.grain)
+        self.send(
+            self.p,
+            handoff_events.StartHandoff(ID, make_request(tokens), 1, deadline_s, self.granularity),
         )
-        self.tell(self.p, Admitted(P_NAME, tuple(pages), cached))
+        self.send(self.p, Admitted(P_NAME, tuple(pages), cached))
 
     def reserve(self, pages=(1, 2, 3), cached: int = 0) -> None:
         """The decode worker has pages, and the prefill worker knows."""
-        self.carry()
-        self.tell(self.d, Admitted(D_NAME, tuple(pages), cached))
-        self.carry()
+        self.deliver_all()
+        self.send(self.d, Admitted(D_NAME, tuple(pages), cached))
+        self.deliver_all()
 
     def prefill(self, tokens: int = 10, token: int = 77, finish=None) -> None:
         """The whole prompt and the first token."""
-        self.tell(self.p, Computed(P_NAME, tokens, tokens, 0))
-        self.tell(self.p, OutputDelta(P_NAME, (token,), finish_reason=finish))
+        self.send(self.p, Computed(P_NAME, tokens, tokens, 0))
+        self.send(self.p, OutputDelta(P_NAME, (token,), finish_reason=finish))
 
-    def write(self, error: str = "") -> None:
+    def complete_writes(self, error: str = "") -> None:
         """All writes posted so far end."""
         for write in self.p.all(handoff_events.WriteKv):
-            self.tell(self.p, handoff_events.WriteDone(write.op, error))
+            self.send(self.p, handoff_events.WriteDone(write.op, error))
 
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Nothing is left on either side."""
         return all(
             side.handoffs.idle and side.handoffs.ledger.is_empty for side in (self.p, self.d)

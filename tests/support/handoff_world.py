@@ -1,9 +1,9 @@
-"""A small cluster that goes wrong: workers, links, a front and a network, all in one process, turned by a random generator.
+"""A small cluster with random faults: workers, links, a frontend and a network, in one process.
 
-What is real: cluster/handoff.py (both state machines), front.py, dispatch.py, the wire encoding, device/link/sim.py, core/pages.py.
-What is made up: the engine (kv_engine.py) and everything that can fail. The oracle: each page layer's content is checked when a
-request is adopted and again when it ends; each span that lands is checked against the reservation; the client's tokens are known
-beforehand.
+Real: the handoff state machines, PoolFrontend, RequestDispatch, the wire encoding, SimTransport and
+PagePool. Faked: the engine (kv_engine.py). The oracle: each page layer's content is checked when a
+request is adopted and when it ends; each span that lands is checked against the reservation; the
+client's tokens are known beforehand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import counterpoint.disagg.messages as wire
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import (
     HandoffConfig,
     HandoffOutcome,
@@ -26,7 +27,6 @@ from counterpoint.disagg.handoff_events import (
     TransferGranularity,
     engine_id,
 )
-from counterpoint.disagg.page_ledger import PageHold
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.kv_transfer.transport import Completed, LinkLost, LinkSevered, Quiesced
@@ -45,7 +45,7 @@ class Worker:
     name: str
     engine: FakeEngine
     handoffs: Handoffs
-    mover: SimTransport
+    transport: SimTransport
     clock_s: float  # what its clock shows at world time 0
     inbox: deque = field(default_factory=deque)  # to the engine
     frozen: bool = False
@@ -54,24 +54,25 @@ class Worker:
 
 
 class World:
-    """`weather`: what goes wrong, from `WEATHER`. On any day but a stormy one, every request must get its whole answer."""
+    """`weather`: what goes wrong, from `FAULT_RATES`. On any day but a stormy one, every request
+    must get its whole answer."""
 
     def __init__(
         self, seed: int, weather: str = "storm", workers: int = 3, living: int = 6
     ) -> None:
         self.rng = rng = random.Random(seed)
-        self.weather = weather
-        self.living = living
+        self.faults = weather
+        self.max_requests = living
         self.now = 0.0
         self.rules = HandoffConfig(
-            write_pages=rng.choice([1, 2, 100]),
+            max_write_pages=rng.choice([1, 2, 100]),
             max_quarantine_pages=rng.choice([6, 1000]),
             lease_s=rng.choice([2.0, 10.0]),
-            dead_s=3.0 if weather == "storm" else 1e6,
-            remembered=rng.choice([4, 4096]),
+            peer_timeout_s=3.0 if weather == "storm" else 1e6,
+            max_remembered=rng.choice([4, 4096]),
         )
         deadline_s = rng.choice([8.0, 40.0]) if weather == "storm" else 1e6
-        self.front = PoolFrontend(
+        self.frontend = PoolFrontend(
             self.pick, deadline_s, rng.choice([0, 1, 3]), rng.choice(list(OnLoss))
         )
         self.pages = rng.choice([8, 14, 40])
@@ -81,31 +82,29 @@ class World:
             checksums=rng.random() < 0.3,
             on_land=self.landed,
         )
-        self.movers: dict[str, SimTransport] = {}
+        self.transports: dict[str, SimTransport] = {}
         self.workers: dict[str, Worker] = {}
         self.incarnations = 0
-        self.ends: dict[int, Worker] = {}  # link number -> the worker that has this end
-        self.between: dict[
-            tuple[str, str], int
-        ] = {}  # (prefill, decode) -> the prefill end's number
-        self.mail: list[tuple[int, bytes]] = []  # (destination link, message)
+        self.link_owners: dict[int, Worker] = {}  # link number -> the worker that has this end
+        self.links: dict[tuple[str, str], int] = {}  # (prefill, decode) -> the prefill end's number
+        self.messages: list[tuple[int, bytes]] = []  # (destination link, message)
         self.queues: dict[str, deque] = {}  # worker -> what it tells the front, in order
         self.orders: dict[str, deque] = {}  # front -> worker, in order
-        self.arrives: dict[str, AddRequest] = {}
-        self.got: dict[str, list[int]] = {}
+        self.requests: dict[str, AddRequest] = {}
+        self.received: dict[str, list[int]] = {}
         self.ended: Counter = Counter()
         self.seen: Counter = Counter()
-        self.verdicts: set = set()
+        self.ended_handoffs: set = set()
         self.steps = 0
         self.serial = 0
         for number in range(workers):
-            self.boot(f"w{number}")
+            self.start_worker(f"w{number}")
 
     # ------------------------------------------------------------ building
 
-    def boot(self, name: str) -> None:
+    def start_worker(self, name: str) -> None:
         self.incarnations += 1
-        mover = SimTransport(self.network, f"{name}.{self.incarnations}", self.movers)
+        mover = SimTransport(self.network, f"{name}.{self.incarnations}", self.transports)
         engine = FakeEngine(plain_memory(self.pages), self.rng)
         mover.register(engine.memory)
         worker = Worker(
@@ -121,30 +120,30 @@ class World:
 
     def link(self, prefill: Worker, decode: Worker) -> int:
         """The number of the prefill worker's end of a living link; 0: none can be made now."""
-        number = self.between.get((prefill.name, decode.name), 0)
+        number = self.links.get((prefill.name, decode.name), 0)
         end = prefill.handoffs.links.get(number)
-        if end is not None and not end.dead and self.ends.get(end.remote) is decode:
+        if end is not None and not end.dead and self.link_owners.get(end.remote) is decode:
             return number
         if prefill.frozen or decode.frozen:
             return 0
         self.incarnations += 2
         here, there = self.incarnations - 1, self.incarnations
-        self.ends[here], self.ends[there] = prefill, decode
+        self.link_owners[here], self.link_owners[there] = prefill, decode
         prefill.peers[here], decode.peers[there] = decode.name, prefill.name
-        prefill.mover.connect(here, there, decode.mover.name.encode(), True)
-        decode.mover.connect(there, here, prefill.mover.name.encode(), False)
-        self.tell(prefill, handoff_events.LinkUp(here, there, decode.name, DisaggRole.PREFILL))
-        self.tell(decode, handoff_events.LinkUp(there, here, prefill.name, DisaggRole.DECODE))
-        self.between[prefill.name, decode.name] = here
+        prefill.transport.connect(here, there, decode.transport.name.encode(), True)
+        decode.transport.connect(there, here, prefill.transport.name.encode(), False)
+        self.on_event(prefill, handoff_events.LinkUp(here, there, decode.name, DisaggRole.PREFILL))
+        self.on_event(decode, handoff_events.LinkUp(there, here, prefill.name, DisaggRole.DECODE))
+        self.links[prefill.name, decode.name] = here
         return here
 
     # ------------------------------------------------------------ one worker's turn
 
-    def tell(self, worker: Worker, event) -> None:
+    def on_event(self, worker: Worker, event) -> None:
         worker.handoffs.on_event(worker.clock_s + self.now, event)
-        self.obey(worker)
+        self.run_commands(worker)
 
-    def obey(self, worker: Worker) -> None:
+    def run_commands(self, worker: Worker) -> None:
         for command in worker.handoffs.take_commands():
             kind = type(command)
             self.seen[kind.__name__] += 1
@@ -161,15 +160,15 @@ class World:
                 spans = memory.spans(
                     command.first_layer, command.last_layer, command.sources, command.destinations
                 )
-                worker.mover.write(command.link, command.generation, spans, command.op)
+                worker.transport.write(command.link, command.generation, spans, command.op)
             elif kind is handoff_events.CancelWrite:
-                worker.mover.cancel(command.op)
+                worker.transport.cancel(command.op)
             elif kind is handoff_events.GrantPages:
-                worker.mover.grant(command.link, command.generation, command.pages)
+                worker.transport.grant(command.link, command.generation, command.pages)
             elif kind is handoff_events.RevokePages:
-                worker.mover.revoke(command.generation)
+                worker.transport.revoke(command.generation)
             elif kind is handoff_events.FenceLink:
-                worker.mover.disconnect(command.link)
+                worker.transport.disconnect(command.link)
             elif kind is handoff_events.VerifyPages:
                 memory = worker.engine.memory
                 spans = memory.spans(0, LAYERS, command.pages, command.pages)
@@ -181,18 +180,18 @@ class World:
             else:
                 self.queues[worker.name].append(command)
                 if kind is handoff_events.HandoffEnded:
-                    verdict = (worker.mover.name, command.handoff, command.part)
-                    assert verdict not in self.verdicts, f"{verdict} ended twice"
-                    self.verdicts.add(verdict)
-                    assert (
-                        self.weather != "quiet" or command.outcome is not HandoffOutcome.FAILED
-                    ), command
-                    self.seen[f"{command.part.value} {command.outcome.value}"] += 1
-        if worker.mover.notices:
-            self.notices(worker)
+                    verdict = (worker.transport.name, command.handoff, command.disagg_role)
+                    assert verdict not in self.ended_handoffs, f"{verdict} ended twice"
+                    self.ended_handoffs.add(verdict)
+                    assert self.faults != "quiet" or command.outcome is not HandoffOutcome.FAILED, (
+                        command
+                    )
+                    self.seen[f"{command.disagg_role.value} {command.outcome.value}"] += 1
+        if worker.transport.notices:
+            self.handle_notices(worker)
 
-    def notices(self, worker: Worker) -> None:
-        for notice in worker.mover.poll():
+    def handle_notices(self, worker: Worker) -> None:
+        for notice in worker.transport.poll():
             if isinstance(notice, Completed):
                 event = handoff_events.WriteDone(notice.op, notice.error, notice.checksum)
             elif isinstance(notice, Quiesced):
@@ -203,7 +202,7 @@ class World:
                 assert isinstance(notice, LinkLost)
                 event = handoff_events.LinkDown(notice.link)
             worker.handoffs.on_event(worker.clock_s + self.now, event)
-        self.obey(worker)
+        self.run_commands(worker)
 
     def send(self, worker: Worker, command: handoff_events.SendMessage) -> None:
         message = command.message
@@ -212,26 +211,26 @@ class World:
         end = worker.handoffs.links.get(command.link)
         if (
             end is not None
-            and end.part is DisaggRole.PREFILL
+            and end.disagg_role is DisaggRole.PREFILL
             and isinstance(message, wire.AbortHandoff | wire.HandoffDrained)
         ):
             worker.stopped.add((command.link, message.handoff))
-        self.mail.append((message.destination, wire.encode(message)))
+        self.messages.append((message.destination, wire.encode(message)))
 
     def engine_turn(self, worker: Worker) -> None:
-        """The engine takes what waits for it, and what it says goes to the handoffs and the front."""
+        """The engine takes its events; its outputs go to the handoffs and the frontend."""
         engine = worker.engine
         while worker.inbox:
             event = worker.inbox.popleft()
             if isinstance(event, handoff_events.PagesVerified):
-                self.tell(worker, event)
+                self.on_event(worker, event)
             else:
                 engine.handle(event)
         out, engine.out = engine.out, []
         for output in out:
             if isinstance(output, OutputDelta):
                 self.queues[worker.name].append(output)
-            self.tell(worker, output)
+            self.on_event(worker, output)
 
     # ------------------------------------------------------------ the front
 
@@ -239,21 +238,21 @@ class World:
         """The front takes one report of a worker."""
         report = self.queues[name].popleft()
         if report == "lost":
-            self.front.on_worker_lost(name)
+            self.frontend.on_worker_lost(name)
         else:
-            self.front.on_report(name, report)
-        self.serve()
+            self.frontend.on_report(name, report)
+        self.dispatch_pending()
 
-    def serve(self) -> None:
-        for item in self.front.take_items():
+    def dispatch_pending(self) -> None:
+        for item in self.frontend.take_items():
             if isinstance(item, ToWorker):
                 self.orders[item.worker].append(item)
                 self.seen[type(item.order).__name__] += 1
             elif isinstance(item.update, DeliverTokens):
-                got, news = self.got[item.id], item.update
+                got, news = self.received[item.id], item.update
                 assert news.start == len(got), "a token is missing or came twice"
                 got += [token.token for token in news.tokens]
-                arrive = self.arrives[item.id]
+                arrive = self.requests[item.id]
                 assert got[news.start :] == [
                     token_at(arrive, position) for position in range(news.start, len(got))
                 ]
@@ -262,11 +261,11 @@ class World:
 
     def finish(self, id: str, end: RequestFinished) -> None:
         self.ended[end.finish.value] += 1
-        arrive, got = self.arrives.pop(id), self.got.pop(id)
+        arrive, got = self.requests.pop(id), self.received.pop(id)
         if end.finish is FinishReason.LENGTH:
             assert len(got) == arrive.sampling.max_tokens
         else:
-            assert self.weather == "storm", f"{id} ended with {end}"
+            assert self.faults == "storm", f"{id} ended with {end}"
 
     def pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
         names = [name for name in self.workers if name != avoid]
@@ -285,14 +284,14 @@ class World:
         )
 
     def take_order(self, worker: Worker) -> None:
-        """The worker takes an order of the front; it dials before it starts anything."""
+        """The worker takes an order of the frontend; it dials before it starts anything."""
         item = self.orders[worker.name].popleft()
         order = item.order
-        if item.decode:
+        if item.decode_worker:
             order = msgspec.structs.replace(
-                order, link=self.link(worker, self.workers[item.decode])
+                order, link=self.link(worker, self.workers[item.decode_worker])
             )
-        self.tell(worker, order)
+        self.on_event(worker, order)
 
     # ------------------------------------------------------------ what happens next
 
@@ -307,26 +306,26 @@ class World:
         )
         sampling = Sampling(max_tokens=self.rng.choice([1, 2, 3, 8]), temperature=0)
         arrive = AddRequest(id=f"r{self.serial}", prompt=prompt, sampling=sampling)
-        self.arrives[arrive.id] = arrive
-        self.got[arrive.id] = []
-        self.front.add_request(arrive)
-        self.serve()
+        self.requests[arrive.id] = arrive
+        self.received[arrive.id] = []
+        self.frontend.add_request(arrive)
+        self.dispatch_pending()
 
     def deliver(self, index: int) -> None:
-        destination, data = self.mail[index]
-        worker = self.ends[destination]
+        destination, data = self.messages[index]
+        worker = self.link_owners[destination]
         alive = self.workers[worker.name] is worker
         if alive and worker.frozen:
             return
-        self.mail[index] = self.mail[-1]
-        self.mail.pop()
+        self.messages[index] = self.messages[-1]
+        self.messages.pop()
         if alive:
-            self.tell(worker, wire.decode(data))
+            self.on_event(worker, wire.decode(data))
 
     def tick(self, worker: Worker) -> None:
         worker.handoffs.tick(worker.clock_s + self.now)
-        self.obey(worker)
-        self.notices(worker)
+        self.run_commands(worker)
+        self.handle_notices(worker)
 
     def move(self, action: float) -> None:
         """A write in flight comes further."""
@@ -335,24 +334,24 @@ class World:
             self.network.land(flight, self.rng.randint(1, 3))
         else:
             self.network.complete(flight)
-            self.poll(flight.source)
+            self.poll_transport(flight.source)
 
-    def poll(self, mover: SimTransport) -> None:
+    def poll_transport(self, mover: SimTransport) -> None:
         for worker in self.workers.values():
-            if worker.mover is mover and not worker.frozen:
-                self.notices(worker)
+            if worker.transport is mover and not worker.frozen:
+                self.handle_notices(worker)
 
     def step(self) -> None:
         """One event of a protocol, somewhere; or a fault."""
         self.steps += 1
         rng, roll = self.rng, self.rng.random()
         worker = rng.choice(tuple(self.workers.values()))
-        if roll < 0.4 and self.mail:
-            self.deliver(rng.randrange(len(self.mail)))
+        if roll < 0.4 and self.messages:
+            self.deliver(rng.randrange(len(self.messages)))
         elif roll < 0.5 and self.network.writes:
             self.move(rng.random())
-        elif 0.5 <= roll < 0.53 and self.weather != "quiet":
-            kinds = WEATHER[self.weather]
+        elif 0.5 <= roll < 0.53 and self.faults != "quiet":
+            kinds = FAULT_RATES[self.faults]
             self.fault(worker, rng.choices(tuple(kinds), tuple(kinds.values()))[0])
         elif worker.frozen:
             self.idle(0.02)
@@ -365,7 +364,7 @@ class World:
             self.front_turn(worker.name)
         elif roll < 0.87 and self.orders[worker.name]:
             self.take_order(worker)
-        elif roll > 0.96 and len(self.front.requests) < self.living:
+        elif roll > 0.96 and len(self.frontend.requests) < self.max_requests:
             self.new_request()
         elif not worker.engine.work():
             self.idle(0.005)
@@ -379,14 +378,14 @@ class World:
 
     def fault(self, worker: Worker, kind: str) -> None:
         self.seen[f"fault {kind}"] += 1
-        if kind in ("drop", "repeat") and self.mail:
-            index = self.rng.randrange(len(self.mail))
+        if kind in ("drop", "repeat") and self.messages:
+            index = self.rng.randrange(len(self.messages))
             if kind == "repeat":
-                self.mail.append(self.mail[index])
+                self.messages.append(self.messages[index])
             else:
-                self.mail.pop(index)
-        elif kind == "withdraw" and self.front.requests:
-            self.withdraw(self.rng.choice(tuple(self.front.requests)))
+                self.messages.pop(index)
+        elif kind == "withdraw" and self.frontend.requests:
+            self.withdraw(self.rng.choice(tuple(self.frontend.requests)))
         elif kind == "crash":
             self.crash(worker)
         elif kind == "freeze":
@@ -396,45 +395,46 @@ class World:
         elif kind == "break write" and self.network.writes:
             flight = self.rng.choice(self.network.writes)
             self.network.complete(flight, "the link broke")
-            self.poll(flight.source)
+            self.poll_transport(flight.source)
         elif kind == "cut" and worker.handoffs.links and not worker.frozen:
-            self.tell(
+            self.on_event(
                 worker, handoff_events.LinkDown(self.rng.choice(tuple(worker.handoffs.links)))
             )
         elif kind == "sever":
             self.sever()
         elif kind == "drain" and not worker.frozen:
-            self.tell(worker, handoff_events.Drain(not worker.handoffs.draining))
+            self.on_event(worker, handoff_events.Drain(not worker.handoffs.draining))
         elif kind == "sleep":
             self.now += self.rng.random() * 4
 
     def withdraw(self, id: str) -> None:
         """The client is gone."""
-        self.front.abort(id)
-        self.serve()
+        self.frontend.abort(id)
+        self.dispatch_pending()
         self.ended["withdrawn"] += 1
-        del self.got[id], self.arrives[id]
+        del self.received[id], self.requests[id]
 
     def crash(self, worker: Worker) -> None:
-        """The process dies and another starts in its place. What it had not yet told the front is lost."""
-        self.network.kill(worker.mover)
+        """The process dies and another starts in its place. What it had not reported to the
+        frontend is lost."""
+        self.network.kill(worker.transport)
         told = self.rng.randint(0, len(self.queues[worker.name]))
         queue = deque([*list(self.queues[worker.name])[:told], "lost"])
-        self.boot(worker.name)
+        self.start_worker(worker.name)
         self.queues[worker.name] = queue
         for other in self.workers.values():
-            self.poll(other.mover)
+            self.poll_transport(other.transport)
 
     def sever(self) -> None:
         for link, owner in tuple(self.network.severing.items()):
             self.network.sever(link)
-            self.poll(owner)
+            self.poll_transport(owner)
 
     # ------------------------------------------------------------ checks
 
     def landed(self, flight, spans) -> None:
         """A write reads pages that a handoff keeps, and changes pages that are reserved for it."""
-        movers = {worker.mover: worker for worker in self.workers.values()}
+        movers = {worker.transport: worker for worker in self.workers.values()}
         assert flight.target in movers, "a write reached a dead process"
         desk = movers[flight.target].handoffs.context
         handoff = desk.grants.get(flight.generation)
@@ -456,8 +456,9 @@ class World:
             for hold in PageHold:
                 self.seen[hold.value] += worker.handoffs.ledger.pages(hold) > 0
 
-    def settle(self) -> None:
-        """No more faults and no new requests: everything must come to its end, and nothing may be left."""
+    def run_to_rest(self) -> None:
+        """No more faults and no new requests: everything must come to its end, and nothing may be
+        left."""
         self.network.stalled.clear()
         for worker in self.workers.values():
             worker.frozen = False
@@ -466,7 +467,7 @@ class World:
             self.sever()
             for flight in tuple(self.network.writes):
                 self.network.complete(flight)
-                self.poll(flight.source)
+                self.poll_transport(flight.source)
             for worker in tuple(self.workers.values()):
                 self.tick(worker)
                 while worker.inbox or worker.engine.out:
@@ -476,10 +477,10 @@ class World:
                     self.take_order(worker)
                 while self.queues[worker.name]:
                     self.front_turn(worker.name)
-            for _ in range(len(self.mail)):
+            for _ in range(len(self.messages)):
                 self.deliver(0)
             self.now += 0.05
-            if not self.front.requests and all(
+            if not self.frontend.requests and all(
                 self.at_rest(worker) for worker in self.workers.values()
             ):
                 break
@@ -496,7 +497,7 @@ class World:
     def at_rest(self, worker: Worker) -> bool:
         return (
             worker.handoffs.idle
-            and not worker.engine.pieces
+            and not worker.engine.parts
             and not worker.inbox
             and not self.queues[worker.name]
         )
@@ -506,21 +507,21 @@ class World:
             (
                 worker.name,
                 [
-                    (s.id, s.over, s.in_flight, s.sender and s.sender.state)
+                    (s.id, s.outcome, s.in_flight, s.sender and s.sender.state)
                     for s in worker.handoffs.sources.values()
                 ],
-                [(s.id, s.state, s.ops, s.link) for s in worker.handoffs.senders.values()],
+                [(s.id, s.state, s.writes, s.link) for s in worker.handoffs.senders.values()],
                 [
                     (r.id, r.state, r.generation, r.reason, r.link)
                     for r in worker.handoffs.receivers.values()
                 ],
-                list(worker.engine.pieces),
+                list(worker.engine.parts),
             )
             for worker in self.workers.values()
-        ] + [(d.arrive.id, d) for d in self.front.requests.values()]
+        ] + [(d.request.id, d) for d in self.frontend.requests.values()]
 
 
-WEATHER = {
+FAULT_RATES = {
     "quiet": {},
     "lossy": {"drop": 1, "repeat": 1},
     "storm": {

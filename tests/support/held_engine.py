@@ -20,7 +20,7 @@ from counterpoint.builder import system_builder
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.request import Phase
-from counterpoint.disagg.quarantine_recovery import QuarantineRecovery
+from counterpoint.disagg.role_rebalancer import QuarantineRecovery
 from counterpoint.kv_transfer import nixl
 from counterpoint.types import AddRequest, DisaggRole, Event, StepDone
 

@@ -1,6 +1,7 @@
-"""An engine as the handoff sees it: it admits, prefills in pieces, decodes, and its "KV" names its tokens and layer.
+"""A fake engine for handoffs: it admits, prefills in pieces and decodes, and its KV is checkable.
 
-It keeps the rules that core/engine.py keeps for parts of requests (types.Part), and checks the KV of what it adopts.
+The KV of a page encodes its tokens and layer. It treats parts of requests (DisaggRole) as
+core/engine.py does, and checks the KV of what it adopts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def token_at(arrive: AddRequest, position: int) -> int:
     return hash((arrive.prompt, position)) % 997
 
 
-def kv_names(tokens: tuple[int, ...]) -> list[int]:
+def kv_hashes(tokens: tuple[int, ...]) -> list[int]:
     """What the KV of each page of `tokens` must be (before the layer is mixed in)."""
     return [
         hash(tokens[: start + PAGE_TOKENS]) & MASK for start in range(0, len(tokens), PAGE_TOKENS)
@@ -45,18 +46,18 @@ def kv_names(tokens: tuple[int, ...]) -> list[int]:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class RequestPart:
     """A request's part in a FakeEngine."""
 
     arrive: AddRequest
-    names: list[int]
+    page_hashes: list[int]
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
     ahead: int = 0
     layers: int = 0
     output: int = 0  # tokens it has given
     admitted: bool = False
-    adopted: bool = False
+    decoding: bool = False
     over: bool = False  # gives nothing more; pages stay until Release
 
     @property
@@ -70,8 +71,9 @@ def plain_memory(pages: int, page_bytes: int = WORD_BYTES) -> KvMemory:
     )
 
 
-class CutWords:
-    """A region of a pool that is cut over ranks, as the words of whole pages. A head's are told apart by its number on top."""
+class ShardedWords:
+    """A region of a pool that is cut over ranks, as the words of whole pages. A head's are told
+    apart by its number on top."""
 
     def __init__(self, shards: ShardedMemory, region: int) -> None:
         layout, page = shards.layout, shards.page
@@ -95,7 +97,8 @@ class CutWords:
 
 
 class FakeEngine:
-    """The part of an engine that the handoff sees. A page of a region is `page_bytes` bytes: one 8-byte word, repeated."""
+    """The part of an engine that the handoff sees. A page of a region is `page_bytes` bytes: one
+    8-byte word, repeated."""
 
     def __init__(self, memory: KvMemory | ShardedMemory, rng: random.Random) -> None:
         self.rng = rng
@@ -103,39 +106,39 @@ class FakeEngine:
         self.pool = PagePool(memory.pages)
         self.kv: list[Any]
         if isinstance(memory, ShardedMemory):
-            self.kv = [CutWords(memory, region) for region in range(2 * memory.layers)]
+            self.kv = [ShardedWords(memory, region) for region in range(2 * memory.layers)]
         else:
             self.kv = [
                 region.view(np.uint64).reshape(memory.pages, -1) for region in memory.regions
             ]
-        self.pieces: dict[str, Piece] = {}
-        self.waiting: list[Piece] = []
-        self.active: list[Piece] = []
+        self.parts: dict[str, RequestPart] = {}
+        self.waiting: list[RequestPart] = []
+        self.active: list[RequestPart] = []
         self.out: list = []
         self.closed: set[DisaggRole] = set()  # parts that are not admitted now
 
     def handle(self, event: AddRequest | Abort | ResumeDecode | Release) -> None:
         if isinstance(event, AddRequest):
-            assert event.id not in self.pieces
-            piece = Piece(event, kv_names((*event.prompt, *event.generated_prefix)))
-            if len(piece.names) > self.pool.total:
+            assert event.id not in self.parts
+            piece = RequestPart(event, kv_hashes((*event.prompt, *event.generated_prefix)))
+            if len(piece.page_hashes) > self.pool.total:
                 self.out.append(
                     OutputDelta(event.id, finish_reason=FinishReason.ERROR, error="too long")
                 )
                 return
-            self.pieces[event.id] = piece
+            self.parts[event.id] = piece
             self.waiting.append(piece)
             self.admit()
             return
-        piece = self.pieces.get(event.id)
+        piece = self.parts.get(event.id)
         if piece is None:
             return
         if isinstance(event, Release):
-            assert not piece.adopted, "released after it was adopted"
+            assert not piece.decoding, "released after it was adopted"
             self.drop(piece)
         elif isinstance(event, ResumeDecode):
-            assert piece.admitted and not piece.adopted
-            piece.adopted, piece.output, piece.tokens = True, 1, piece.total
+            assert piece.admitted and not piece.decoding
+            piece.decoding, piece.output, piece.tokens = True, 1, piece.total
             assert event.token == token_at(piece.arrive, len(piece.arrive.generated_prefix))
             self.check_kv(piece)
             self.active.append(piece)
@@ -148,11 +151,11 @@ class FakeEngine:
             piece = self.waiting[0]
             if piece.arrive.disagg_role in self.closed:
                 return
-            full = piece.names[: piece.total // PAGE_TOKENS]
+            full = piece.page_hashes[: piece.total // PAGE_TOKENS]
             if piece.arrive.disagg_role is not DisaggRole.DECODE:
                 full = full[: (piece.total - 1) // PAGE_TOKENS]
             hits = self.pool.match([str(name).encode() for name in full])
-            fresh = len(piece.names) - len(hits)
+            fresh = len(piece.page_hashes) - len(hits)
             if fresh > self.pool.available - self.pool.count_evictable(hits):
                 return
             self.pool.ref(hits)
@@ -175,13 +178,13 @@ class FakeEngine:
         if not self.active:
             return False
         piece = self.rng.choice(self.active)
-        if piece.adopted:
+        if piece.decoding:
             self.token(piece)
         else:
             self.prefill(piece)
         return True
 
-    def prefill(self, piece: Piece) -> None:
+    def prefill(self, piece: RequestPart) -> None:
         if piece.layers in (0, LAYERS):
             piece.layers = 0
             piece.ahead = min(piece.total, piece.tokens + self.rng.randint(1, 9))
@@ -190,7 +193,7 @@ class FakeEngine:
             whole = (index + 1) * PAGE_TOKENS <= piece.ahead or piece.ahead == piece.total
             for region in range(2 * first, 2 * piece.layers):
                 self.kv[region][piece.pages[index]] = (
-                    ((piece.names[index] + region) & MASK) if whole else 1
+                    ((piece.page_hashes[index] + region) & MASK) if whole else 1
                 )
         part = piece.arrive.disagg_role is DisaggRole.PREFILL
         if piece.layers < LAYERS:
@@ -200,12 +203,12 @@ class FakeEngine:
         self.publish(piece)
         self.out += [Computed(piece.arrive.id, piece.tokens, piece.tokens, 0)] * part
         if piece.tokens == piece.total:
-            piece.adopted = not part
+            piece.decoding = not part
             self.token(piece)
             if part and piece in self.active:
                 self.active.remove(piece)
 
-    def token(self, piece: Piece) -> None:
+    def token(self, piece: RequestPart) -> None:
         position = len(piece.arrive.generated_prefix) + piece.output
         piece.output += 1
         finish = FinishReason.LENGTH if position + 1 >= piece.arrive.sampling.max_tokens else None
@@ -215,7 +218,7 @@ class FakeEngine:
         if finish is not None:
             self.stop(piece, None)
 
-    def stop(self, piece: Piece, finish: FinishReason | None) -> None:
+    def stop(self, piece: RequestPart, finish: FinishReason | None) -> None:
         if piece.over:
             return
         piece.over = True
@@ -225,13 +228,13 @@ class FakeEngine:
             self.waiting.remove(piece)
         if finish is not None:
             self.out.append(OutputDelta(piece.arrive.id, finish_reason=finish))
-        if piece.adopted:
+        if piece.decoding:
             self.check_kv(piece)
-        if piece.adopted or piece.arrive.disagg_role is DisaggRole.WHOLE:
+        if piece.decoding or piece.arrive.disagg_role is DisaggRole.WHOLE:
             self.drop(piece)
 
-    def drop(self, piece: Piece) -> None:
-        del self.pieces[piece.arrive.id]
+    def drop(self, piece: RequestPart) -> None:
+        del self.parts[piece.arrive.id]
         if piece in self.active:
             self.active.remove(piece)
         if piece in self.waiting:
@@ -239,19 +242,19 @@ class FakeEngine:
         self.pool.release(piece.pages)
         self.admit()
 
-    def publish(self, piece: Piece) -> None:
+    def publish(self, piece: RequestPart) -> None:
         for index in range(piece.tokens // PAGE_TOKENS):
-            self.pool.register(piece.pages[index], str(piece.names[index]).encode())
+            self.pool.register(piece.pages[index], str(piece.page_hashes[index]).encode())
 
-    def check_kv(self, piece: Piece) -> None:
+    def check_kv(self, piece: RequestPart) -> None:
         for region, words in enumerate(self.kv):
-            want = [(name + region) & MASK for name in piece.names]
+            want = [(name + region) & MASK for name in piece.page_hashes]
             got = words[piece.pages]
             assert got[:, 0].tolist() == want and (got == got[:, :1]).all(), (
                 f"the KV of {piece.arrive.id!r} differs"
             )
 
     def check(self, ledger) -> None:
-        held = Counter(page for piece in self.pieces.values() for page in piece.pages)
+        held = Counter(page for piece in self.parts.values() for page in piece.pages)
         self.pool.check(held)
         ledger.check(held, self.pool._free)

@@ -32,7 +32,7 @@ class ByTokens:
 LANES = (Lane(0, Role.DECODE, 2), Lane(1, Role.PREFILL, 2))
 
 
-def opened(
+def init_slot(
     slot: int, tokens: int = 8, pages: tuple[int, ...] = (), seed: int = 0, first: int = 0
 ) -> InitSlot:
     return InitSlot(
@@ -40,7 +40,7 @@ def opened(
     )
 
 
-def step(
+def make_step(
     id: int,
     *segments: Segment,
     lane: int = 0,

@@ -1,6 +1,7 @@
-"""Many days in all weathers: `python tests/support/soak_handoffs.py --steps 10000000 [--seed N] [--weather storm]`.
+"""Random handoff runs: `python tests/support/soak_handoffs.py --steps N [--weather storm]`.
 
-Prints one line of JSON at the end: steps, seconds, seeds and what happened. Stops with the seed at the first broken invariant.
+Prints one line of JSON: steps, seconds, seeds and what happened. Stops at the first broken
+invariant and names the seed.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def main() -> None:
         try:
             while world.steps < options.day:
                 world.step()
-            world.settle()
+            world.run_to_rest()
         except BaseException:
-            print(f"seed {seed}, {world.weather}, step {world.steps}", flush=True)
+            print(f"seed {seed}, {world.faults}, step {world.steps}", flush=True)
             raise
         seen += world.seen
         ended += world.ended

@@ -1,13 +1,14 @@
-"""Two hosts on one machine, and what their link does to a handoff: `python tests/support/two_hosts.py`, as root.
+"""KV transfer over a rate-limited link: `python tests/support/two_hosts.py`, as root.
 
-Two network namespaces, joined by a veth pair whose rate `tc` limits. In one, `counterpoint serve` with a decode worker; in the
-other, `counterpoint worker --join` as its prefill worker. Prompts go one at a time; KV is sent whole behind the prefill, or
-layer group by layer group while it runs. The link's rates have the ratio of transfer to prefill that links of 25, 100, 200 and
-400 Gb/s have for a prompt of 4,096 tokens of Llama-3.1-8B on an H200 (537 MB of KV, 0.1 s). Told of each: KV transfer that the
-prefill did not hide (`counterpoint_handoff_visible_seconds`), beside the formula (cluster/transfer.py: visible_s) for the
-link's nominal rate.
+Two network namespaces are joined by a veth pair whose rate `tc` limits. One runs `counterpoint
+serve` with a decode worker, the other `counterpoint worker --join` as its prefill worker. Prompts
+go one at a time; KV is sent whole after the prefill, or layer group by layer group during it. The
+rates have the ratio of transfer to prefill that links of 25, 100, 200 and 400 Gb/s have for a
+prompt of 4,096 tokens of Llama-3.1-8B on an H200 (537 MB of KV, 0.1 s). Printed: KV transfer time
+that the prefill did not hide (`counterpoint_handoff_visible_seconds`), and what
+router.visible_transfer_s gives for the nominal rate.
 
-Needs root, `ip` and `tc`, and a machine that does nothing else. Takes some minutes.
+Needs root, `ip`, `tc` and an otherwise idle machine. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from counterpoint.disagg.link_choice import visible_s
+from counterpoint.disagg.router import visible_transfer_s
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serve_process import poll
@@ -163,7 +164,8 @@ def served(model: str, grain: str, folder: Path) -> Iterator[None]:
 
 
 def ask(requests: int, seed: int) -> dict[str, Any]:
-    """Run inside the server's namespace: one prompt after another; what the metrics say of their handoffs."""
+    """Run inside the server's namespace: one prompt after another; what the metrics say of their
+    handoffs."""
     http = httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=300)
     poll(lambda: ready(http), READY_S, "the two workers are ready")
     before, first_s = summed(http), []
@@ -260,7 +262,7 @@ def main() -> int:
                     bytes_per_s = total / (ratio * prefill_s)
                     shape(8 * bytes_per_s)
                     found = measured(asked.requests, 1 + turn)
-                    formula = visible_s(total, prefill_s, bytes_per_s, groups)
+                    formula = visible_transfer_s(total, prefill_s, bytes_per_s, groups)
                     rows.append(
                         (grain, gbits, ratio, 8 * bytes_per_s / 1e6, prefill_s, found, formula)
                     )
@@ -270,14 +272,15 @@ def main() -> int:
                         flush=True,
                     )
     print(
-        "| KV sent | link like | transfer / prefill | link here, Mb/s | prefill, s | handoffs | visible, s | formula, s | ratio |"
+        "| KV sent | link like | transfer / prefill | link here, Mb/s | prefill, s | handoffs "
+        "| visible, s | formula, s | ratio |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for grain, gbits, ratio, mbits, prefill_s, found, formula in rows:
         seen, count = found["visible_s"], found["count"]
         print(
-            f"| by {grain} | {gbits} Gb/s | {ratio:.2f} | {mbits:.0f} | {prefill_s:.2f} | {count:.0f} | {seen:.3f} | {formula:.3f} "
-            f"| {seen / formula:.2f} |"
+            f"| by {grain} | {gbits} Gb/s | {ratio:.2f} | {mbits:.0f} | {prefill_s:.2f} "
+            f"| {count:.0f} | {seen:.3f} | {formula:.3f} | {seen / formula:.2f} |"
         )
     return 0
 

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: real couriers, real movers, the made-up engine of kv_engine.py; the test is the front.
+"""Workers in processes: real runners and transports, the fake engine; the test is the frontend.
 
 A worker can be held at a named point (`Hold`), so that a signal meets it there.
 """
@@ -19,13 +19,16 @@ import msgspec
 from kv_engine import LAYERS, PAGE_TOKENS, FakeEngine, plain_memory, token_at
 
 from counterpoint.disagg import handoff_events
-from counterpoint.disagg.compatibility import CompatibilityDigest
 from counterpoint.disagg.dispatch import DeliverTokens, OnLoss, RequestFinished
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
-from counterpoint.disagg.peer_connection import Address
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import (
+    Address,
+    CompatibilityDigest,
+    TransportEndpoint,
+    WorkerIdentity,
+)
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.kv_transfer.head_mapping import HeadLayout
 from counterpoint.kv_transfer.memory import KvMemory
@@ -39,7 +42,12 @@ from counterpoint.types import AddRequest, DisaggRole, OutputDelta, Sampling
 PAGES, PAGE_BYTES = 24, 16 << 10
 KV_HEADS, HEAD_BYTES, RANKS = 4, 1 << 10, {"p": 4, "d": 2, "e": 8}  # of pools that are cut
 RULES = HandoffConfig(
-    heartbeat_s=0.1, dead_s=0.7, lease_s=1.5, park_s=60.0, resend_s=0.1, drain_s=0.7
+    heartbeat_interval_s=0.1,
+    peer_timeout_s=0.7,
+    lease_s=1.5,
+    park_timeout_s=60.0,
+    resend_interval_s=0.1,
+    drain_timeout_s=0.7,
 )
 DIGEST = CompatibilityDigest(
     model="m",
@@ -56,8 +64,8 @@ DIGEST = CompatibilityDigest(
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """`prefills`: turns of prefill work that may still be done; None: any number. `closed`: parts that are not admitted.
-    `decodes`: whether tokens are decoded."""
+    """`prefills`: turns of prefill work that may still be done; None: any number. `closed`: parts
+    that are not admitted. `decodes`: whether tokens are decoded."""
 
     prefills: int | None = None
     closed: tuple[DisaggRole, ...] = ()
@@ -67,10 +75,11 @@ class Hold(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- in the worker's process
 
 
-def make_mover(
+def make_transport(
     kind: str, name: str, wake: Callable[[], None]
 ) -> tuple[Transport, KvMemory | ShardedMemory]:
-    """`kind`: of the mover, or "cut tcp", "cut nixl": each worker's pool is cut over another number of ranks."""
+    """`kind`: of the transport, or "cut tcp", "cut nixl": each worker's pool is cut over another
+    number of ranks."""
     if kind.startswith("cut "):
         layout, page = (
             HeadLayout(KV_HEADS, RANKS.get(name, 1)),
@@ -101,8 +110,8 @@ class Worker:
         self.pipe = pipe
         self.hold = Hold()
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.courier: HandoffRunner | None = None
-        mover, memory = make_mover(kind, name, self.wake)
+        self.runner: HandoffRunner | None = None
+        mover, memory = make_transport(kind, name, self.wake)
         self.kv = FakeEngine(memory, random.Random(name))
         self.handoffs = Handoffs(RULES, KvGeometry(LAYERS, PAGE_TOKENS))
         reach = TransportEndpoint(str(os.getpid()), "this host", "cpu", (mover.kind,))
@@ -115,14 +124,14 @@ class Worker:
             {mover.kind: mover.register(memory)},
             "a token",
         )
-        self.mover = mover
-        self.courier = HandoffRunner(identity, self.handoffs, self, port=port)
-        self.courier.start()
-        self.send(("address", self.courier.address))
+        self.transport = mover
+        self.runner = HandoffRunner(identity, self.handoffs, self, Address("127.0.0.1", port))
+        self.runner.start()
+        self.send(("address", self.runner.address))
 
     def wake(self) -> None:
-        if self.courier is not None:
-            self.courier.on_notices()
+        if self.runner is not None:
+            self.runner.on_notices()
 
     def send(self, words) -> None:
         self.pipe.send(words)
@@ -136,7 +145,7 @@ class Worker:
         self.inbox.put(("report", command))
 
     def run(self) -> None:
-        threading.Thread(target=self.listen, daemon=True).start()
+        threading.Thread(target=self.read_commands, daemon=True).start()
         while True:
             try:
                 got = self.inbox.get(timeout=0.002)
@@ -158,14 +167,14 @@ class Worker:
             for output in out:
                 if isinstance(output, OutputDelta):
                     self.send(("report", output))
-                self.courier.on_engine_outputs(output)
-        self.courier.close()
-        self.mover.close()
+                self.runner.on_engine_outputs(output)
+        self.runner.close()
+        self.transport.close()
 
     def work(self) -> None:
         engine = self.kv
         for piece in tuple(engine.active):
-            if piece.adopted:
+            if piece.decoding:
                 if self.hold.decodes:
                     engine.token(piece)
             elif self.hold.prefills != 0:
@@ -173,34 +182,34 @@ class Worker:
                 if self.hold.prefills is not None:
                     self.hold = msgspec.structs.replace(self.hold, prefills=self.hold.prefills - 1)
 
-    def listen(self) -> None:
+    def read_commands(self) -> None:
         while True:
             try:
                 words = self.pipe.recv()
             except (EOFError, OSError):
                 words = "quit"  # the test is gone
             if words == "census":
-                self.courier.inspect(lambda _: self.inbox.put(("census", self.census())))
+                self.runner.inspect(lambda _: self.inbox.put(("census", self.leftovers())))
             elif isinstance(words, tuple):
-                self.courier.on_order(*words)
+                self.runner.on_order(*words)
             else:
                 self.inbox.put(words)
             if words == "quit":
                 return
 
-    def census(self) -> dict:
+    def leftovers(self) -> dict:
         """What is left; all zero when nothing is."""
         return {
             "handoffs": not self.handoffs.idle,
             "held": not self.handoffs.ledger.is_empty,
-            "requests": len(self.kv.pieces),
+            "requests": len(self.kv.parts),
             "pages": PAGES - self.kv.pool.available,
-            "starting": len(self.courier._starting),
+            "starting": len(self.runner._starting),
             "states": [
                 part.state.value
                 for part in (*self.handoffs.senders.values(), *self.handoffs.receivers.values())
             ],
-            "written": sum(sender.written for sender in self.handoffs.senders.values()),
+            "written": sum(sender.written_page_layers for sender in self.handoffs.senders.values()),
         }
 
 
@@ -227,8 +236,8 @@ class Member:
         self.process.start()
         theirs.close()
         self.address: Address | None = None
-        self.left: dict | None = None
-        self.there = True
+        self.leftovers: dict | None = None
+        self.connected = True
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -243,18 +252,20 @@ class Member:
 
 
 class Cluster:
-    """Workers p, d and e; requests are prefilled by p and decoded by d as long as they are there."""
+    """Workers p, d and e; p prefills requests and d decodes them while both are there."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.members = {name: Member(name, kind) for name in "pde"}
-        self.front = PoolFrontend(self.pick, deadline_s=20.0, retries=3, on_loss=OnLoss.RECOMPUTE)
-        self.arrives: dict[str, AddRequest] = {}
-        self.got: dict[str, list[int]] = {}
+        self.frontend = PoolFrontend(
+            self.pick, deadline_s=20.0, retries=3, on_loss=OnLoss.RECOMPUTE
+        )
+        self.requests: dict[str, AddRequest] = {}
+        self.received: dict[str, list[int]] = {}
         self.ends: dict[str, RequestFinished] = {}
         self.reports: list = []
         self.avoid: set[str] = set()
-        self.until(lambda: all(member.address for member in self.members.values()))
+        self.wait_until(lambda: all(member.address for member in self.members.values()))
 
     def pick(self, arrive: AddRequest, avoid: str, prefill: str) -> Route | None:
         names = [name for name in self.members if name not in self.avoid and name != avoid]
@@ -263,58 +274,58 @@ class Cluster:
         return Route(prefill, names[0]) if names else None
 
     def submit(self, id: str, tokens: int = 30, max_tokens: int = 6) -> None:
-        start = 1000 * len(self.arrives)  # no two prompts share a page
+        start = 1000 * len(self.requests)  # no two prompts share a page
         arrive = AddRequest(
             id=id,
             prompt=tuple(range(start, start + tokens)),
             sampling=Sampling(max_tokens=max_tokens),
         )
-        self.arrives[id] = arrive
-        self.got[id] = []
-        self.front.add_request(arrive)
-        self.serve()
+        self.requests[id] = arrive
+        self.received[id] = []
+        self.frontend.add_request(arrive)
+        self.dispatch_pending()
 
     def hold(self, name: str, **kwargs) -> None:
         """It is in force when this returns."""
         self.members[name].pipe.send(Hold(**kwargs))
-        self.census(name)
+        self.leftovers(name)
 
-    def until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
-        """Let the front work until `done`."""
+    def wait_until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
+        """Let the frontend work until `done`."""
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end, f"waited in vain; reports: {self.reports[-8:]}"
-            pipes = {member.pipe: name for name, member in self.members.items() if member.there}
+            pipes = {member.pipe: name for name, member in self.members.items() if member.connected}
             for pipe in wait(list(pipes), timeout=0.05):
-                self.hear(pipes[pipe])
+                self.on_message(pipes[pipe])
 
-    def hear(self, name: str) -> None:
+    def on_message(self, name: str) -> None:
         member = self.members[name]
         try:
             kind, words = member.pipe.recv()
         except (EOFError, OSError):
-            member.there = False
+            member.connected = False
             return
         if kind == "address":
             member.address = Address(*words)
         elif kind == "census":
-            member.left = words
+            member.leftovers = words
         else:
             self.reports.append((name, words))
-            self.front.on_report(name, words)
-            self.serve()
+            self.frontend.on_report(name, words)
+            self.dispatch_pending()
 
-    def serve(self) -> None:
-        for item in self.front.take_items():
+    def dispatch_pending(self) -> None:
+        for item in self.frontend.take_items():
             if isinstance(item, ToWorker):
                 member = self.members.get(item.worker)
-                if member is not None and member.there:
+                if member is not None and member.connected:
                     address = (
                         self.members[item.decode_worker].address if item.decode_worker else None
                     )
                     member.pipe.send((item.order, address))
             elif isinstance(item.update, DeliverTokens):
-                got = self.got[item.id]
+                got = self.received[item.id]
                 assert item.update.start == len(got)
                 got += [token.token for token in item.update.tokens]
             else:
@@ -324,12 +335,12 @@ class Cluster:
         return id in self.ends
 
     def check_answer(self, id: str) -> None:
-        arrive = self.arrives[id]
-        assert self.got[id] == [
+        arrive = self.requests[id]
+        assert self.received[id] == [
             token_at(arrive, position) for position in range(arrive.sampling.max_tokens)
         ], self.ends
 
-    def said(self, name: str, kind: type, **fields) -> bool:
+    def has_reported(self, name: str, kind: type, **fields) -> bool:
         """Whether a worker has reported such a thing."""
         return any(
             who == name
@@ -338,8 +349,8 @@ class Cluster:
             for who, words in self.reports
         )
 
-    def at_point(self, point: str, id: str) -> None:
-        """Wait until the handoff stands at a named point: see POINTS in test_processes.py."""
+    def wait_for_state(self, point: str, id: str) -> None:
+        """Wait until the handoff is at a named point (POINTS in test_worker_processes.py)."""
         words = {
             "queued": ("d", "queued"),
             "reserved": ("d", "reserved"),
@@ -348,30 +359,30 @@ class Cluster:
         }
         name, state = words[point]
         if state == "adopted":
-            self.until(
-                lambda: self.said(
+            self.wait_until(
+                lambda: self.has_reported(
                     name, handoff_events.HandoffEnded, outcome=handoff_events.HandoffOutcome.ADOPTED
                 )
             )
             return
-        self.until(lambda: state in self.census(name)["states"])
+        self.wait_until(lambda: state in self.leftovers(name)["states"])
         if point == "reserved":  # and some of it has been written
-            self.until(lambda: self.census("p")["written"] > 0)
+            self.wait_until(lambda: self.leftovers("p")["written"] > 0)
 
-    def census(self, name: str) -> dict:
+    def leftovers(self, name: str) -> dict:
         member = self.members[name]
-        member.left = None
+        member.leftovers = None
         member.pipe.send("census")
-        self.until(lambda: member.left is not None)
-        assert member.left is not None
-        return member.left
+        self.wait_until(lambda: member.leftovers is not None)
+        assert member.leftovers is not None
+        return member.leftovers
 
-    def at_rest(self, names: str = "pde", seconds: float = 10.0) -> None:
+    def wait_for_rest(self, names: str = "pde", seconds: float = 10.0) -> None:
         """Every ledger comes to zero."""
         end = time.monotonic() + seconds
         for name in names:
-            while any(left := self.census(name).values()):
-                assert time.monotonic() < end, f"{name} keeps {self.members[name].left}"
+            while any(left := self.leftovers(name).values()):
+                assert time.monotonic() < end, f"{name} keeps {self.members[name].leftovers}"
                 time.sleep(0.02)
         assert not left or not any(left)
 
@@ -379,20 +390,20 @@ class Cluster:
         member = self.members[name]
         member.signal(signal.SIGKILL)
         member.process.join()
-        while member.there:  # what it had said before
-            self.hear(name)
+        while member.connected:  # what it had said before
+            self.on_message(name)
 
     def restart(self, name: str) -> None:
         """A new process on the same address."""
         port = self.members[name].address.port
         self.members[name].pipe.close()
         self.members[name] = Member(name, self.kind, port)
-        self.until(lambda: self.members[name].address is not None)
+        self.wait_until(lambda: self.members[name].address is not None)
 
-    def make_whole(self) -> None:
+    def restore_workers(self) -> None:
         """Everybody is there and works."""
         for name, member in tuple(self.members.items()):
-            if not member.there:
+            if not member.connected:
                 self.restart(name)
             self.members[name].signal(signal.SIGCONT)
             self.hold(name)

@@ -125,7 +125,7 @@ class PoolMetrics:
         }
 
     def observe(self, ended: HandoffEnded) -> None:
-        self.handoffs_ended[ended.part.value, ended.outcome.value] += 1
+        self.handoffs_ended[ended.disagg_role.value, ended.outcome.value] += 1
         if ended.times is not None:
             for name, timing in TIMINGS.items():
                 self.histograms[name].observe(max(0.0, timing.value(ended.times)))

@@ -25,12 +25,15 @@ from counterpoint.disagg.dispatch import (
 )
 from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
-from counterpoint.disagg.quarantine_recovery import (
+from counterpoint.disagg.role_rebalancer import (
+    Change,
+    CommitRole,
     QuarantineRecovery,
     ReplaceWorker,
+    RoleRebalancer,
+    StartDrain,
     WorkerQuarantine,
 )
-from counterpoint.disagg.role_rebalancer import Change, CommitRole, RoleRebalancer, StartDrain
 from counterpoint.serve.observability.merge_stats import merge, without_gauges
 from counterpoint.serve.observability.pool_lanes import PoolLanes
 from counterpoint.serve.observability.pool_metrics import PoolMetrics
@@ -237,12 +240,8 @@ class Pool(EngineClient):
     ) -> OutputDelta:
         id, tracker = request.input.id, self.load_tracker
         assert tracker is not None
-        cached_tokens = 0
-        if update.start == 0:
-            tracker.on_first_token(id, now_s - request.routed_s)
-            cached_tokens = request.cached_tokens = update.tokens[0].cached_tokens
-        tracker.on_tokens(id, tuple(sampled.token for sampled in update.tokens))
-        request.token_s += [now_s] * len(update.tokens)
+        tracker.on_delivery(request, update, now_s, request.routed_s)
+        cached_tokens = request.cached_tokens if update.start == 0 else 0
         routed = tracker.requests.get(id)
         if routed is not None and routed.prefill_worker is routed.decode_worker:
             self._release_siblings(id, routed.route.decode)
@@ -358,18 +357,16 @@ class Pool(EngineClient):
     def _on_handoff_ended(self, worker: str, ended: handoff_events.HandoffEnded) -> None:
         assert self.load_tracker is not None
         self.metrics.observe(ended)
+        self.load_tracker.on_handoff_ended(worker, ended)
         id = ended.handoff.request
-        if ended.outcome is handoff_events.HandoffOutcome.ADOPTED:
-            self.load_tracker.on_adopted(id)
-            self._release_siblings(id, worker)
-        elif ended.outcome is handoff_events.HandoffOutcome.DECODED_IN_PLACE:
-            self.load_tracker.on_decode_in_place(id)
+        if ended.outcome in (
+            handoff_events.HandoffOutcome.ADOPTED,
+            handoff_events.HandoffOutcome.DECODED_IN_PLACE,
+        ):
             self._release_siblings(id, worker)
         request = self._requests.get(id)
-        if ended.times is not None:
-            self.load_tracker.on_transfer(worker, ended.decode_worker, ended.times)
-            if request is not None:
-                request.admitted_s = request.arrival_s + ended.times.admitted_s
+        if ended.times is not None and request is not None:
+            request.admitted_s = request.arrival_s + ended.times.admitted_s
 
     # ------------------------------------------------------------ roles and quarantined pages
 

@@ -15,11 +15,11 @@ from counterpoint.builder import worker_setup
 from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg import peer_connection
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
 from counterpoint.disagg.load_tracker import LoadTracker, WorkerShape
 from counterpoint.disagg.peer_connection import Address, ControlError
 from counterpoint.disagg.role_rebalancer import RebalanceTargets, RoleRebalancer
 from counterpoint.disagg.router import Router, RoutingRule
+from counterpoint.disagg.routing_feedback import LinkBandwidth
 from counterpoint.serve.worker.registry import HeartbeatLimits, ListenAddress, RegisteredWorker
 from counterpoint.serve.worker.supervisor import (
     Launcher,

@@ -25,9 +25,10 @@ from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import KvTransfer
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.handoff import Handoffs
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, handoff_of
 from counterpoint.disagg.handoff_runner import HandoffRunner, SentKv
-from counterpoint.disagg.page_ledger import PageHold
+from counterpoint.disagg.peer_connection import Address
 from counterpoint.disagg.receiver import ReceiveState
 from counterpoint.disagg.sender import SendState
 from counterpoint.kv_transfer.shm import ShmTransport
@@ -85,13 +86,13 @@ class PoolWorker(EngineWorker):
         handoffs = Handoffs(
             HandoffConfig(), KvGeometry(system.spec.layers, system.limits.page_tokens)
         )
-        runner = HandoffRunner(me, handoffs, self, self._host, start.port, self.fail)
+        runner = HandoffRunner(me, handoffs, self, Address(self._host, start.port), self.fail)
         try:
             runner.start()
         except OSError:
             if not start.port:
                 raise
-            runner = HandoffRunner(me, handoffs, self, self._host, on_fault=self.fail)
+            runner = HandoffRunner(me, handoffs, self, Address(self._host, 0), self.fail)
             runner.start()  # on any port: its old one is taken
         timeline = self.engine.timeline
         if timeline is not None:

@@ -16,9 +16,13 @@ from typing import Protocol
 
 import msgspec
 
-from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch
 from counterpoint.disagg.messages import WireError
-from counterpoint.disagg.peer_connection import Address, FramedConnection
+from counterpoint.disagg.peer_connection import (
+    Address,
+    CompatibilityDigest,
+    FramedConnection,
+    find_mismatch,
+)
 from counterpoint.serve.observability.pool_metrics import WorkerState
 from counterpoint.serve.worker import wire
 from counterpoint.serve.worker.supervisor import EngineFailed, Supervisor, WorkerPlan

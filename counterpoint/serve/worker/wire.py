@@ -24,10 +24,10 @@ import msgspec
 import counterpoint
 from counterpoint.config import Config, ConfigError
 from counterpoint.disagg import handoff_events, peer_connection
-from counterpoint.disagg.compatibility import CompatibilityDigest
 from counterpoint.disagg.messages import WireError
 from counterpoint.disagg.peer_connection import (
     Address,
+    CompatibilityDigest,
     ControlError,
     FramedConnection,
     Refusal,

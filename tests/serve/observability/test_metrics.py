@@ -12,10 +12,10 @@ from serve_process import ROOT
 
 from counterpoint.cost_model.roofline import Roofline
 from counterpoint.disagg.handoff_events import HandoffEnded, HandoffOutcome, HandoffTimes
-from counterpoint.disagg.link_bandwidth import FEWEST, LinkBandwidth
 from counterpoint.disagg.load_tracker import LoadTracker, WorkerShape
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.router import Router
+from counterpoint.disagg.routing_feedback import MIN_TRANSFERS, LinkBandwidth
 from counterpoint.serve.observability.metrics import DISTRIBUTIONS, Metrics
 from counterpoint.serve.observability.pool_metrics import PoolMetrics, WorkerState
 from counterpoint.serve.worker.wire import EngineInfo, HandoffStats
@@ -86,7 +86,7 @@ def pool_page() -> str:
         AddRequest(id="a", prompt=tuple(range(900)), sampling=Sampling(max_tokens=1)), "", ""
     )
     routing.on_first_token("a", 0.5)
-    for _ in range(FEWEST):
+    for _ in range(MIN_TRANSFERS):
         routing.on_transfer("prefill", "decode", TIMES)
     metrics = PoolMetrics(lambda: workers, lambda: routing)
     metrics.observe(

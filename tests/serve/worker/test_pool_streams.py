@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from counterpoint.config import Config
-from counterpoint.disagg.compatibility import make_digest
 from counterpoint.disagg.handoff_events import engine_id
 from counterpoint.disagg.messages import HandoffId
-from counterpoint.disagg.peer_connection import Address
+from counterpoint.disagg.peer_connection import Address, make_digest
 from counterpoint.serve.api.limits import AdmissionQueue
 from counterpoint.serve.api.openai import CompletionRequest
 from counterpoint.serve.api.request_parsing import parse_request

@@ -1,4 +1,4 @@
-"""Two real workers (model, CPU executor, engine, courier, mover) against one: every token must be the same."""
+"""Two real workers (CPU model, engine, runner, transport) give the tokens of one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.kv_memory import page_layout, pool_memory
 from counterpoint.device.slot_tables import SlotTables
 from counterpoint.disagg import handoff_events
-from counterpoint.disagg.compatibility import make_digest
 from counterpoint.disagg.dispatch import DeliverTokens
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry, TransferGranularity
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import TransportEndpoint, WorkerIdentity, make_digest
 from counterpoint.disagg.pool_frontend import PoolFrontend, Route, ToWorker
 from counterpoint.interfaces import Policy
 from counterpoint.kv_transfer.cuda_ipc import CudaIpcTransport
@@ -80,7 +79,7 @@ class Machine:
 
 
 class Worker:
-    """A machine with a courier. What it reports goes to `report(name, words)`, from two threads."""
+    """A machine with a runner. What it reports goes to `report(name, words)`, from two threads."""
 
     def __init__(
         self, name: str, decoder: Decoder, policy: Policy, mover, report, gpu: FakeGpu | None = None
@@ -128,7 +127,7 @@ class Worker:
             if isinstance(output, OutputDelta):
                 self.tell_front(self.name, output)
 
-    def engine(self, event: handoff_events.EngineEvent) -> None:
+    def to_engine(self, event: handoff_events.EngineEvent) -> None:
         self.machine.inbox.put(event)
 
     def report(self, command) -> None:
@@ -237,7 +236,8 @@ def alone(decoder: Decoder, arrives: list[AddRequest]) -> dict[str, list[int]]:
 
 
 def requests() -> list[AddRequest]:
-    """Greedy and seeded, short and long, half with the same beginning; some end with their first token."""
+    """Greedy and seeded, short and long, half with the same beginning; some end with their first
+    token."""
     chance = random.Random(4)
     beginning = [chance.randrange(VOCAB) for _ in range(40)]
     arrivals = []

@@ -1,17 +1,18 @@
-"""When a worker with lost pages is started again."""
+"""When a worker with quarantined pages is restarted."""
 
 from __future__ import annotations
 
-from counterpoint.disagg.quarantine_recovery import (
+from counterpoint.disagg.role_rebalancer import (
+    CancelDrain,
     QuarantineRecovery,
     ReplaceWorker,
+    StartDrain,
     WorkerQuarantine,
 )
-from counterpoint.disagg.role_rebalancer import CancelDrain, StartDrain
 
 
-def worker(name: str, share: float, drained: bool = False) -> WorkerQuarantine:
-    return WorkerQuarantine(name, share, drained)
+def worker(name: str, share: float, is_drained: bool = False) -> WorkerQuarantine:
+    return WorkerQuarantine(name, share, is_drained)
 
 
 def test_a_worn_worker_empties_and_is_replaced_and_then_the_next():
@@ -20,7 +21,7 @@ def test_a_worn_worker_empties_and_is_replaced_and_then_the_next():
     assert wear.tick(0.0, both) == wear.tick(29.0, both) == []
     assert wear.tick(30.0, both) == [StartDrain("e")], "the worst first"
     assert wear.tick(31.0, both) == [], "one at a time"
-    assert wear.tick(40.0, [both[0], worker("e", 0.3, drained=True)]) == [ReplaceWorker("e")]
+    assert wear.tick(40.0, [both[0], worker("e", 0.3, is_drained=True)]) == [ReplaceWorker("e")]
     assert wear.tick(45.0, [both[0], worker("e", 0.0)]) == [StartDrain("d")]
 
 
@@ -43,4 +44,4 @@ def test_one_that_ends_by_itself_is_no_matter():
     wear = QuarantineRecovery(share=0.1, patience_s=30.0)
     wear.tick(0.0, [worker("d", 0.5)])
     assert wear.tick(30.0, [worker("d", 0.5)]) == [StartDrain("d")]
-    assert wear.tick(31.0, []) == [] and wear.tick(99.0, [worker("d", 0.0, drained=True)]) == []
+    assert wear.tick(31.0, []) == [] and wear.tick(99.0, [worker("d", 0.0, is_drained=True)]) == []

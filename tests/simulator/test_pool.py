@@ -1,4 +1,4 @@
-"""Simulated machines that hand requests over to each other."""
+"""Simulated workers that hand requests over to each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sim_builders import Constant
 from counterpoint.bench.workload import Lengths, PrefixGroups, Query, SyntheticLoad
 from counterpoint.config import Config
 from counterpoint.simulator.machine import Machine, kv_token_bytes
-from counterpoint.simulator.simulate import SimFiles, SimResult, simulate
+from counterpoint.simulator.simulate import SimResult, SimRun, simulate
 from counterpoint.spec.device import device_spec
 from counterpoint.spec.presets import PRESETS
 from counterpoint.types import FinishReason
@@ -77,7 +77,8 @@ def test_every_request_gets_all_of_its_answer(policy, pools):
 
 
 def test_a_handoff_costs_its_transfer_and_a_word():
-    """A prompt of one step, its KV behind it over a link that takes three seconds, and a step for each token after the first."""
+    """A prompt of one step, its KV behind it over a link that takes three seconds, and a step for
+    each token after the first."""
     prompt = 1000  # 63 pages
     link = kv_token_bytes(H200.model, H200.device, Config()) * 63 * 16 / 3.0
     config = Config().replace(**PLAIN, **ONE_ONE, kv_grain="prompt", link_bytes_per_s=link)
@@ -123,7 +124,7 @@ def test_replicas_share_the_load():
 
 
 def test_what_the_decode_worker_has_no_room_for_goes_on_all_the_same():
-    """Sixty answers at once that take all of its pages: some are decoded where they were prefilled."""
+    """Sixty answers at once take all of its pages: some are decoded where they were prefilled."""
     queries = [Query(i, 0.0, 300, 400) for i in range(60)]
     came = simulate(SECOND, queries, Config().replace(**PLAIN, **ONE_ONE, kv_pages=300))
     check_whole(queries, came)
@@ -154,5 +155,5 @@ def test_what_belongs_to_one_engine_is_refused():
             H200,
             load(2, rate=1),
             Config().replace(**ONE_ONE),
-            files=SimFiles(timeline="trace.json"),
+            run=SimRun(timeline="trace.json"),
         )

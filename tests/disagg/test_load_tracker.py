@@ -1,4 +1,4 @@
-"""The front's book: loads are those of this moment, and nothing stays on it."""
+"""Loads are current, and nothing stays counted after a request ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 import msgspec
 import pytest
 
-from counterpoint.disagg.link_bandwidth import LinkBandwidth
 from counterpoint.disagg.load_tracker import LoadTracker, TrackedWorker, WorkerShape
 from counterpoint.disagg.pool_frontend import Route
 from counterpoint.disagg.role_rebalancer import (
@@ -20,6 +19,7 @@ from counterpoint.disagg.role_rebalancer import (
     StartDrain,
 )
 from counterpoint.disagg.router import Router, RoutingRule
+from counterpoint.disagg.routing_feedback import LinkBandwidth
 from counterpoint.types import AddRequest, BatchShape, Role, Sampling, Slo
 
 SHAPE = WorkerShape(units=1, layers=4, page_tokens=4, pages_total=1000, chunk_tokens=64)
@@ -53,8 +53,14 @@ def arrive(id: str, tokens: int = 100, seed: int | None = None) -> AddRequest:
 
 def load_of(seat: TrackedWorker) -> tuple[int, ...]:
     return (
-        seat.prefill_tokens, seat.prefill_squares, seat.prefill_reused, seat.prefills, seat.decodes, seat.context, seat.pages,
-    )  # fmt: skip
+        seat.prefill_tokens,
+        seat.prefill_squares,
+        seat.prefill_reused,
+        seat.num_prefills,
+        seat.num_decodes,
+        seat.context_tokens,
+        seat.num_pages,
+    )
 
 
 def test_a_burst_is_spread_though_no_worker_has_said_a_word():
@@ -94,7 +100,7 @@ def test_whatever_becomes_of_requests_nothing_stays_booked():
         elif move == 5 and living:
             booking = book.requests[id]
             book.choose_route(
-                booking.arrive, booking.route.decode, chance.choice(["", booking.route.prefill])
+                booking.request, booking.route.decode, chance.choice(["", booking.route.prefill])
             )
         elif move == 6 and n % 10 == 0:
             name = chance.choice("pqde")
@@ -113,8 +119,8 @@ def test_where_all_is_full_a_request_waits_at_the_least_loaded():
     book = two_and_two()
     for n in range(100):
         assert book.choose_route(arrive(f"r{n}", 200), "", "") is not None
-    assert all(seat.view("x").pages_free == 0 for seat in book.workers.values())
-    decodes = [seat.decodes for seat in book.workers.values() if seat.role is Role.DECODE]
+    assert all(seat.make_view("x").pages_free == 0 for seat in book.workers.values())
+    decodes = [seat.num_decodes for seat in book.workers.values() if seat.role is Role.DECODE]
     assert max(decodes) - min(decodes) <= 2
 
 
@@ -129,8 +135,10 @@ def test_replicas_are_chosen_by_what_they_have_in_their_cache():
     book.on_finished("r2")
     book.remove_worker(first.decode)
     book.add_worker(first.decode, Role.BOTH, SHAPE)
-    assert not book.prefixes.pages(
-        book._names(arrive("r3", 400, seed=1), [seat.view(n) for n, seat in book.workers.items()])
+    assert not book.prefixes.match(
+        book._page_hashes(
+            arrive("r3", 400, seed=1), [seat.make_view(n) for n, seat in book.workers.items()]
+        )
     )
 
 
@@ -145,8 +153,8 @@ def test_an_answer_can_be_gone_on_with_where_it_was_decoded():
     book.on_tokens("r1", answer)
     book.on_finished("r1")
     following = AddRequest(id="r2", prompt=(*turn.prompt, *answer, 5, 6), sampling=turn.sampling)
-    names = book._names(following, [book.workers["d"].view("d")])
-    assert book.prefixes.pages(names)[route.decode] == 160 // 4
+    names = book._page_hashes(following, [book.workers["d"].make_view("d")])
+    assert book.prefixes.match(names)[route.decode] == 160 // 4
 
 
 def test_a_tied_request_forks_where_its_prompt_is_if_there_is_room():
@@ -165,7 +173,8 @@ def test_a_tied_request_forks_where_its_prompt_is_if_there_is_room():
 
 
 def test_how_long_answers_are_is_learnt_and_weighs_prefills_beside_them():
-    """A prefill of 100 ms for each answer of 2 tokens is more than 60 ms a token; for one of 100 tokens it is little."""
+    """A prefill of 100 ms for each answer of 2 tokens is more than 60 ms a token; for one of 100
+    tokens it is little."""
 
     def where(answer_tokens: int) -> str:
         book = LoadTracker(
@@ -196,7 +205,9 @@ def test_a_worker_changes_its_role_when_all_who_have_it_are_late():
     book = routing(p=Role.PREFILL, d=Role.DECODE, e=Role.DECODE)
     for name, seat in book.workers.items():
         book.add_worker(name, seat.role, msgspec.structs.replace(SHAPE, pages_total=10_000))
-    elastic = RoleRebalancer(RebalanceTargets(ttft_s=1.0, tpot_s=1.0), RebalanceConfig(persist=3))
+    elastic = RoleRebalancer(
+        RebalanceTargets(ttft_s=1.0, tpot_s=1.0), RebalanceConfig(persist_ticks=3)
+    )
     for n in range(30):
         book.choose_route(arrive(f"r{n}", 100), "", "")
     changes = [change for now in range(4) for change in elastic.tick(now, book.worker_loads())]

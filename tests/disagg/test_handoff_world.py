@@ -1,19 +1,19 @@
-"""The handoff in all weathers (world.py): random days for breadth, a hypothesis machine for small counterexamples."""
+"""Handoffs under random faults (handoff_world.py), and hypothesis for small counterexamples."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from handoff_world import WEATHER, World
+from handoff_world import FAULT_RATES, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from counterpoint.disagg.handoff_context import PageHold
 from counterpoint.disagg.handoff_events import HandoffOutcome
-from counterpoint.disagg.page_ledger import PageHold
+from counterpoint.disagg.prefill_source import PrefillSource
 from counterpoint.disagg.receiver import HandoffReceiver
-from counterpoint.disagg.sender import PrefillSource
 from counterpoint.types import FinishReason
 
 
@@ -21,7 +21,7 @@ def day(seed: int, weather: str, steps: int = 1500) -> World:
     world = World(seed, weather)
     while world.steps < steps:
         world.step()
-    world.settle()
+    world.run_to_rest()
     return world
 
 
@@ -34,7 +34,7 @@ def test_a_hundred_thousand_steps():
         ended += world.ended
         steps += world.steps
     assert steps >= 100_000
-    assert all(seen[f"fault {kind}"] for kind in WEATHER["storm"])
+    assert all(seen[f"fault {kind}"] for kind in FAULT_RATES["storm"])
     assert all(seen[hold.value] for hold in PageHold)
     for outcome in (
         HandoffOutcome.SENT,
@@ -55,13 +55,13 @@ def test_a_hundred_thousand_steps():
 
 def keep_no_quarantine(patch: pytest.MonkeyPatch) -> None:
     """Free what was reserved as soon as it is given up."""
-    stop = HandoffReceiver.stop
+    stop = HandoffReceiver.abort
 
     def broken(self, now, outcome, reason):
         stop(self, now, outcome, reason)
         self._free()
 
-    patch.setattr(HandoffReceiver, "stop", broken)
+    patch.setattr(HandoffReceiver, "abort", broken)
 
 
 def release_early(patch: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ def release_early(patch: pytest.MonkeyPatch) -> None:
 def send_half_full_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PrefillSource,
-        "page_edge",
-        lambda self, tokens: self.desk.pages_of(tokens) if self.pages else 0,
+        "complete_pages",
+        lambda self, tokens: self.context.num_pages(tokens) if self.pages else 0,
     )
 
 
@@ -92,7 +92,7 @@ def test_the_world_notices(mistake, monkeypatch):
             day(seed, "storm")
 
 
-@pytest.mark.parametrize("weather", WEATHER)
+@pytest.mark.parametrize("weather", FAULT_RATES)
 def test_a_day_is_the_same_whenever_it_is_lived(weather):
     assert day(7, weather, 400).seen == day(7, weather, 400).seen
 
@@ -113,16 +113,16 @@ class Handover(RuleBasedStateMachine):
 
     @rule()
     def request(self) -> None:
-        if len(self.world.front.requests) < self.world.living:
+        if len(self.world.frontend.requests) < self.world.max_requests:
             self.world.new_request()
 
-    @precondition(lambda self: self.world.mail)
+    @precondition(lambda self: self.world.messages)
     @rule(index=st.integers(0, 50), times=st.integers(1, 5))
     def messages_arrive(self, index: int, times: int) -> None:
-        for _ in range(min(times, len(self.world.mail))):
-            self.world.deliver(index % len(self.world.mail))
+        for _ in range(min(times, len(self.world.messages))):
+            self.world.deliver(index % len(self.world.messages))
 
-    @precondition(lambda self: self.world.network.flights)
+    @precondition(lambda self: self.world.network.writes)
     @rule(action=st.sampled_from([0.0, 1.0]))
     def a_write_moves(self, action: float) -> None:
         self.world.move(action)
@@ -150,7 +150,7 @@ class Handover(RuleBasedStateMachine):
         if not worker.frozen:
             self.world.tick(worker)
 
-    @rule(number=workers, kind=st.sampled_from(sorted(WEATHER["storm"])))
+    @rule(number=workers, kind=st.sampled_from(sorted(FAULT_RATES["storm"])))
     def something_fails(self, number: int, kind: str) -> None:
         self.world.fault(self.worker(number), kind)
 
@@ -161,7 +161,7 @@ class Handover(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            self.world.settle()
+            self.world.run_to_rest()
 
 
 Handover.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

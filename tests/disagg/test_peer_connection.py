@@ -1,4 +1,4 @@
-"""What reaches a worker's control port before it is known who speaks: nobody there may end a worker, or take a place for good."""
+"""Unauthenticated peers can neither end a worker nor hold its resources."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 
 from counterpoint.disagg import peer_connection
-from counterpoint.disagg.compatibility import CompatibilityDigest, make_digest
 from counterpoint.disagg.handoff import Handoffs
 from counterpoint.disagg.handoff_events import HandoffConfig, KvGeometry
-from counterpoint.disagg.handoff_runner import HandoffRunner, WorkerIdentity
-from counterpoint.disagg.link_choice import TransportEndpoint
-from counterpoint.disagg.peer_connection import FramedConnection, Introduction
+from counterpoint.disagg.handoff_runner import HandoffRunner
+from counterpoint.disagg.peer_connection import (
+    CompatibilityDigest,
+    FramedConnection,
+    Introduction,
+    TransportEndpoint,
+    WorkerIdentity,
+    make_digest,
+)
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.tcp import TcpTransport
 from counterpoint.spec.presets import PRESETS
@@ -53,7 +58,7 @@ class Worker:
         )
         self.courier.start()
 
-    def engine(self, event) -> None: ...
+    def to_engine(self, event) -> None: ...
 
     def report(self, command) -> None: ...
 
@@ -91,7 +96,7 @@ def test_a_dialer_that_stands_still_before_its_last_word_takes_no_place(worker, 
                 link=7,
                 digest=DIGEST,
                 endpoint=REACH,
-                transport_metadata=worker.courier.identity.blobs,
+                transport_metadata=worker.courier.identity.transport_metadata,
                 proof=proof,
             )
         )

@@ -1,4 +1,4 @@
-"""How much of a transfer is seen: the whole protocol on a virtual clock, against the formula of transfer.py."""
+"""The protocol on a virtual clock hides as much of a transfer as the formula says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from counterpoint.disagg.handoff_events import (
     TransferGranularity,
     engine_id,
 )
-from counterpoint.disagg.link_choice import visible_s
 from counterpoint.disagg.messages import HandoffId
+from counterpoint.disagg.router import visible_transfer_s
 from counterpoint.kv_transfer.memory import KvMemory
 from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.kv_transfer.transport import Completed
@@ -33,7 +33,8 @@ def handover(
     chunks: int = 1,
     late_s: float = 0.0,
 ) -> HandoffTimes:
-    """One prompt of PAGES pages, computed in `chunks` passes of LAYERS equal layers. The decode worker has room after `late_s`."""
+    """One prompt of PAGES pages, computed in `chunks` passes of LAYERS equal layers. The decode
+    worker has room after `late_s`."""
     network = SimNetwork(bandwidth=bandwidth)
     movers: dict[str, SimTransport] = {}
     links = [SimTransport(network, name, movers) for name in "pd"]
@@ -45,7 +46,8 @@ def handover(
         )
     p, d = (
         Handoffs(
-            HandoffConfig(dead_s=1e9, park_s=1e9, lease_s=1e9), KvGeometry(LAYERS, PAGE_TOKENS)
+            HandoffConfig(peer_timeout_s=1e9, park_timeout_s=1e9, lease_s=1e9),
+            KvGeometry(LAYERS, PAGE_TOKENS),
         )
         for _ in range(2)
     )
@@ -135,7 +137,7 @@ def test_the_visible_part_is_that_of_the_formula(grain, chunks, ratio):
     times = handover(grain, prefill_s, bandwidth, chunks)
     assert times.page_layers == PAGES * LAYERS
     assert times.visible_s == pytest.approx(
-        visible_s(TOTAL_BYTES, prefill_s, bandwidth, groups), rel=1e-6
+        visible_transfer_s(TOTAL_BYTES, prefill_s, bandwidth, groups), rel=1e-6
     )
 
 

@@ -1,4 +1,4 @@
-"""What the router learns from what came: the bandwidth of links, and how its predicted times to first token are off."""
+"""What the router learns: link bandwidths and TTFT corrections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_load_tracker import SHAPE, arrive, routing
 from test_router import Linear, view
-from test_routing import SHAPE, arrive, routing
 
 from counterpoint.disagg.handoff_events import HandoffTimes, TransferGranularity
-from counterpoint.disagg.link_bandwidth import FEWEST, LinkBandwidth
-from counterpoint.disagg.router import Router, RoutingRule
-from counterpoint.disagg.ttft_correction import BOUND, TtftCorrection
-from counterpoint.types import Role, Slo
+from counterpoint.disagg.router import RouteQuery, Router, RoutingRule
+from counterpoint.disagg.routing_feedback import (
+    MAX_CORRECTION,
+    MIN_TRANSFERS,
+    LinkBandwidth,
+    TtftCorrection,
+)
+from counterpoint.types import Role
 
 MB = 1e6
 
@@ -25,14 +29,14 @@ def wires(bandwidth: float = 1e9) -> LinkBandwidth:
 
 def test_a_link_is_believed_after_some_transfers_and_others_count_as_it_does():
     links = wires()
-    for n in range(FEWEST):
+    for n in range(MIN_TRANSFERS):
         assert links.bytes_per_s("p", "d") == 1e9, f"after {n} transfers"
         links.observe("p", "d", 10 * MB, 0.1)
     assert links.bytes_per_s("p", "d") == pytest.approx(100 * MB)
     assert links.bytes_per_s("p", "e") == pytest.approx(100 * MB), (
         "the best that is known of a new link"
     )
-    for _ in range(FEWEST):
+    for _ in range(MIN_TRANSFERS):
         links.observe("p", "e", 10 * MB, 0.01)
     assert links.bytes_per_s("p", "e") == pytest.approx(1e9) and links.bytes_per_s(
         "p", "d"
@@ -63,7 +67,8 @@ def test_nothing_sent_says_nothing_and_a_worker_that_is_gone_is_forgotten():
 
 
 def test_the_grain_follows_what_links_carry():
-    """A prompt of 1000 tokens has 100 MB of KV and takes a second: 2 GB/s hide all but a moment of it, 200 MB/s half."""
+    """A prompt of 1000 tokens has 100 MB of KV and takes a second: 2 GB/s hide all but a moment of
+    it, 200 MB/s half."""
     links, pools = (
         wires(bandwidth=10e9),
         [view("p", Role.PREFILL, chunk_tokens=5000), view("d", Role.DECODE)],
@@ -71,15 +76,15 @@ def test_the_grain_follows_what_links_carry():
     router = Router(Linear(), links, RoutingRule(local_tokens=0))
 
     def chosen() -> tuple[TransferGranularity, float]:
-        choice = router.route(1000, Slo(), pools, {})
+        choice = router.route(RouteQuery(1000), pools)
         assert choice is not None
-        return choice.route.granularity, choice.visible_s
+        return choice.route.granularity, choice.visible_transfer_s
 
     grain, visible_s = chosen()
     assert grain is TransferGranularity.PROMPT and visible_s == pytest.approx(
         0.01 + links.control_s
     )
-    for _ in range(FEWEST):
+    for _ in range(MIN_TRANSFERS):
         links.observe("p", "d", 100 * MB, 0.5)
     grain, visible_s = chosen()
     assert grain is TransferGranularity.LAYER and visible_s == pytest.approx(
@@ -111,7 +116,7 @@ def test_predictions_come_to_be_right_and_the_slow_worker_gets_less():
 
 def test_nothing_is_kept_of_a_worker_that_is_gone():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
-    for n in range(FEWEST):
+    for n in range(MIN_TRANSFERS):
         book.choose_route(arrive(f"r{n}"), "", "")
         book.on_first_token(f"r{n}", 1.0)
         book.on_transfer("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=4, sending_s=0.001))
@@ -142,7 +147,7 @@ def test_what_was_never_predicted_is_not_learnt_from():
 def test_a_transfers_bytes_are_those_of_its_pages():
     book = routing(p=Role.PREFILL, d=Role.DECODE)
     pages = 5 * SHAPE.layers  # page layers of five pages
-    for _ in range(FEWEST):
+    for _ in range(MIN_TRANSFERS):
         book.on_transfer("p", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001))
         book.on_transfer(
             "gone", "d", HandoffTimes(0, 0, 0, 0, 0, page_layers=pages, sending_s=0.001)
@@ -158,7 +163,7 @@ def test_a_factor_is_bounded_and_moves_in_small_steps(seen):
     forecast, before = TtftCorrection(), 1.0
     for priced_s, actual_s in seen:
         forecast.observe("p", priced_s, priced_s * forecast.factor("p"), actual_s)
-        assert 1 / BOUND <= forecast.factor("p") <= BOUND
+        assert 1 / MAX_CORRECTION <= forecast.factor("p") <= MAX_CORRECTION
         assert before / 1.2 < forecast.factor("p") < before * 1.2
         before = forecast.factor("p")
     assert forecast.relative_error(0.5) <= forecast.relative_error(0.95)

@@ -1,4 +1,4 @@
-"""Roles follow the load, and do not swing."""
+"""Roles follow the load and do not oscillate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_pool_that_misses_for_long_gets_a_worker():
     assert ticks(elastic, NEEDY, 2) == []
     assert elastic.tick(10, NEEDY) == [StartDrain("d0")]
     assert elastic.tick(15, NEEDY) == [], "one change at a time"
-    empty = [prefill("p0", SLOW), decode("d0", drained=True), decode("d1"), decode("d2")]
+    empty = [prefill("p0", SLOW), decode("d0", is_drained=True), decode("d1"), decode("d2")]
     assert elastic.tick(20, empty) == [CommitRole("d0", Role.PREFILL, 1)]
     after = [prefill("p0", SLOW), prefill("d0", SLOW), decode("d1"), decode("d2")]
     assert ticks(elastic, after, 5, start=25) == [], "it cools down"
@@ -99,20 +99,21 @@ def test_a_worker_that_does_not_empty_keeps_its_role():
     elastic = RoleRebalancer(TARGETS, RebalanceConfig(drain_s=20.0))
     ticks(elastic, NEEDY, 3)
     assert ticks(elastic, NEEDY, 4, start=15) == [CancelDrain("d0")]
-    assert elastic.moving is None and elastic.epoch == 0
+    assert elastic.change_in_flight is None and elastic.epoch == 0
 
 
 def test_a_worker_that_dies_while_it_drains():
     elastic = RoleRebalancer(TARGETS)
     ticks(elastic, NEEDY, 3)
-    assert elastic.tick(20, NEEDY[:1] + NEEDY[2:]) == [] and elastic.moving is None
+    assert elastic.tick(20, NEEDY[:1] + NEEDY[2:]) == [] and elastic.change_in_flight is None
 
 
 def day(
     patience: RebalanceConfig, demand, seconds: float = 3600.0, workers: int = 6, seed: int = 1
 ) -> list[tuple[float, CommitRole]]:
-    """A fluid model of two pools: each worker of a pool has an equal share of the demand (in workers); the queue's part of the TTFT
-    is that of M/M/1, and times per token grow with the batch. Measurements are noisy. The commits, with their times."""
+    """A fluid model of two pools: each worker of a pool has an equal share of the demand (in
+    workers); the queue's part of the TTFT is that of M/M/1, and times per token grow with the
+    batch. Measurements are noisy. The commits, with their times."""
     rng = random.Random(seed)
     elastic = RoleRebalancer(TARGETS, patience)
     roles = {f"w{i}": Role.PREFILL if i < workers // 2 else Role.DECODE for i in range(workers)}
@@ -133,10 +134,14 @@ def day(
             gone = name in draining and now > draining[name] + 15
             if role is Role.PREFILL:
                 loads.append(
-                    prefill(name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), drained=gone)
+                    prefill(
+                        name, min(20.0, 0.2 + 0.2 * busy / max(0.01, 1 - busy)), is_drained=gone
+                    )
                 )
             else:
-                loads.append(decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), drained=gone))
+                loads.append(
+                    decode(name, 0.01 + 0.03 * busy, min(1.0, 0.8 * busy), is_drained=gone)
+                )
         for change in elastic.tick(now, loads):
             if isinstance(change, StartDrain):
                 draining[change.worker] = now
@@ -162,8 +167,9 @@ def test_a_steady_load_does_not_swing(prefill_demand, decode_demand, seed):
 
 
 def test_without_the_consolidation_test_it_would():
-    """The same load with donors that are asked for nothing: roles go to and fro. (So the test above can fail.)"""
-    careless = RebalanceConfig(slack=1e9, kv_slack=1e9, cool_s=0.0)
+    """The same load with donors that are asked for nothing: roles go to and fro. (So the test above
+    can fail.)"""
+    careless = RebalanceConfig(slack=1e9, kv_slack=1e9, cooldown_s=0.0)
     swings = max(len(day(careless, lambda now: (2.9, 3.3), seed=seed)) for seed in range(5))
     assert swings > 10
 

@@ -1,4 +1,4 @@
-"""The wire: what is said comes back whole, and what is not a message is refused."""
+"""The wire format: messages round-trip, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pickle
 
 import msgspec
 import pytest
-from engine_pair import arrive
+from engine_pair import make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint.disagg.messages as wire
-from counterpoint.disagg.compatibility import CompatibilityDigest, find_mismatch, make_digest
 from counterpoint.disagg.handoff_events import engine_id, handoff_of
 from counterpoint.disagg.messages import HandoffId, SampledToken, WireError
+from counterpoint.disagg.peer_connection import CompatibilityDigest, find_mismatch, make_digest
 from counterpoint.spec import ModelSpec
 from counterpoint.types import DisaggRole, TokenLogprobs
 
 ENDS = (HandoffId("r", 3), 1 << 62, 17, 4)
 MESSAGES = [
-    wire.HandoffOffer(*ENDS, arrive(), 12.5),
+    wire.HandoffOffer(*ENDS, make_request(), 12.5),
     wire.OfferQueued(*ENDS),
     wire.PagesReserved(*ENDS, (4, 5), 2),
     wire.TransferStarted(*ENDS),
@@ -73,7 +73,7 @@ def test_sizes_are_bounded(monkeypatch):
         wire.decode(wire.encode(wire.AbortHandoff(*ENDS, "x" * 501)))
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
     for call in (
-        lambda: wire.encode(wire.HandoffOffer(*ENDS, arrive(200), 1.0)),
+        lambda: wire.encode(wire.HandoffOffer(*ENDS, make_request(200), 1.0)),
         lambda: wire.decode(b"x" * 101),
     ):
         with pytest.raises(WireError, match="at most 100"):

@@ -1,4 +1,4 @@
-"""Three real processes: KV over shared memory, TCP, and between pools cut over 4, 2 and 8 ranks; signals at every named point."""
+"""Three real processes over shared memory, TCP and sharded pools; signals at every named point."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def calm(cluster: Cluster) -> Iterator[None]:
     """Every test starts with three willing workers and ends with nothing left on any of them."""
     cluster.reports.clear()
     cluster.avoid.clear()
-    cluster.make_whole()
+    cluster.restore_workers()
     yield
-    cluster.make_whole()
-    cluster.at_rest()
+    cluster.restore_workers()
+    cluster.wait_for_rest()
 
 
 names = iter(range(10_000))
@@ -53,10 +53,10 @@ def test_answers_are_whole(cluster):
     ids = [new_id() for _ in range(8)]
     for number, id in enumerate(ids):
         cluster.submit(id, tokens=5 + 7 * number % 40, max_tokens=1 + number % 5)
-    cluster.until(lambda: all(cluster.ended(id) for id in ids))
+    cluster.wait_until(lambda: all(cluster.ended(id) for id in ids))
     for id in ids:
         cluster.check_answer(id)
-    assert cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
+    assert cluster.has_reported("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
         "nothing was handed over"
     )
 
@@ -65,13 +65,13 @@ def test_a_client_leaves_while_kv_is_sent(cluster):
     id = new_id()
     cluster.hold("p", prefills=3)
     cluster.submit(id)
-    cluster.at_point("reserved", id)
-    cluster.front.withdraw(id)
-    cluster.serve()
-    cluster.until(
+    cluster.wait_for_state("reserved", id)
+    cluster.frontend.abort(id)
+    cluster.dispatch_pending()
+    cluster.wait_until(
         lambda: (
-            cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ABORTED)
-            and cluster.said("p", HandoffEnded, outcome=HandoffOutcome.ABORTED)
+            cluster.has_reported("d", HandoffEnded, outcome=HandoffOutcome.ABORTED)
+            and cluster.has_reported("p", HandoffEnded, outcome=HandoffOutcome.ABORTED)
         )
     )
 
@@ -96,7 +96,7 @@ def stand_at(cluster: Cluster, point: str) -> str:
     for name, hold in POINTS[point].items():
         cluster.hold(name, **hold)
     cluster.submit(id)
-    cluster.at_point(point, id)
+    cluster.wait_for_state(point, id)
     return id
 
 
@@ -110,10 +110,10 @@ def test_the_decode_worker_is_killed(cluster, point):
     id = stand_at(cluster, point)
     cluster.kill("d")
     cluster.avoid.add("d")
-    cluster.front.lost("d")
-    cluster.serve()
+    cluster.frontend.on_worker_lost("d")
+    cluster.dispatch_pending()
     let_go(cluster, "p", "e")
-    cluster.until(lambda: cluster.ended(id))
+    cluster.wait_until(lambda: cluster.ended(id))
     cluster.check_answer(id)
     prefilled = {
         words.id
@@ -125,9 +125,9 @@ def test_the_decode_worker_is_killed(cluster, point):
     again = new_id()
     cluster.avoid.clear()
     cluster.submit(again)
-    cluster.until(lambda: cluster.ended(again))
+    cluster.wait_until(lambda: cluster.ended(again))
     cluster.check_answer(again)
-    assert cluster.said("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
+    assert cluster.has_reported("d", HandoffEnded, outcome=HandoffOutcome.ADOPTED), (
         "the restarted worker gets no work"
     )
 
@@ -137,20 +137,22 @@ def test_the_prefill_worker_is_killed(cluster, point):
     id = stand_at(cluster, point)
     cluster.kill("p")
     cluster.avoid.add("p")
-    cluster.front.lost("p")
-    cluster.serve()
+    cluster.frontend.on_worker_lost("p")
+    cluster.dispatch_pending()
     if point != "decoding":
-        cluster.until(lambda: cluster.said("d", HandoffEnded, part=DisaggRole.DECODE))
+        cluster.wait_until(
+            lambda: cluster.has_reported("d", HandoffEnded, disagg_role=DisaggRole.DECODE)
+        )
         receiving = {"queued", "reserved", "verifying", "aborting"}
-        cluster.until(lambda: receiving.isdisjoint(cluster.census("d")["states"]))
+        cluster.wait_until(lambda: receiving.isdisjoint(cluster.leftovers("d")["states"]))
     let_go(cluster, "d", "e")
-    cluster.until(lambda: cluster.ended(id))
+    cluster.wait_until(lambda: cluster.ended(id))
     cluster.check_answer(id)
     cluster.restart("p")
     again = new_id()
     cluster.avoid.clear()
     cluster.submit(again)
-    cluster.until(lambda: cluster.ended(again))
+    cluster.wait_until(lambda: cluster.ended(again))
     cluster.check_answer(again)
 
 
@@ -161,13 +163,15 @@ def test_the_decode_worker_stands_still(cluster, point):
     cluster.avoid.add("d")
     let_go(cluster, "p", "e")
     if point == "decoding":
-        cluster.front.lost("d")  # what the front does when its own connection is silent
-        cluster.serve()
+        cluster.frontend.on_worker_lost(
+            "d"
+        )  # what the front does when its own connection is silent
+        cluster.dispatch_pending()
     else:
-        cluster.until(lambda: cluster.said("p", Reroute))
-    cluster.until(lambda: cluster.ended(id))
+        cluster.wait_until(lambda: cluster.has_reported("p", Reroute))
+    cluster.wait_until(lambda: cluster.ended(id))
     cluster.check_answer(id)
-    cluster.at_rest("pe")
+    cluster.wait_for_rest("pe")
     cluster.members["d"].signal(signal.SIGCONT)
 
 
@@ -177,15 +181,15 @@ def test_the_prefill_worker_stands_still(cluster, point):
     cluster.members["p"].signal(signal.SIGSTOP)
     cluster.avoid.add("p")
     if point != "decoding":
-        cluster.until(
-            lambda: cluster.said(
-                "d", HandoffEnded, part=DisaggRole.DECODE, outcome=HandoffOutcome.FAILED
+        cluster.wait_until(
+            lambda: cluster.has_reported(
+                "d", HandoffEnded, disagg_role=DisaggRole.DECODE, outcome=HandoffOutcome.FAILED
             )
         )
-    cluster.front.lost("p")
-    cluster.serve()
+    cluster.frontend.on_worker_lost("p")
+    cluster.dispatch_pending()
     let_go(cluster, "d", "e")
-    cluster.until(lambda: cluster.ended(id))
+    cluster.wait_until(lambda: cluster.ended(id))
     cluster.check_answer(id)
     cluster.members["p"].signal(signal.SIGCONT)
 
@@ -194,11 +198,11 @@ def test_the_prefill_worker_stands_still(cluster, point):
 def test_a_worker_of_another_model_is_refused(cluster, field):
     odd = Member("odd", cluster.kind, digest=msgspec.structs.replace(DIGEST, **{field: "another"}))
     cluster.members["odd"] = odd
-    cluster.until(lambda: odd.address is not None)
+    cluster.wait_until(lambda: odd.address is not None)
     cluster.avoid |= {"d", "e"}
     id = new_id()
     cluster.submit(id)
-    cluster.until(lambda: cluster.ended(id) or cluster.said("p", HandoffEnded))
-    assert not cluster.said("odd", HandoffEnded, outcome=HandoffOutcome.ADOPTED)
+    cluster.wait_until(lambda: cluster.ended(id) or cluster.has_reported("p", HandoffEnded))
+    assert not cluster.has_reported("odd", HandoffEnded, outcome=HandoffOutcome.ADOPTED)
     del cluster.members["odd"]
     odd.close()

@@ -1,4 +1,4 @@
-"""Auto with one part taken out still serves, and lacks that part."""
+"""Auto without one of its parts still serves, and lacks that part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from test_simulate import H200, check_whole, load
 
 from counterpoint.config import Config
 from counterpoint.core.policy.ablations import ABLATIONS
-from counterpoint.simulator.simulate import SimResult, simulate
+from counterpoint.simulator.simulate import SimResult, SimRun, simulate
 
 CONFIG = Config().replace(policy="auto", ttft_s=0.5, tpot_s=0.02)
 
@@ -17,7 +17,10 @@ CONFIG = Config().replace(policy="auto", ttft_s=0.5, tpot_s=0.02)
 def without(part: str | None, depth: int = 2) -> SimResult:
     queries = load(120, rate=30, prompt=1500, output=60)
     came = simulate(
-        dataclasses.replace(H200, without=part, depth=depth), queries, CONFIG, watched=True
+        dataclasses.replace(H200, without=part, depth=depth),
+        queries,
+        CONFIG,
+        run=SimRun(check_contract=True),
     )
     check_whole(queries, came)
     return came

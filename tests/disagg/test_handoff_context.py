@@ -1,10 +1,10 @@
-"""The ledger refuses what would corrupt a page."""
+"""The page ledger refuses what would corrupt a page."""
 
 from __future__ import annotations
 
 import pytest
 
-from counterpoint.disagg.page_ledger import PageHold, PageLedger
+from counterpoint.disagg.handoff_context import PageHold, PageLedger
 
 
 def test_pages_are_counted_by_what_may_happen_to_them():
@@ -30,7 +30,7 @@ def test_readers_share_and_writers_do_not():
     ledger.drop("b")
     ledger.hold("d", PageHold.RECEIVING, (1,))
     for hold in (PageHold.SENDING, PageHold.RECEIVING):
-        with pytest.raises(AssertionError, match="page 1 is e's, but d may have it written"):
+        with pytest.raises(AssertionError, match="e claims page 1, which d may have written"):
             ledger.hold("e", hold, (1,))
 
 

@@ -1,7 +1,7 @@
-"""Real engines (core/engine.py) handing requests to each other: answers must be those of one engine alone.
+"""Real engines that hand requests to each other give the answers of one engine alone.
 
-The device is that of tests/core/driver.py: its next token is a hash of everything before it, read from the pages. What a mover does
-is played by copying page contents, late and in any order.
+On the device of engine_harness.py the next token is a hash of everything before it, read from the
+pages. The test copies page contents as a transport would, late and in any order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE_TOKENS, LAYERS = 4, 6
 
 
 class Worker(Harness):
-    """An engine on its oracle device, with its handoffs. What goes to the front is in `said`."""
+    """An engine on its oracle device, with its handoffs. What goes to the frontend is in `said`."""
 
     def __init__(self, name: str, policy: str, pages: int, rules: HandoffConfig) -> None:
         config = SchedulerConfig(policy=policy, chunk_tokens=16, max_pass_tokens=48, layer_group=2)
@@ -113,7 +113,9 @@ class Pools:
                 f"w{i}",
                 policy,
                 pages,
-                HandoffConfig(park_s=40.0, dead_s=1e6, lease_s=1e6, drain_s=1e6),
+                HandoffConfig(
+                    park_timeout_s=40.0, peer_timeout_s=1e6, lease_s=1e6, drain_timeout_s=1e6
+                ),
             )
             for i, policy in enumerate(policies)
         }
@@ -227,7 +229,8 @@ class Pools:
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_equal_those_of_one_engine(policies, seed):
-    """200 requests in all over the seeds and pools: chunks, prefix hits, stops at the first token and later, small pools."""
+    """200 requests in all over the seeds and pools: chunks, prefix hits, stops at the first token
+    and later, small pools."""
     pools = Pools(seed, policies, pages=[24, 60][seed % 2], local=[0.0, 0.2][seed // 2])
     rng = random.Random(seed)
     for number in range(17):
@@ -267,7 +270,8 @@ def test_prompts_longer_than_a_pass_are_handed_over_too(policies, seed):
 
 
 def test_answers_of_preempted_requests_too():
-    """Once adopted, a request is like any other: it may be preempted, and is computed again where it is."""
+    """Once adopted, a request is like any other: it may be preempted, and is computed again where
+    it is."""
     pools = Pools(3, ("chunked", "chunked"), pages=24)
     for number in range(12):
         pools.submit(f"r{number}", [number] * 7, max_tokens=40)
