@@ -1,8 +1,9 @@
-"""How fast the decoder alone is on this CPU: `python -m benchmarks.cpu_decoder [--model MODEL] [--threads N]`.
+"""How fast the decoder alone is on this CPU.
 
-Owns: the figures of docs and README for the model room. Promises: one forward pass is timed as the executor runs it (embedding,
-all layers, final norm, LM head, greedy choice), after warming up; the median of the repeats is printed.
-Must not: be imported by anything.
+    python -m benchmarks.cpu_decoder [--model MODEL] [--threads N]
+
+Times one forward pass as the executor runs it (embedding, all layers, final norm, LM head, greedy
+choice) after a warm-up, and prints the median of the repeats.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import torch
 from torch.utils.benchmark import Timer
 
 from counterpoint.config import ModelConfig
-from counterpoint.model.batch import make_batch
+from counterpoint.model.batch import PassSegments, make_batch
 from counterpoint.model.decoder import Decoder
 from counterpoint.model.kv import KVPool
+from counterpoint.model.ops_cpu import CpuOptions
 from counterpoint.model.weights import load_decoder
 from counterpoint.spec.source import DEFAULT_CACHE, resolve_model
 
 PAGE_TOKENS = 16
 
 
-def pass_of(decoder: Decoder, requests: int, start: int, tokens: int) -> Callable[[], torch.Tensor]:
-    """One pass in which each of `requests` requests computes `tokens` tokens after `start` cached ones."""
+def make_pass(
+    decoder: Decoder, requests: int, start: int, tokens: int
+) -> Callable[[], torch.Tensor]:
+    """A pass in which each of `requests` computes `tokens` tokens after `start` cached ones."""
     generator = torch.Generator().manual_seed(0)
     pages = -(-(start + tokens) // PAGE_TOKENS)
     kv = KVPool(decoder.spec, requests * pages, PAGE_TOKENS, decoder.kv_dtype)
@@ -34,11 +38,10 @@ def pass_of(decoder: Decoder, requests: int, start: int, tokens: int) -> Callabl
     start_S, tokens_S = torch.full((requests,), start), torch.full((requests,), tokens)
     sample_S = torch.ones(requests, dtype=torch.bool)
     table_SP = torch.randperm(requests * pages, generator=generator).view(requests, pages)
+    segments = PassSegments(start_S, tokens_S, sample_S, table_SP)
 
     def run() -> torch.Tensor:
-        batch = make_batch(
-            tokens_T, start_S, tokens_S, sample_S, table_SP, PAGE_TOKENS, decoder.ops
-        )
+        batch = make_batch(tokens_T, segments, PAGE_TOKENS, decoder.ops)
         x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, decoder.spec.layers)
         return decoder.logits(x_TD, batch).argmax(-1)
 
@@ -76,21 +79,25 @@ def main() -> None:
     decoder = load_decoder(
         resolve_model(options.model, options.cache),
         config,
-        cache=None if options.no_kernels else options.cache,
+        cpu=CpuOptions(cache=None if options.no_kernels else options.cache),
     )
     print(
-        f"{decoder.spec.name}, {decoder.ops.name}, {options.threads} threads, median of {options.repeats}\n"
+        f"{decoder.spec.name}, {decoder.ops.name}, {options.threads} threads, "
+        f"median of {options.repeats}\n"
     )
     print("| pass | ms | tokens/s |\n|---|---|---|")
     with torch.inference_mode():
-        seconds = median_s(pass_of(decoder, 1, 0, options.prompt), options.repeats)
+        seconds = median_s(make_pass(decoder, 1, 0, options.prompt), options.repeats)
         print(
             f"| prefill {options.prompt} | {seconds * 1e3:.1f} | {options.prompt / seconds:.0f} |"
         )
         for requests in (1, 8, 32):
-            seconds = median_s(pass_of(decoder, requests, options.context - 1, 1), options.repeats)
+            seconds = median_s(
+                make_pass(decoder, requests, options.context - 1, 1), options.repeats
+            )
             print(
-                f"| decode batch {requests}, context {options.context} | {seconds * 1e3:.1f} | {requests / seconds:.0f} |"
+                f"| decode batch {requests}, context {options.context} "
+                f"| {seconds * 1e3:.1f} | {requests / seconds:.0f} |"
             )
 
 

@@ -159,7 +159,7 @@ def loop_table(
     device: CudaDevice, batch: int = 64, prompt: int = 1900, output: int = 448
 ) -> dict[str, Any]:
     """Requests through engine and loop: how long the GPU idles between steps of a full batch."""
-    units, layers = device.units, device.spec.layers
+    units = device.units
     policies = {
         "serial": Serial(8192, units, 2),
         "multiplex 32": Multiplex(8192, units, 32, depth=2),

@@ -1,10 +1,10 @@
-"""How long deciding takes: `python -m benchmarks.decisions` prints what a prediction and a decision cost on this machine.
+"""What a prediction and a decision cost on this machine: `python -m benchmarks.decisions`.
 
-Owns: the measurement. Promises: the engine and auto that serve, on a simulated H200, by the shipped calibration with the splits
-that were measured, and by the roofline with all there are; 64 and 200 requests decode while prompts of 1,000 tokens arrive.
-Every call of the policy that decides something is timed, at first sight of a state as later. Times are this thread's CPU time; each
-call is taken at the least of several runs of the same: what is left out is what else the machine did, and the garbage collector.
-Must not: be a test.
+Runs the engine and policy auto on a simulated H200, once with the shipped calibration and its
+measured splits, once with the roofline and all splits. 64 or 200 requests decode while prompts of
+1,000 tokens arrive. Every call of the policy that decides something is timed, the first of a state
+too. Times are this thread's CPU time; each call counts with its fastest of several identical runs,
+which leaves out other processes and the garbage collector.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import DeviceShape, EngineLimits
+from counterpoint.core.limits import EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import make_policy
 from counterpoint.cost_model import calibration_store
@@ -30,30 +30,33 @@ from counterpoint.types import AddRequest, BatchShape, Sampling, Slo
 
 MODEL = PRESETS["llama-3.1-8b"]
 PROMPT, ANSWER, CONTEXT = 1000, 400, 1500
-PROMPTS = 150  # that come while others decode
-STEPS = 4000  # that are priced
+PROMPTS = 150  # arrive while others decode
+STEPS = 4000  # predictions
 RUNS = 3
 DECISIONS = ("order", "fill", "advance", "preempts")
 
 
-class Known(NamedTuple):
-    """Where prices come from, and decode units of the splits that there are. `make` gives an estimator that remembers nothing."""
+class EstimatorCase(NamedTuple):
+    """`make` returns an estimator with empty caches. `levels`: decode units of the splits."""
 
     name: str
     make: Callable[[], Estimator]
     levels: tuple[int, ...]
 
 
-def knowledge() -> Iterator[Known]:
+def estimator_cases() -> Iterator[EstimatorCase]:
     table = calibration_store.shipped_calibration(H200, MODEL, "bfloat16", "bfloat16")
     if table is not None:
-        yield Known("calibrated", lambda: Fitted(table, Roofline(MODEL, H200)), table.splits)
-    yield Known("roofline", lambda: Roofline(MODEL, H200), H200.partitions())
+        yield EstimatorCase(
+            "calibrated", lambda: Fitted(table, Roofline(MODEL, H200)), table.splits
+        )
+    yield EstimatorCase("roofline", lambda: Roofline(MODEL, H200), H200.partitions())
 
 
-def predictions(known: Known) -> dict[str, list[float]]:
-    """Microseconds of pricing a step: one never seen before (alone, beside another), and one that is remembered."""
-    return least([predict(known.make(), known.levels) for _ in range(RUNS)])
+def predictions(case: EstimatorCase) -> dict[str, list[float]]:
+    """Microseconds of one prediction: of a new step (alone, beside another), and of a cached
+    one."""
+    return fastest([predict(case.make(), case.levels) for _ in range(RUNS)])
 
 
 def predict(estimator: Estimator, levels: tuple[int, ...]) -> dict[str, list[float]]:
@@ -63,8 +66,12 @@ def predict(estimator: Estimator, levels: tuple[int, ...]) -> dict[str, list[flo
         tokens, batch = dice.randint(64, 8192), dice.randint(1, 256)
         level = dice.choice(levels)
         rest = H200.units - level
-        prefill = BatchShape.prefill(tokens, 0, MODEL.layers).over_layers(0, 8)
-        decode = BatchShape.decode(batch, batch * dice.randint(100, 8000), MODEL.layers)
+        prefill = BatchShape(
+            tokens, tokens * tokens, 0, 1, samples=1, last_layer=8, layers=MODEL.layers
+        )
+        decode = BatchShape(
+            0, 0, 0, 0, batch, batch * dice.randint(100, 8000), batch, 0, MODEL.layers, MODEL.layers
+        )
         spent["alone, new"].append(timed(lambda p=prefill, r=rest: estimator.seconds(p, r)))
         spent["beside, new"].append(
             timed(lambda d=decode, p=prefill, u=level, r=rest: estimator.seconds(d, u, (p, r)))
@@ -75,19 +82,19 @@ def predict(estimator: Estimator, levels: tuple[int, ...]) -> dict[str, list[flo
     return spent
 
 
-def decisions(known: Known, decoding: int) -> dict[str, list[float]]:
-    """Microseconds of every call of the policy, by the question asked."""
-    return least([decide(known, decoding) for _ in range(RUNS)])
+def decisions(case: EstimatorCase, decoding: int) -> dict[str, list[float]]:
+    """Microseconds of every call of the policy, by method."""
+    return fastest([decide(case, decoding) for _ in range(RUNS)])
 
 
-def decide(known: Known, decoding: int) -> dict[str, list[float]]:
+def decide(case: EstimatorCase, decoding: int) -> dict[str, list[float]]:
     scheduler = SchedulerConfig(ttft_s=1.0, tpot_s=0.05)
     policy = make_policy(
-        scheduler, DeviceShape(H200.units, MODEL.layers, 2, known.levels), known.make()
+        scheduler, H200.units, MODEL.layers, 2, levels=case.levels, estimator=case.make()
     )
     spent: dict[str, list[float]] = {}
     for name in DECISIONS:
-        setattr(policy, name, watched(getattr(policy, name), spent.setdefault(name, [])))
+        setattr(policy, name, record_times(getattr(policy, name), spent.setdefault(name, [])))
     limits = EngineLimits(
         40_000, 16, 256, 8192, 8192, (), H200.units, MODEL.layers, overlap=True, prefix_cache=False
     )
@@ -103,20 +110,20 @@ def decide(known: Known, decoding: int) -> dict[str, list[float]]:
                 id=str(number), prompt=prompt, sampling=sampling, slo=Slo(ttft_s=1.0, tpot_s=0.05)
             ),
         )
-    device = SimExecutor(known.make(), inbox, MODEL.layers, FixedLatency(0.0003))
+    device = SimExecutor(case.make(), inbox, MODEL.layers, FixedLatency(0.0003))
     run(Engine(limits, policy), inbox, device, lambda outputs, engine: None)
     return spent
 
 
-def least(runs: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Call by call, of runs that made the same calls."""
+def fastest(runs: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The fastest time of each call, over runs with the same calls."""
     return {
         name: [min(same) for same in zip(*(spent[name] for spent in runs), strict=True)]
         for name in runs[0]
     }
 
 
-def watched(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+def record_times(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     def timing(*args: Any) -> Any:
         start_ns = time.thread_time_ns()
         answer = call(*args)
@@ -143,12 +150,12 @@ def show(title: str, spent: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    for known in knowledge():
-        show(f"{known.name}: a prediction (goal: 50 us)", predictions(known))
+    for case in estimator_cases():
+        show(f"{case.name}: a prediction (goal: 50 us)", predictions(case))
         for decoding in (64, 200):
             show(
-                f"{known.name}: a decision, {decoding} decoding (goal: 1 ms)",
-                decisions(known, decoding),
+                f"{case.name}: a decision, {decoding} decoding (goal: 1 ms)",
+                decisions(case, decoding),
             )
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from counterpoint.bench import transform
 from counterpoint.bench.load import LoadOptions, parse_slo
-from counterpoint.bench.report import summarise, time_with_requests_s
+from counterpoint.bench.report import ReplayResult, summarise, time_with_requests_s
 from counterpoint.bench.workload import TokenRange
 from counterpoint.config import Config, require_writable
 from counterpoint.core.policy import nearest
@@ -334,7 +334,7 @@ def work(fleet: Fleet, task: PlanTask, rate: float) -> dict[str, Any] | None:
     records = list(collected.records.values())
     room_s = time_with_requests_s(records, SETTLED * last_s, last_s) * fleet.machine.device.units
     idle = {name: max(0.0, 1 - (used - seen[0][name]) / room_s) for name, used in seen[1].items()}
-    result = summarise(records, slo=slo)
+    result = summarise(ReplayResult(records), slo)
     kept = {key: result[key] for key in ("slo_attainment", "mean_ttft_ms", "mean_tpot_ms")}
     return kept | {"idle": sum(idle.values()) / len(idle), "idle by worker": idle}
 

@@ -1,10 +1,11 @@
-"""The roofline held against measurements: `python -m benchmarks.roofline_check` prints the table.
+"""The roofline against measurements: `python -m benchmarks.roofline_check` prints the table.
 
-Owns: what was measured, and how near the model must come. Promises: every row is shown, the bad ones too; `fitted` rows
-were looked at when a parameter of the device was set, the others were not. Must not: change a parameter.
+Every row is shown, also those out of tolerance. `fitted` rows were used to set a parameter of the
+device, the others were not.
 
-The H200 figures: one card, medians of 5 to 10, 2026-11-29; Llama-3.1-8B shape, plain torch (cuBLAS, SDPA), bfloat16; partitions by
-green contexts. The CPU figures: SmolLM2-135M, weights packed as float16, on two cores of an AMD Milan.
+H200: one card, medians of 5 to 10, 2026-11-29; Llama-3.1-8B shape, plain torch (cuBLAS, SDPA),
+bfloat16; partitions by green contexts. CPU: SmolLM2-135M, weights packed as float16, on two cores
+of an AMD Milan.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def h200_alone() -> Iterator[CheckRow]:
 
 
 def h200_together() -> Iterator[CheckRow]:
-    """Prefill 4096 tokens beside decode batch 64 context 2048, 8 layers each. Decode attention was torch's SDPA there, which
-    pulls 36 GB/s per SM at most; the preset has FlashInfer's."""
+    """Prefill of 4096 tokens beside decode batch 64, context 2048; 8 layers each. Decode attention
+    was torch's SDPA, which reads at most 36 GB/s per SM; the preset has FlashInfer's."""
     sdpa = replace(
         H200.attention, read_bandwidth=Curve(((0, 0), (100, 3600 * GB), (132, 3600 * GB)))
     )
@@ -184,12 +185,14 @@ def main() -> int:
     for row in table:
         mark = ("fitted" if row.fitted else "") if row.ok else "OUT"
         print(
-            f"{row.name:44} {row.predicted:10.2f} {row.measured:10.2f} {row.unit:8} {row.error:+7.1%}  {row.tolerance:.0%}  {mark}"
+            f"{row.name:44} {row.predicted:10.2f} {row.measured:10.2f} {row.unit:8} "
+            f"{row.error:+7.1%}  {row.tolerance:.0%}  {mark}"
         )
     for kind, wanted in (("not fitted", False), ("fitted", True)):
         errors = sorted(abs(row.error) for row in table if row.fitted is wanted)
         print(
-            f"{kind}: {len(errors)} rows, error p50 {errors[len(errors) // 2]:.1%}, max {errors[-1]:.1%}"
+            f"{kind}: {len(errors)} rows, error p50 {errors[len(errors) // 2]:.1%}, "
+            f"max {errors[-1]:.1%}"
         )
     return 0 if all(row.ok for row in table) else 1
 

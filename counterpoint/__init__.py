@@ -12,7 +12,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and SamplingParams bring the whole engine: they are imported when they are first used."""
+    """Imports LLM and SamplingParams at first use: they load the whole engine."""
     if name in ("LLM", "SamplingParams"):
         from counterpoint.serve.offline import llm
 

@@ -1,7 +1,7 @@
 """The command line.
 
-Owns: the commands' names, their own flags, and how errors are told. Promises: a mistake of the user's is one red line and exit
-status 2, never a traceback; `--help` imports nothing heavy.
+Owns: the commands' names, their own flags, and how errors are shown. A user's mistake is one red
+line and exit status 2, never a traceback. `--help` imports nothing heavy.
 Must not: do the work of a command.
 """
 
@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,40 @@ def flag(help: str) -> Parameter:
     return Parameter(help=help, group=ASKING, negative=())
 
 
+Temperature = Annotated[float, flag("0: always the likeliest token")]
+TopP = Annotated[float, flag("sample among the likeliest tokens with this sum of probabilities")]
+Seed = Annotated[int | None, flag("the same seed gives the same answers")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    url: Annotated[
+        str | None, flag("chat with a running server instead; API key from OPENAI_API_KEY")
+    ] = None
+    system: Annotated[str | None, flag("system message")] = None
+    max_tokens: Annotated[int | None, flag("longest answer; unset: as the context allows")] = None
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
+    seed: Seed = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    prompt: Annotated[list[str], flag("the text to continue; may be given several times")]
+    max_tokens: Annotated[int, flag("longest answer")] = 128
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
+    seed: Seed = None
+    stop: Annotated[list[str] | None, flag("end before this text; may be given several times")] = (
+        None
+    )
+    ignore_eos: Annotated[
+        bool, flag("generate --max-tokens tokens even if the model ends earlier")
+    ] = False
+
+
 @app.command(group=USE)
 @config_flags("model", "device", "scheduler", "server", "cluster")
 def serve(config: Config) -> int:
@@ -61,11 +96,10 @@ def serve(config: Config) -> int:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
     config = with_cluster_token(config)
     if config.cluster.ray_address is not None:
-        os.environ.setdefault(
-            "RAY_USAGE_STATS_ENABLED", "0"
-        )  # a cluster that we start tells nobody of itself
-        # A lost head shall not end this process, as it would after a minute.
-        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"
+        # A cluster that we start sends no usage statistics.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Without this, a lost head ends this process after a minute.
+        os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"  # noqa: SIM112
     source = build.find_model(config)
     from counterpoint.serve.server import run
 
@@ -95,78 +129,56 @@ def worker(
 
     counterpoint worker ./Qwen3-0.6B --join 10.0.0.1:7000 --role decode --cluster-token-file token
     """
-    from counterpoint.serve.worker.worker_process import join as join_front
+    from counterpoint.serve.worker.worker_process import join as join_server
 
-    return join_front(with_cluster_token(config), join, role, name)
+    return join_server(with_cluster_token(config), join, role, name)
 
 
 @app.command(group=USE)
 @config_flags("model", "device", "scheduler")
-def chat(
-    *,
-    url: Annotated[
-        str | None, flag("chat with a running server instead; API key from OPENAI_API_KEY")
-    ] = None,
-    system: Annotated[str | None, flag("system message")] = None,
-    max_tokens: Annotated[int | None, flag("longest answer; unset: as the context allows")] = None,
-    temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
-    top_p: Annotated[
-        float, flag("sample among the likeliest tokens with this sum of probabilities")
-    ] = 0.95,
-    seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
-    config: Config,
-) -> None:
+def chat(*, options: ChatOptions = ChatOptions(), config: Config) -> None:
     """Chat with a model in the terminal."""
     from counterpoint.serve.offline.chat import local_speaker, remote_speaker, run_chat
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    options = drop_unset(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling = drop_unset(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
     console = Console()
-    if url is not None:
-        run_chat(remote_speaker(url, os.environ.get("OPENAI_API_KEY"), options), console, system)
+    if options.url is not None:
+        speaker = remote_speaker(options.url, os.environ.get("OPENAI_API_KEY"), sampling)
+        run_chat(speaker, console, options.system)
         return
     with console.status("starting the engine") as status:
         engine = OfflineEngine(config, status.update)
     with engine:
-        run_chat(local_speaker(engine, options), console, system)
+        run_chat(local_speaker(engine, sampling), console, options.system)
 
 
 @app.command(group=USE)
 @config_flags("model", "device", "scheduler")
-def generate(
-    *,
-    prompt: Annotated[list[str], flag("the text to continue; may be given several times")],
-    max_tokens: Annotated[int, flag("longest answer")] = 128,
-    temperature: Annotated[float, flag("0: always the likeliest token")] = 0.7,
-    top_p: Annotated[
-        float, flag("sample among the likeliest tokens with this sum of probabilities")
-    ] = 0.95,
-    seed: Annotated[int | None, flag("the same seed gives the same answers")] = None,
-    stop: Annotated[
-        list[str] | None, flag("end before this text; may be given several times")
-    ] = None,
-    ignore_eos: Annotated[bool, flag("go on to --max-tokens whatever the model says")] = False,
-    config: Config,
-) -> None:
+def generate(*, options: GenerateOptions, config: Config) -> None:
     """Continue a text, without a server.
 
     counterpoint generate --prompt "The capital of France is" --max-tokens 8 --temperature 0
     """
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    options = drop_unset(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
+    sampling = drop_unset(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
     )
-    notes = Console(stderr=True)
-    with notes.status("starting the engine") as status:
+    with Console(stderr=True).status("starting the engine") as status:
         engine = OfflineEngine(config, status.update)
     with engine:
-        show_completions(engine.complete(prompt, **options), len(prompt))
+        show_completions(engine.complete(options.prompt, **sampling), len(options.prompt))
 
 
 @app.command(group=USE)
@@ -178,13 +190,13 @@ def batch(
         Path,
         Parameter(
             name=("--out", "-o"),
-            help="where answers go; those that are there are kept",
+            help="file of answers; those already in it are kept",
             group=ASKING,
         ),
     ],
     config: Config,
 ) -> int:
-    """Answer a file of requests, without a server; run it again to go on after an interruption.
+    """Answer a file of requests, without a server. Run it again to resume after an interruption.
 
     counterpoint batch requests.jsonl -o answers.jsonl --model smollm2
     """
@@ -193,23 +205,23 @@ def batch(
     from counterpoint.serve.offline.batch import answer_lines, remaining_lines
     from counterpoint.serve.offline.engine import OfflineEngine
 
-    lines, notes = remaining_lines(file, out), Console(stderr=True, highlight=False)
+    lines, console = remaining_lines(file, out), Console(stderr=True, highlight=False)
     if not lines:
-        notes.print(f"nothing is left to do: {out} has every answer", soft_wrap=True)
+        console.print(f"nothing is left to do: {out} has every answer", soft_wrap=True)
         return 0
-    with notes.status("starting the engine") as status:
+    with console.status("starting the engine") as status:
         engine = OfflineEngine(config, status.update)
-    with engine, Progress(console=notes) as bar:
+    with engine, Progress(console=console) as bar:
         task = bar.add_task("answering", total=len(lines))
         failed = answer_lines(
             lines, out, engine, lambda done, failed, total: bar.update(task, completed=done)
         )
-    notes.print(f"{len(lines)} answered, {failed} of them with an error: {out}", soft_wrap=True)
+    console.print(f"{len(lines)} answered, {failed} of them with an error: {out}", soft_wrap=True)
     return 1 if failed else 0
 
 
 def show_completions(pieces: Iterable[tuple[int, OutputPiece]], count: int) -> None:
-    """One answer as it comes; several in their order."""
+    """Prints one answer as it arrives; several after the last has ended, in their order."""
     answers = [""] * count
     for choice, piece in pieces:
         answers[choice] += piece.text
@@ -238,68 +250,41 @@ def models() -> None:
     from counterpoint.spec.source import NAMED_MODELS, find_pulled
 
     table = Table("name", "what it is", Column("where", overflow="fold"), box=None)
-    for name, wheel in NAMED_MODELS.items():
-        where = find_pulled(name, build.cache_folder())
-        table.add_row(
-            name, wheel.about, str(where) if where else f"[dim]counterpoint pull {name}[/dim]"
-        )
+    for name, package in NAMED_MODELS.items():
+        file = find_pulled(name, build.cache_folder())
+        where = str(file) if file else f"[dim]counterpoint pull {name}[/dim]"
+        table.add_row(name, package.about, where)
     for name, spec in PRESETS.items():
-        shape = f"{spec.family}, {spec.layers} layers, {spec.hidden} wide, context {spec.max_context_tokens:,}"
+        use = "simulate" if spec.family in SHAPES_ONLY else "--load-format dummy, or simulate"
         table.add_row(
             name,
-            shape,
-            f"[dim]a shape: {'' if spec.family in SHAPES_ONLY else '--load-format dummy, or '}simulate[/dim]",
+            f"{spec.family}, {spec.layers} layers, {spec.hidden} wide, "
+            f"context {spec.max_context_tokens:,}",
+            f"[dim]a shape: {use}[/dim]",
         )
     Console().print(table)
 
 
-app.command(
-    "counterpoint.bench.command:bench",
-    name="bench",
-    group=MEASURE,
-    help="Play a load against a server or engine.",
-)
-app.command(
-    "counterpoint.bench.calibrate:command",
-    name="calibrate",
-    group=MEASURE,
-    help="Measure what steps take on this device.",
-)
-app.command(
-    "counterpoint.simulator.simulate:command",
-    name="simulate",
-    group=MEASURE,
-    help="Play a load against a simulated device.",
-)
-app.command(
-    "counterpoint.simulator.plan:command",
-    name="plan",
-    group=MEASURE,
-    help="Find which mode serves a load best.",
-)
-app.command(
-    "counterpoint.simulator.compare:command",
-    name="compare",
-    group=MEASURE,
-    help="Play the same loads here and in the simulator.",
-)
-app.command(
-    "counterpoint.bench.demo:demo",
-    name="demo",
-    group=MEASURE,
-    help="See what running side by side does to latency.",
-)
+for path, name, about in (
+    ("bench.command:bench", "bench", "Play a load against a server or engine."),
+    ("bench.calibrate:command", "calibrate", "Measure what steps take on this device."),
+    ("simulator.simulate:command", "simulate", "Play a load against a simulated device."),
+    ("simulator.plan:command", "plan", "Find which mode serves a load best."),
+    ("simulator.compare:command", "compare", "Play the same loads here and in the simulator."),
+    ("bench.demo:demo", "demo", "Compare the latency of all policies under one load."),
+):
+    app.command(f"counterpoint.{path}", name=name, group=MEASURE, help=about)
 
 
 def with_cluster_token(config: Config) -> Config:
-    """The cluster's token from the environment, unless it is set."""
+    """`config` with the cluster's token from the environment, unless it is set."""
     if config.cluster.cluster_token is not None or config.cluster.cluster_token_file is not None:
         return config
     return config.replace(cluster_token=os.environ.get("COUNTERPOINT_CLUSTER_TOKEN") or None)
 
 
 def drop_unset(**options: Any) -> dict[str, Any]:
-    """Those that are. Raises ValueError for nan, which JSON has not."""
+    """The options that are set. Raises ValueError for NaN, which JSON can't hold."""
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be a number")
@@ -314,7 +299,7 @@ def main() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run a command line; its exit status. COUNTERPOINT_TRACEBACK=1 shows where an error came from."""
+    """Runs a command line; returns its exit status. COUNTERPOINT_TRACEBACK=1 shows tracebacks."""
     try:
         result = app(
             arguments, exit_on_error=False, print_error=False, result_action="return_value"
@@ -324,11 +309,11 @@ def run_command(arguments: list[str]) -> int:
         return print_error(str(error), 2)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError) as error:
-        # ConfigError, ModelError, flags that contradict each other; nobody at a URL; a full disk; more than this machine holds
+        # Bad settings or flags, an unreachable URL, a full disk, a request for too much memory.
         if os.environ.get("COUNTERPOINT_TRACEBACK"):
             raise
         return print_error(describe_error(error), 2)

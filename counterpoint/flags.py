@@ -1,7 +1,7 @@
-"""The settings of config.py as command-line flags.
+"""The settings of config/ as command-line flags.
 
-Owns: how a setting's name, type, default and help become a flag. Promises: a flag that is given beats the file, even with its
-default, and one that is not given leaves it alone; every setting of a section is there, so nothing is said twice.
+Owns: how a setting's name, type, default and help become a flag. A given flag beats the file, even
+with its default value; a flag that is not given leaves the file's value alone.
 Must not: know what a command does.
 """
 
@@ -18,52 +18,18 @@ from cyclopts import Group, Parameter
 
 from counterpoint.config import SECTIONS, Config, from_file
 
-TITLES = {
-    "model": "Model",
-    "device": "Device",
-    "scheduler": "Scheduler",
-    "server": "Server",
-    "cluster": "Cluster",
-}
-POSITIONAL = "model"  # the setting that is also the argument of a command that has no other
+POSITIONAL = "model"  # this setting is also a command's argument, unless it has one of its own
 
 
 def config_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a command `function(*its own flags*, config)`: gives it --config and the flags of `sections` in place of its
-    parameter `config`, which gets the Config they make. Calling the command raises ConfigError if they can't."""
+    """Decorates a command `function(*its own flags*, config)`.
+
+    The command gets --config and a flag per setting of `sections` in place of the parameter
+    `config`, which receives the resulting Config. A call with bad settings raises ConfigError.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = inspect.signature(function)
-        hints = typing.get_type_hints(function, include_extras=True)
-        flags = [
-            flag_parameter(section, field)
-            for section in sections
-            for field in dataclasses.fields(SECTIONS[section])
-        ]
-        if any(
-            p.kind is p.POSITIONAL_OR_KEYWORD for p in own.parameters.values() if p.name != "config"
-        ):  # an argument of its own comes first
-            flags = [p.replace(kind=p.KEYWORD_ONLY) for p in flags]
-        file = Parameter(
-            help="YAML file of settings; flags beat it", group=Group("Settings", sort_key=1)
-        )
-        parameters = [
-            *(p for p in flags if p.kind is p.POSITIONAL_OR_KEYWORD),
-            *(
-                p.replace(annotation=hints[p.name])
-                for p in own.parameters.values()
-                if p.name != "config"
-            ),
-            inspect.Parameter(
-                "config",
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[str | None, file],
-            ),
-            *(p for p in flags if p.kind is p.KEYWORD_ONLY),
-        ]
-        signature = inspect.Signature(parameters)
-        names = {parameter.name for parameter in flags}
+        signature, names = _signature_with_flags(function, sections)
 
         @functools.wraps(function)
         def command(*args: Any, **kwargs: Any) -> Any:
@@ -77,19 +43,50 @@ def config_flags(*sections: str) -> Callable[[Callable[..., Any]], Callable[...,
             return function(config=config, **given)
 
         command.__signature__ = signature  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         return command
 
     return decorate
 
 
+def _signature_with_flags(
+    function: Callable[..., Any], sections: tuple[str, ...]
+) -> tuple[inspect.Signature, set[str]]:
+    """The command's signature, and the names of its parameters that are settings."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    own = [p for p in inspect.signature(function).parameters.values() if p.name != "config"]
+    flags = [
+        flag_parameter(section, field)
+        for section in sections
+        for field in dataclasses.fields(SECTIONS[section])
+    ]
+    if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in own):  # its own argument comes first
+        flags = [p.replace(kind=p.KEYWORD_ONLY) for p in flags]
+    file = Parameter(
+        help="YAML file of settings; flags beat it", group=Group("Settings", sort_key=1)
+    )
+    parameters = [
+        *(p for p in flags if p.kind is p.POSITIONAL_OR_KEYWORD),
+        *(p.replace(annotation=hints[p.name]) for p in own),
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, file],
+        ),
+        *(p for p in flags if p.kind is p.KEYWORD_ONLY),
+    ]
+    return inspect.Signature(parameters), {p.name for p in flags}
+
+
 def flag_parameter(section: str, field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """The parameter of one setting. None means that it was not given."""
+    """The parameter of one setting. None means that the flag was not given."""
     words = str(field.metadata["help"])
     if field.default is not None:
-        words += f" [default: {str(field.default).lower() if isinstance(field.default, bool) else field.default}]"
+        default = str(field.default)
+        words += f" [default: {default.lower() if isinstance(field.default, bool) else default}]"
     kind = typing.get_type_hints(SECTIONS[section])[field.name]
-    group = Group(TITLES[section], sort_key=2 + list(TITLES).index(section))
+    group = Group(section.capitalize(), sort_key=2 + list(SECTIONS).index(section))
     positional = field.name == POSITIONAL
     about = Parameter(help=words, group=group, show_default=False)
     return inspect.Parameter(

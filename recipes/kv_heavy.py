@@ -1,10 +1,11 @@
-"""A load heavy in KV reads: 128 answers over contexts of 8,000 tokens, and prompts of 4,000 tokens arriving beside them.
+"""A load heavy in KV reads: 128 answers over contexts of 8,000 tokens, beside prompts of 4,000.
 
     python recipes/kv_heavy.py > kv_heavy.jsonl
 
-The 128 share sixteen contexts, in turn: so these are computed once, and reading them back costs each answer its whole length (with
-one context for all, a GPU's own cache holds a layer of it). Their first token has eight seconds. Arguments: the number of prompts
-that arrive, from the 10th second on, a seed, and the mean length of the 128 answers (shorter ones make a shorter run).
+The 128 answers share sixteen contexts, in turn. So the contexts are computed once, and each answer
+reads a whole one from the KV cache. (With a single context, a GPU's own cache would hold a layer of
+it.) Their TTFT target is 8 s. Arguments: the number of prompts, which arrive from the 10th
+second on; a seed; the mean length of the 128 answers (shorter answers make a shorter run).
 """
 
 from __future__ import annotations

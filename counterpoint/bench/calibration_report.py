@@ -1,7 +1,7 @@
-"""How good prices are: held against what was measured and not fitted.
+"""How well a calibration predicts steps that were not fitted.
 
-Owns: relative errors by kind of step, and the report that `calibrate` writes and shows. Promises: every held-out step is told,
-however far off. Must not: choose or measure a step.
+Owns: relative errors by kind of step, and the report that `calibrate` writes and shows. It lists
+every held-out step. Must not: choose or measure a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def kind_of(point: CalibrationPoint) -> str:
 
 
 def errors(estimator: Estimator, points: Sequence[CalibrationPoint]) -> dict[str, dict[str, float]]:
-    """Relative errors by kind of step."""
     found: dict[str, list[float]] = {}
     for point in points:
         off = abs(estimator.seconds(point.work, point.units, point.co_running) / point.seconds - 1)
@@ -43,17 +42,17 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(table: Calibration, prior: Roofline) -> dict[str, Any]:
-    """What is written as JSON: how far the fit and the bare roofline are off, by kind, where they were not fitted."""
-    judges = [p for p in table.points if p.held_out]
-    fitted = Fitted(
-        msgspec.structs.replace(table, on_and_on={}), prior
-    )  # they were measured in short runs
+    """The report as JSON values: errors of the fit and of the bare roofline, by kind, on held-out
+    steps."""
+    held_out = [p for p in table.points if p.held_out]
+    # Held-out steps were measured in short runs: without the sustained slowdown.
+    fitted = Fitted(msgspec.structs.replace(table, on_and_on={}), prior)
     return {
         "key": msgspec.to_builtins(table.key),
         "about": table.about,
-        "points": {"fitted": len(table.points) - len(judges), "held_out": len(judges)},
+        "points": {"fitted": len(table.points) - len(held_out), "held_out": len(held_out)},
         "on_and_on": table.on_and_on,
-        "held_out": {"fitted": errors(fitted, judges), "roofline": errors(prior, judges)},
+        "held_out": {"fitted": errors(fitted, held_out), "roofline": errors(prior, held_out)},
         "rows": [
             {
                 "kind": kind_of(p),
@@ -67,7 +66,7 @@ def report(table: Calibration, prior: Roofline) -> dict[str, Any]:
                 "fitted_ms": 1e3 * fitted.seconds(p.work, p.units, p.co_running),
                 "roofline_ms": 1e3 * prior.seconds(p.work, p.units, p.co_running),
             }
-            for p in judges
+            for p in held_out
         ],
     }
 

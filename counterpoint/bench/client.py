@@ -1,12 +1,12 @@
-"""The HTTP side of a replay: one query out, one stream of tokens back.
+"""The HTTP client of a replay: sends one query, reads one stream of tokens.
 
-Owns: the request body, reading server-sent events, the time of each token, what counts as a failure.
-Promises: every query ends in exactly one Record, whatever the server does; a failure keeps its message.
-Must not: decide when a query is sent (bench/replay.py), judge latencies (bench/report.py).
+Owns: the request body, server-sent events, the time of each token, and what counts as a failure.
+Every query ends in exactly one RequestTiming; a failure keeps its message.
+Must not: decide when a query is sent (replay.py), or judge latencies (report.py).
 
-Works with any server of the OpenAI API. `ignore_eos` and `continuous_usage_stats` are common extensions of it: the first makes
-every answer as long as the load says, the second says in every chunk how many tokens there are so far. `slo`, the query's targets,
-is an extension of this engine's own, which others ignore.
+It works with any server of the OpenAI API. Common extensions: `ignore_eos` fixes the length of the
+answer, `continuous_usage_stats` puts the token count into every chunk. `slo`, the query's targets,
+is our own; other servers ignore it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import msgspec
@@ -27,7 +27,8 @@ from counterpoint.types import FinishReason, RequestTiming
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """A server. `url` with or without /v1. `extensions`: send the extensions above, and hold the server to the asked length."""
+    """A server. `url` with or without /v1. `extensions`: send the extensions above, and require the
+    exact output length."""
 
     url: str
     model: str
@@ -49,13 +50,15 @@ class HttpTarget:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self, query: Query, tokens: TokenRange, seed: int) -> bytes:
-        """The request as JSON. A made prompt goes as token ids; so the completions endpoint is the one that can take it."""
+        """The request as JSON. A synthetic prompt is sent as token ids, which only completions
+        accept."""
         body: dict[str, object] = {"model": self.model}
         if self.endpoint == "chat":
             messages = query.messages or (("user", query.prompt),)
             if query.prompt is None or query.ids is not None:
                 raise ValueError(
-                    f"query {query.number} is token ids: the chat endpoint takes texts; use completions"
+                    f"query {query.number} is token ids: the chat endpoint takes texts; use "
+                    "completions"
                 )
             body["messages"] = [{"role": role, "content": content} for role, content in messages]
         elif query.messages:
@@ -78,9 +81,9 @@ class HttpTarget:
         return msgspec.json.encode(body)
 
 
-# ---------------------------------------------------------------- the engine's own figures
+# ---------------------------------------------------------------- /metrics
 
-# Stats fields by the name of their sample at /metrics.
+# Stats fields by metric name.
 METRIC_FIELDS = {
     "counterpoint_requests_waiting": "waiting",
     "counterpoint_requests_running": "running",
@@ -102,7 +105,7 @@ PREFIX = "counterpoint_"
 
 
 def read_stats(text: str) -> Stats | None:
-    """The engine's figures from a /metrics page; None if it is not one of this engine's."""
+    """The engine's Stats from a /metrics page; None if the page is another engine's."""
     found: dict[str, Any] = {}
     tables: dict[str, list[tuple[dict[str, str], float]]] = collections.defaultdict(list)
     for family in text_string_to_metric_families(text):
@@ -151,7 +154,7 @@ def read_policy(tables: Mapping[str, list[tuple[dict[str, str], float]]]) -> Pol
 
 
 async def scrape(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
-    """The figures of the server at `target`, or None if it does not give them."""
+    """The Stats of the server at `target`, or None if it has none."""
     try:
         response = await http.get(f"{target.root}/metrics", timeout=10.0)
     except httpx.HTTPError:
@@ -159,7 +162,7 @@ async def scrape(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
     return read_stats(response.text) if response.status_code == 200 else None
 
 
-# ---------------------------------------------------------------- the wire
+# ---------------------------------------------------------------- the stream
 
 
 class _Text(msgspec.Struct):
@@ -200,21 +203,21 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class StreamedReply:
-    """What has come back of one stream. `deliveries`: (time, tokens) of each chunk that brought any."""
+    """What one stream has returned. `deliveries`: (time, tokens) of each chunk that had any."""
 
     def __init__(self) -> None:
         self.deliveries: list[tuple[float, int]] = []
-        self.total_tokens: int | None = None  # tokens by the server's own count
+        self.total_tokens: int | None = None  # as counted by the server
         self.prompt_tokens: int | None = None
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error = ""
         self._num_delivered = 0
-        self._has_uncounted_chunk = False  # a chunk came without a count
+        self._has_uncounted_chunk = False
         self._partial_line = b""
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Bytes that arrived at `now_s`; events may be cut anywhere."""
+        """Takes bytes that arrived at `now_s`; events may be cut anywhere."""
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -225,26 +228,24 @@ class StreamedReply:
     def _on_chunk(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error is not None:
             self.error = f"error event: {str(chunk.error)[:300]}"
-        spoke = False
+        had_output = False
         for choice in chunk.choices:
-            spoke = spoke or choice.has_output
+            had_output = had_output or choice.has_output
             self.finish_reason = choice.finish_reason or self.finish_reason
         usage = chunk.usage
         if usage is None or usage.completion_tokens is None:
-            if spoke:
+            if had_output:
                 self._has_uncounted_chunk = True
                 self._deliver(now_s, 1)
             return
         self.total_tokens, self.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-        fresh = (
-            usage.completion_tokens - self._num_delivered
-            if not self._has_uncounted_chunk
-            else int(spoke)
-        )
-        if fresh > 0:
-            self._deliver(now_s, fresh)
+        new = usage.completion_tokens - self._num_delivered
+        if self._has_uncounted_chunk:
+            new = int(had_output)
+        if new > 0:
+            self._deliver(now_s, new)
 
     def _deliver(self, now_s: float, tokens: int) -> None:
         self.deliveries.append((now_s, tokens))
@@ -252,24 +253,26 @@ class StreamedReply:
 
     @property
     def times_are_estimated(self) -> bool:
-        """The chunks did not say how many tokens they held, and it was not one each."""
-        return (
-            self.total_tokens is not None
-            and self.total_tokens != self._num_delivered
-            and bool(self.deliveries)
-        )
+        """Chunks came without token counts, and not with one token each."""
+        total = self.total_tokens
+        return total is not None and total != self._num_delivered and bool(self.deliveries)
 
     def token_times(self) -> tuple[float, ...]:
-        """One time per token. Where chunks did not say how many they held, the total is shared out evenly among them."""
+        """One time per token. If estimated, the total is divided evenly among the chunks."""
         if not self.times_are_estimated:
             return tuple(time_s for time_s, tokens in self.deliveries for _ in range(tokens))
         total, chunks = self.total_tokens or 0, len(self.deliveries)
         return tuple(self.deliveries[i * chunks // total][0] for i in range(total))
 
 
+class EncodedQuery(NamedTuple):
+    query: Query
+    body: bytes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryResult:
-    """The end of one query. `lag_s`: how late it was sent. `spread`: see Reply."""
+    """The end of one query. `lag_s`: how late it was sent."""
 
     record: RequestTiming
     error: str
@@ -280,12 +283,13 @@ class QueryResult:
 async def send_query(
     http: httpx.AsyncClient,
     target: HttpTarget,
-    query: Query,
-    body: bytes,
+    request: EncodedQuery,
     due_s: float,
     clock: Callable[[], float],
 ) -> QueryResult:
-    """Send `query` now and read its stream to the end. Times are `clock`'s, in seconds; it was due at `due_s`."""
+    """Send `request` now and read its stream to the end. `clock` gives seconds; `due_s` is when it
+    should have been sent."""
+    query, body = request
     reply = StreamedReply()
     sent_s = clock()
     try:
@@ -322,7 +326,7 @@ async def send_query(
 
 
 def _incomplete_reason(target: HttpTarget, query: Query, reply: StreamedReply) -> str:
-    """Why a stream that ended without an error is still no answer; empty if it is one."""
+    """Why a stream that ended without an error is not a complete answer; empty if it is."""
     if reply.finish_reason is None:
         return "the stream ended without a finish_reason"
     got = len(reply.token_times())

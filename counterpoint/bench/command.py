@@ -1,9 +1,8 @@
 """The `bench` command: a load, a target, a result.
 
-Owns: its flags beside the workload's (bench/load.py) and the settings' (config.py), and the shape of the JSON it writes.
-Promises: what can't be is a ValueError, nobody at --url a ConnectionError, in words for the user; with `--json -` standard output
-holds JSON alone, progress goes to standard error; the exit status is 1 if no request was answered.
-Must not: measure or compute.
+Owns: its own flags, and the shape of the JSON it writes. A bad flag is a ValueError, an unreachable
+--url a ConnectionError. With `--json -` standard output has JSON alone; progress goes to standard
+error. The exit status is 1 if no request was answered. Must not: measure or compute.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from counterpoint import __version__, build
 from counterpoint.bench import tables, transform
 from counterpoint.bench.client import HttpTarget
 from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
-from counterpoint.bench.replay import OnRequest, ReplayResult, replay_engine, replay_http
-from counterpoint.bench.report import summarise
-from counterpoint.bench.trace import Trace, write_queries
+from counterpoint.bench.replay import OnRequest, ReplayOptions, replay_engine, replay_http
+from counterpoint.bench.report import ReplayResult, summarise
+from counterpoint.bench.trace_formats import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe_load, offered_rate
 from counterpoint.config import Config, require_writable
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
 from counterpoint.flags import config_flags
+from counterpoint.stats import Stats
 from counterpoint.types import Slo
 
-TARGET = Group("HttpTarget", sort_key=0)
+TARGET = Group("Target", sort_key=0)
 OUTPUT = Group("Measuring and output", sort_key=4)
 JSON = json_flag(OUTPUT)
 
@@ -43,8 +43,6 @@ JSON = json_flag(OUTPUT)
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TargetOptions:
-    """What is asked: a server, or an engine in this process."""
-
     url: Annotated[str | None, flag("a server of the OpenAI API, with or without /v1", TARGET)] = (
         None
     )
@@ -85,8 +83,6 @@ class TargetOptions:
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """How it is judged, and where it goes."""
-
     slo: Annotated[
         str | None,
         flag("targets, e.g. ttft=1.0,tpot=50ms,itl=0.2: for goodput and attainment", OUTPUT),
@@ -104,6 +100,15 @@ class ReportOptions:
     label: Annotated[str | None, flag("a name for this run, kept in the result", OUTPUT)] = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BenchRun:
+    target: TargetOptions
+    load: LoadOptions
+    out: ReportOptions
+    trace: Trace
+    console: Console
+
+
 @config_flags("model", "device", "scheduler")
 def bench(
     *,
@@ -114,46 +119,44 @@ def bench(
 ) -> int:
     """Measure a server, or an engine in this process, under a load played open loop.
 
-    counterpoint bench --url http://127.0.0.1:8000 --trace azure.csv --requests 200 --rate 2 --slo ttft=1,tpot=100ms
+    counterpoint bench --url http://127.0.0.1:8000 --trace azure.csv --requests 200 --rate 2
+    --slo ttft=1,tpot=100ms
 
-    counterpoint bench --compare serial,chunked,multiplex --requests 32 --rate 1 --prompt-tokens 400 --output-tokens 40
+    counterpoint bench --compare serial,chunked,multiplex --requests 32 --rate 1
+    --prompt-tokens 400 --output-tokens 40
     """
+    _check(where, out)
+    slo = parse_slo(out.slo) if out.slo else _config_slo(config)
+    config = config.replace(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, itl_s=slo.itl_s)
+    trace = load.build_trace()
+    trace = dataclasses.replace(trace, queries=tuple(transform.apply_slo(trace.queries, slo)))
+    if out.save_load:
+        write_queries(out.save_load, trace.queries)
+    run = BenchRun(where, load, out, trace, Console(stderr=True, highlight=False))
+    if where.url is not None:
+        results = {"": _run_over_http(run, where.url)}
+    else:
+        policies = [config.scheduler.policy]
+        if where.compare:
+            policies = [policy.strip() for policy in where.compare.split(",")]
+        configs = {policy: config.replace(policy=policy) for policy in policies}
+        results = {policy: _run_in_process(run, one) for policy, one in configs.items()}
+    _write_results(results, out)
+    return 0 if all(r["completed"] for r in results.values()) else 1
+
+
+def _check(where: TargetOptions, out: ReportOptions) -> None:
     if (where.url is None) == (not (where.in_process or where.compare)):
         raise ValueError(
             "say what is to be measured: either --url http://HOST:PORT or --in-process"
         )
-    for name, path in (
-        ("--json", out.json),
-        ("--save-load", out.save_load),
-        ("--timeline", out.timeline),
-    ):
-        require_writable(name, path)
+    require_writable("--json", out.json)
+    require_writable("--save-load", out.save_load)
+    require_writable("--timeline", out.timeline)
     if out.warmup < 0:
         raise ValueError(f"--warmup is {out.warmup}: it must be 0 or more")
     if not where.timeout > 0:
         raise ValueError(f"--timeout is {where.timeout}: it must be more than 0 seconds")
-    notes = Console(stderr=True, highlight=False)
-    targets = parse_slo(out.slo) if out.slo else _config_slo(config)
-    config = config.replace(ttft_s=targets.ttft_s, tpot_s=targets.tpot_s, itl_s=targets.itl_s)
-    trace = load.build_trace()
-    trace = dataclasses.replace(trace, queries=tuple(transform.apply_slo(trace.queries, targets)))
-    if out.save_load:
-        write_queries(out.save_load, trace.queries)
-    if where.url is not None:
-        results = {"": _run_over_http(where.url, load, where, out, trace, notes)}
-    else:
-        policies = (
-            [p.strip() for p in where.compare.split(",")]
-            if where.compare
-            else [config.scheduler.policy]
-        )
-        configs = {policy: config.replace(policy=policy) for policy in policies}
-        results = {
-            policy: _run_in_process(one, load, where, out, trace, notes)
-            for policy, one in configs.items()
-        }
-    _write_results(results, out)
-    return 0 if all(r["completed"] for r in results.values()) else 1
 
 
 def _config_slo(config: Config) -> Slo:
@@ -164,45 +167,37 @@ def _config_slo(config: Config) -> Slo:
 # ---------------------------------------------------------------- the two targets
 
 
-def _run_over_http(
-    url: str,
-    load: LoadOptions,
-    where: TargetOptions,
-    out: ReportOptions,
-    trace: Trace,
-    notes: Console,
-) -> dict[str, Any]:
+def _run_over_http(run: BenchRun, url: str) -> dict[str, Any]:
     target = HttpTarget(
         url,
-        where.api_model or "",
-        api_key=where.api_key,
-        endpoint=where.endpoint,
-        extensions=where.ignore_eos,
-        timeout_s=where.timeout,
+        run.target.api_model or "",
+        api_key=run.target.api_key,
+        endpoint=run.target.endpoint,
+        extensions=run.target.ignore_eos,
+        timeout_s=run.target.timeout,
     )
     if not target.model:
         target = dataclasses.replace(target, model=fetch_first_model(target))
-    tokens = _token_range(where.token_ids) or TokenRange()
-    with _progress_bar(notes, target.root, len(trace.queries)) as watch:
-        outcome = replay_http(
-            target,
-            trace.queries,
-            warmup=transform.warmup_queries(trace.queries, out.warmup),
-            tokens=tokens,
-            seed=load.seed,
-            watch=watch,
+    queries = run.trace.queries
+    with _progress_bar(run.console, target.root, len(queries)) as on_request:
+        options = ReplayOptions(
+            warmup=transform.warmup_queries(queries, run.out.warmup),
+            tokens=_token_range(run.target.token_ids) or TokenRange(),
+            seed=run.load.seed,
+            on_request=on_request,
         )
+        outcome = replay_http(target, queries, options)
     about = {
         "backend": "openai",
         "base_url": target.root,
-        "endpoint": where.endpoint,
+        "endpoint": target.endpoint,
         "model_id": target.model,
     }
-    return _build_result(about, load, out, trace, outcome)
+    return _build_result(about, run, run.trace, outcome)
 
 
 def fetch_first_model(target: HttpTarget) -> str:
-    """The name of the first model that the server lists. Raises ConnectionError if it gives none."""
+    """The first model that the server lists. Raises ConnectionError if it lists none."""
     try:
         response = httpx.get(
             f"{target.root}/v1/models", headers=target.headers(), timeout=10.0, trust_env=False
@@ -223,72 +218,51 @@ def describe_http_error(error: Exception) -> str:
     if not isinstance(error, httpx.HTTPStatusError):
         return f"{error}; is the server up?"
     status = f"{error.response.status_code} {error.response.reason_phrase}"
-    return (
-        f"{status}; give the right --api-key"
-        if error.response.status_code in (401, 403)
-        else status
-    )
+    unauthorised = error.response.status_code in (401, 403)
+    return f"{status}; give the right --api-key" if unauthorised else status
 
 
-def _run_in_process(
-    config: Config,
-    load: LoadOptions,
-    where: TargetOptions,
-    out: ReportOptions,
-    trace: Trace,
-    notes: Console,
-) -> dict[str, Any]:
-    inbox = WallClockEventQueue()
-    with notes.status("starting the engine") as status:
-        system = build.build_system(config, inbox, lambda stage: status.update(stage))
-    queries = transform.drop_texts(trace.queries)
-    timeline = (
-        Timeline(system.executor, inbox, system.engine.policy.lanes) if out.timeline else None
-    )
+def _run_in_process(run: BenchRun, config: Config) -> dict[str, Any]:
+    inbox, policy = WallClockEventQueue(), config.scheduler.policy
+    with run.console.status("starting the engine") as status:
+        system = build.build_system(config, inbox, status.update)
+    queries = transform.drop_texts(run.trace.queries)
+    timeline = None
+    if run.out.timeline:
+        timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)
+    title = f"{system.spec.name}, {policy}"
     try:
-        with _progress_bar(
-            notes, f"{system.spec.name}, {config.scheduler.policy}", len(queries)
-        ) as watch:
-            outcome = replay_engine(
-                system.engine,
-                inbox,
-                system.executor,
-                queries,
-                warmup=transform.warmup_queries(queries, out.warmup),
-                tokens=_token_range(where.token_ids) or TokenRange.within(system.spec.vocab),
-                seed=load.seed,
-                watch=watch,
+        with _progress_bar(run.console, title, len(queries)) as on_request:
+            options = ReplayOptions(
+                warmup=transform.warmup_queries(queries, run.out.warmup),
+                tokens=_token_range(run.target.token_ids) or TokenRange.within(system.spec.vocab),
+                seed=run.load.seed,
+                on_request=on_request,
                 timeline=timeline,
             )
+            outcome = replay_engine(system.engine, inbox, system.executor, queries, options)
     finally:
         system.executor.close()
-    if timeline and out.timeline:
-        timeline.write(
-            _labelled_path(out.timeline, config.scheduler.policy if where.compare else "")
-        )
-    said = list(system.notes)
-    if queries != list(trace.queries):
-        said.append("given texts were played as made tokens of their estimated length")
+    if timeline and run.out.timeline:
+        timeline.write(_labelled_path(run.out.timeline, policy if run.target.compare else ""))
+    notes = [*run.trace.notes, *system.notes]
+    if queries != list(run.trace.queries):
+        notes.append("given texts were played as made tokens of their estimated length")
     about = {
         "backend": "counterpoint",
         "model_id": system.spec.name,
-        "policy": config.scheduler.policy,
+        "policy": policy,
         "lanes": system.lanes,
         "config": dataclasses.asdict(config),
     }
-    return _build_result(
-        about,
-        load,
-        out,
-        dataclasses.replace(trace, queries=tuple(queries), notes=(*trace.notes, *said)),
-        outcome,
-    )
+    played = dataclasses.replace(run.trace, queries=tuple(queries), notes=tuple(notes))
+    return _build_result(about, run, played, outcome)
 
 
-def _labelled_path(path: str, word: str) -> Path:
-    """`path` with `word` before its ending: one file per policy."""
+def _labelled_path(path: str, label: str) -> Path:
+    """`path` with -`label` before its suffix: one file per policy."""
     file = Path(path)
-    return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
+    return file.with_name(f"{file.stem}-{label}{file.suffix}") if label else file
 
 
 def _token_range(text: str | None) -> TokenRange | None:
@@ -304,19 +278,15 @@ def _token_range(text: str | None) -> TokenRange | None:
 
 
 def _build_result(
-    about: dict[str, Any],
-    load: LoadOptions,
-    out: ReportOptions,
-    trace: Trace,
-    outcome: ReplayResult,
+    about: dict[str, Any], run: BenchRun, trace: Trace, outcome: ReplayResult
 ) -> dict[str, Any]:
-    """What is written: first what was done, then what came of it."""
-    rate = offered_rate(trace.queries)
+    load, rate = run.load, offered_rate(trace.queries)
     arrivals = load.arrivals or ("trace" if load.trace else "poisson")
+    slo = {query.id: query.slo for query in trace.queries}
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "counterpoint_version": __version__,
-        "label": out.label,
+        "label": run.out.label,
         **about,
         "tokenizer_id": load.tokenizer,
         "request_rate": rate if rate != float("inf") else "inf",
@@ -325,54 +295,36 @@ def _build_result(
         "arrivals": arrivals,
         "seed": load.seed,
         "workload": describe_load(trace.queries) | {"trace": load.trace},
-        "slo": parse_slo(out.slo) if out.slo else None,
-        **summarise(
-            outcome.records,
-            slo={q.id: q.slo for q in trace.queries},
-            stats=outcome.after,
-            stats_before=outcome.before,
-            errors=outcome.errors,
-            lag_s=outcome.lag_s,
-            detailed=out.save_detailed,
-        ),
-        "pages_free_before": _usable_pages(outcome, "before"),
-        "pages_free_after": _usable_pages(outcome, "after"),
+        "slo": parse_slo(run.out.slo) if run.out.slo else None,
+        **summarise(outcome, slo, detailed=run.out.save_detailed),
+        "pages_free_before": _usable_pages(outcome.before),
+        "pages_free_after": _usable_pages(outcome.after),
         "pages_leaked": outcome.pages_leaked,
         "notes": [*trace.notes, *outcome.notes],
     }
 
 
-def _usable_pages(outcome: ReplayResult, when: Literal["before", "after"]) -> int | None:
-    stats = outcome.before if when == "before" else outcome.after
+def _usable_pages(stats: Stats | None) -> int | None:
     return None if stats is None else stats.pages_free + stats.pages_cached
 
 
 def _write_results(results: dict[str, dict[str, Any]], out: ReportOptions) -> None:
-    whole: Any = (
-        next(iter(results.values())) if len(results) == 1 else {"runs": list(results.values())}
-    )
-    if not tables.write_json(whole, out.json):
+    runs = list(results.values())
+    if not tables.write_json(runs[0] if len(runs) == 1 else {"runs": runs}, out.json):
         return
-    console = Console()
-    if len(results) == 1:
-        result = next(iter(results.values()))
-        tables.show_result(
-            console,
-            result,
-            f"{result['model_id']} {result.get('policy', 'at ' + result.get('base_url', ''))}",
-        )
+    console, model = Console(), runs[0]["model_id"]
+    if len(runs) == 1:
+        where = runs[0].get("policy", "at " + runs[0].get("base_url", ""))
+        tables.show_result(console, runs[0], f"{model} {where}")
     else:
-        tables.show_comparison(
-            console,
-            results,
-            f"{whole['runs'][0]['model_id']}, the same {whole['runs'][0]['num_prompts']} requests",
-        )
+        title = f"{model}, the same {runs[0]['num_prompts']} requests"
+        tables.show_comparison(console, results, title)
 
 
 @contextlib.contextmanager
 def _progress_bar(console: Console, title: str, count: int) -> Iterator[OnRequest]:
-    """A bar on standard error while a load is played; what it yields is told of each request."""
-    told: collections.Counter[str] = collections.Counter()
+    """A progress bar while a load is played. Yields the callback for each request."""
+    counts: collections.Counter[str] = collections.Counter()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -383,10 +335,10 @@ def _progress_bar(console: Console, title: str, count: int) -> Iterator[OnReques
     with Progress(*columns, console=console, refresh_per_second=4) as bar:
         task = bar.add_task(title, total=count, state="")
 
-        def watch(event: Literal["sent", "done", "failed"]) -> None:
-            told[event] += 1
-            ended = told["done"] + told["failed"]
-            failed = f", {told['failed']} failed" if told["failed"] else ""
-            bar.update(task, completed=ended, state=f"{told['sent'] - ended} in flight{failed}")
+        def on_request(event: Literal["sent", "done", "failed"]) -> None:
+            counts[event] += 1
+            ended = counts["done"] + counts["failed"]
+            failed = f", {counts['failed']} failed" if counts["failed"] else ""
+            bar.update(task, completed=ended, state=f"{counts['sent'] - ended} in flight{failed}")
 
-        yield watch
+        yield on_request

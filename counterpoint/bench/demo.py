@@ -1,7 +1,8 @@
-"""The demo: a real model answers, then one mixed load under each policy, as a table and a picture.
+"""The demo: a model answers questions, then one mixed load runs under each policy, shown as a table
+and a picture.
 
-Owns: the questions, the load, the order of things. Promises: what is shown was just measured, whoever wins; under three minutes on
-two cores. Must not: know how a policy works.
+Owns: the questions and the load. It shows what was just measured, whichever policy is best, and
+takes under three minutes on two cores. Must not: know how a policy works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.console import Console
 from counterpoint import build
 from counterpoint.bench import tables
 from counterpoint.bench.picture import draw_lanes
-from counterpoint.bench.replay import replay_engine
+from counterpoint.bench.replay import ReplayOptions, replay_engine
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.config import Config
@@ -48,7 +49,8 @@ def demo(
     ] = Path("out/demo"),
     seconds: Annotated[float, Parameter(help="length of the load that each policy plays")] = 20.0,
 ) -> int:
-    """Answer three questions through the server, then play short chats with long documents among them under every policy."""
+    """Answer three questions through the server, then play chats and documents under every
+    policy."""
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds}: it must be more than 0")
     console = Console()
@@ -59,8 +61,9 @@ def demo(
     queries = mixed_load(seconds)
     long = sum(q.prompt_tokens > 1000 for q in queries)
     console.print(
-        f"\n[bold]The same load under each policy:[/bold] {len(queries) - long} short chats over {seconds:.0f} s, and {long} "
-        f"documents of {max(q.prompt_tokens for q in queries)} tokens arriving among them.",
+        f"\n[bold]The same load under each policy:[/bold] {len(queries) - long} short chats over "
+        f"{seconds:.0f} s, and {long} documents of {max(q.prompt_tokens for q in queries)} tokens "
+        "arriving among them.",
         highlight=False,
     )
     results: dict[str, dict[str, Any]] = {}
@@ -88,7 +91,8 @@ def demo(
 
 @contextlib.contextmanager
 def start_server(model: str, console: Console) -> Iterator[str]:
-    """`counterpoint serve MODEL` on a free port, for as long as the context lasts. Yields its address."""
+    """Runs `counterpoint serve MODEL` on a free port while the context lasts. Yields its
+    address."""
     command = [sys.executable, "-m", "counterpoint", "serve", model, "--port", "0"]
     console.print(f"[bold]$ counterpoint serve {model}[/bold]", highlight=False)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -110,7 +114,6 @@ def start_server(model: str, console: Console) -> Iterator[str]:
 
 
 def ask_question(url: str, question: str, console: Console) -> None:
-    """Stream one chat answer to the console."""
     console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -130,13 +133,14 @@ def ask_question(url: str, question: str, console: Console) -> None:
                 tokens += 1
                 console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"\n[dim]first token after {1000 * (first_s or 0):.0f} ms, whole answer {time.monotonic() - begun_s:.2f} s[/dim]"
+        f"\n[dim]first token after {1000 * (first_s or 0):.0f} ms, "
+        f"whole answer {time.monotonic() - begun_s:.2f} s[/dim]"
     )
 
 
 def mixed_load(seconds: float) -> list[Query]:
-    """Short chats at an even pace, and three long documents among them. Evenly spaced on purpose: every policy meets the same
-    moments."""
+    """Short chats at an even pace, and three long documents among them. Not random, so that every
+    policy gets the same coincidences."""
     chats = int(seconds / 0.8)
     queries = [Query(i, i * 0.8, 40 + 7 * (i % 5), 40) for i in range(chats)]
     queries += [Query(chats + i, seconds * (0.15 + 0.25 * i), 2000, 16) for i in range(3)]
@@ -149,36 +153,25 @@ def run_load(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, A
         Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None
     )
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)
-    warmup = [Query(10_000 + i, 0.0, 60, 8) for i in range(4)]
+    options = ReplayOptions(
+        warmup=[Query(10_000 + i, 0.0, 60, 8) for i in range(4)],
+        tokens=TokenRange.within(system.spec.vocab),
+        timeline=timeline,
+    )
     try:
-        outcome = replay_engine(
-            system.engine,
-            inbox,
-            system.executor,
-            queries,
-            warmup=warmup,
-            tokens=TokenRange.within(system.spec.vocab),
-            timeline=timeline,
-        )
+        outcome = replay_engine(system.engine, inbox, system.executor, queries, options)
     finally:
         system.executor.close()
-    after, before = outcome.after, outcome.before
-    result = summarise(
-        outcome.records,
-        stats=after,
-        stats_before=before,
-        errors=outcome.errors,
-        lag_s=outcome.lag_s,
-    )
-    return {**result, "policy": policy, "lanes": system.lanes}, timeline
+    return {**summarise(outcome), "policy": policy, "lanes": system.lanes}, timeline
 
 
 def describe_winner(results: dict[str, dict[str, Any]]) -> str:
-    """What the table says, in a sentence: by the longest silence between two tokens, which people feel most."""
+    """The table in a sentence, by the longest gap between two tokens: users notice that most."""
     gaps = {policy: result["max_longest_gap_ms"] for policy, result in results.items()}
     best = min(gaps, key=lambda policy: gaps[policy])
     times = gaps["serial"] / gaps[best]
+    listed = ", ".join(f"{policy} {gap:.0f} ms" for policy, gap in gaps.items())
     return (
-        f"Longest silence inside an answer: {', '.join(f'{policy} {gap:.0f} ms' for policy, gap in gaps.items())}. "
+        f"Longest gap inside an answer: {listed}. "
         f"[bold]{best}[/bold] is {times:.1f}x shorter than serial here."
     )

@@ -1,8 +1,7 @@
-"""Load: the workload flags that `bench` and `simulate` share, and the queries they mean.
+"""The workload flags that `bench` and `simulate` share, and the trace they make.
 
-Owns: every flag that says what is asked and when, its default and its help; the order in which changes are made to a trace.
-Promises: flags that contradict each other are a ValueError that names them; the same flags give the same queries.
-Must not: know who answers.
+Owns: every flag of a load, its default and help, and the order in which a trace is changed. Flags
+that contradict each other are a ValueError with their names. The same flags give the same queries.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from counterpoint.bench import transform
-from counterpoint.bench.trace import Format, Tokenize, Trace, read_trace
+from counterpoint.bench.trace import read_trace
+from counterpoint.bench.trace_formats import Format, Tokenize, Trace
 from counterpoint.bench.workload import (
     Arrivals,
     Lengths,
     PrefixGroups,
     Query,
+    SyntheticLoad,
     offered_rate,
-    synthetic_queries,
 )
 from counterpoint.types import Slo
 
 TRACE = Group("Workload from a trace", sort_key=1)
-SYNTHETIC = Group("Made workload", sort_key=2)
+SYNTHETIC = Group("Synthetic workload", sort_key=2)
 SHAPE = Group("Shape of the workload", sort_key=3)
 
 SYNTHETIC_REQUESTS = 64
@@ -33,14 +33,8 @@ SYNTHETIC_RATE = 1.0
 MAX_INT = 2**63
 TRACE_ONLY = ("trace_format", "tokenizer", "thin", "length_scale", "time_scale", "jitter")
 SYNTHETIC_ONLY = (
-    *(
-        "prompt_tokens",
-        "prompt_lengths",
-        "prompt_spread",
-        "output_tokens",
-        "output_lengths",
-        "output_spread",
-    ),
+    *("prompt_tokens", "prompt_lengths", "prompt_spread"),
+    *("output_tokens", "output_lengths", "output_spread"),
     *("prefix_groups", "prefix_share"),
 )
 
@@ -60,7 +54,7 @@ def json_flag(group: Group) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """What is asked, and when. Without a trace, a made workload."""
+    """Which requests arrive when. Without a trace, a synthetic workload."""
 
     trace: Annotated[
         str | None,
@@ -69,7 +63,7 @@ class LoadOptions:
             TRACE,
         ),
     ] = None
-    trace_format: Annotated[Format | None, flag("its format; unset: found out", TRACE)] = None
+    trace_format: Annotated[Format | None, flag("its format; unset: detected", TRACE)] = None
     tokenizer: Annotated[
         str | None,
         flag("tokenizer.json to turn ShareGPT's texts into tokens; unset: estimates", TRACE),
@@ -87,7 +81,8 @@ class LoadOptions:
     jitter: Annotated[
         float | None,
         flag(
-            "spread equal arrival times over so many seconds; unset: over a coarse clock's tick; 0: never",
+            "spread equal arrival times over so many seconds; unset: over a coarse clock's tick; "
+            "0: never",
             TRACE,
         ),
     ] = None
@@ -107,18 +102,16 @@ class LoadOptions:
         float, flag("uniform: ± share of the mean; lognormal: sigma", SYNTHETIC)
     ] = 0.5
     prefix_groups: Annotated[
-        int, flag("groups of requests whose prompts begin alike; 0: none do", SYNTHETIC)
+        int, flag("groups of requests whose prompts share a prefix; 0: none", SYNTHETIC)
     ] = 0
-    prefix_share: Annotated[
-        float, flag("share of a prompt that its group has in common", SYNTHETIC)
-    ] = 0.5
+    prefix_share: Annotated[float, flag("share of a prompt that its group shares", SYNTHETIC)] = 0.5
 
     skip: Annotated[
-        int, flag("leave out the first so many requests: another part of the same trace", SHAPE)
+        int, flag("skip so many requests, to use another part of the same trace", SHAPE)
     ] = 0
     requests: Annotated[
         int | None,
-        flag("how many; unset: the whole trace, or of a made load 64 (plan: 1,000)", SHAPE),
+        flag("how many; unset: the whole trace, or 64 synthetic ones (plan: 1,000)", SHAPE),
     ] = None
     arrivals: Annotated[
         Literal["trace", "poisson", "gamma", "constant", "once"] | None,
@@ -131,14 +124,15 @@ class LoadOptions:
         ),
     ] = None
     burstiness: Annotated[
-        float, flag("of gamma arrivals: their gaps vary by 1/sqrt of it; 1 is poisson", SHAPE)
+        float, flag("of gamma arrivals: the variation of gaps is 1/sqrt of it; 1: poisson", SHAPE)
     ] = 1.0
     max_prompt_tokens: Annotated[int | None, flag("cut longer prompts", SHAPE)] = None
     max_output_tokens: Annotated[int | None, flag("cut longer outputs", SHAPE)] = None
-    seed: Annotated[int, flag("of everything that is random in the workload", SHAPE)] = 0
+    seed: Annotated[int, flag("seed of everything random in the workload", SHAPE)] = 0
 
     def build_trace(self) -> Trace:
-        """The queries. Raises ValueError (TraceError for a file) naming the flag or the place."""
+        """The queries. Raises ValueError with the flag, or TraceError with the place in the
+        file."""
         self._check_ranges()
         self._check_combination()
         if self.trace is None:
@@ -159,7 +153,7 @@ class LoadOptions:
         return Trace(tuple(self._set_arrivals(queries, trace.timed)), True, trace.notes)
 
     def _check_ranges(self) -> None:
-        """Of what would not be told by its flag further on."""
+        """Ranges whose errors would not name the flag later on."""
         given = {
             "prompt-tokens": (self.prompt_tokens, 1),
             "output-tokens": (self.output_tokens, 1),
@@ -177,7 +171,7 @@ class LoadOptions:
             raise ValueError(f"--rate is {self.rate}: it must be more than 0 requests per second")
 
     def _check_combination(self) -> None:
-        """A flag that would do nothing beside the others is a mistake."""
+        """Refuses flags that have no effect beside the others."""
         idle = TRACE_ONLY if self.trace is None else SYNTHETIC_ONLY
         for field in fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
@@ -191,23 +185,23 @@ class LoadOptions:
             raise ValueError("--burstiness is of gamma arrivals: give --arrivals gamma, too")
         if self.arrivals == "once" and self.rate not in (None, float("inf")):
             raise ValueError(
-                "--arrivals once sends all at the start, whatever --rate says: leave one of them out"
+                "--arrivals once sends all at the start, whatever --rate says: leave one of them "
+                "out"
             )
 
     def _synthetic(self) -> list[Query]:
-        return synthetic_queries(
+        groups = PrefixGroups(self.prefix_groups, self.prefix_share) if self.prefix_groups else None
+        return SyntheticLoad(
             self.requests or SYNTHETIC_REQUESTS,
             Lengths(self.prompt_tokens, self.prompt_lengths, self.prompt_spread),
             Lengths(self.output_tokens, self.output_lengths, self.output_spread),
             arrivals="once",
-            groups=PrefixGroups(self.prefix_groups, self.prefix_share)
-            if self.prefix_groups
-            else None,
+            groups=groups,
             seed=self.seed,
-        )
+        ).queries()
 
     def _select_and_resize(self, queries: list[Query]) -> list[Query]:
-        """Fewer and other lengths; times as they are."""
+        """Fewer requests and other lengths; times stay."""
         if self.thin is not None:
             queries = transform.thin(queries, self.thin, self.seed)
         if self.length_scale is not None:
@@ -218,10 +212,10 @@ class LoadOptions:
         return queries if self.requests is None else transform.take_first(queries, self.requests)
 
     def _set_arrivals(self, queries: list[Query], timed: bool) -> list[Query]:
-        """The same queries at the wanted times."""
         if self.arrivals == "trace" and not timed:
             raise ValueError(
-                "--arrivals trace: the workload has no times of its own; choose poisson, gamma, constant or once"
+                "--arrivals trace: the workload has no times of its own; choose poisson, gamma, "
+                "constant or once"
             )
         kind: Arrivals | Literal["trace"] = self.arrivals or ("trace" if timed else "poisson")
         if self.rate == float("inf"):
@@ -229,11 +223,12 @@ class LoadOptions:
         if kind != "trace":
             if self.time_scale is not None:
                 raise ValueError(
-                    f"--time-scale stretches the trace's own times, --arrivals {kind} replaces them: give one of them"
+                    f"--time-scale stretches the trace's own times, --arrivals {kind} replaces "
+                    "them: give one of them"
                 )
-            usual = offered_rate(queries) if timed else SYNTHETIC_RATE
+            rate = offered_rate(queries) if timed else SYNTHETIC_RATE
             return transform.replace_arrivals(
-                queries, kind, usual if self.rate is None else self.rate, self.burstiness, self.seed
+                queries, kind, rate if self.rate is None else self.rate, self.burstiness, self.seed
             )
         if self.rate is not None and self.time_scale is not None:
             raise ValueError("--rate and --time-scale both set the clock: give one of them")
@@ -258,7 +253,8 @@ class LoadOptions:
 
 
 def parse_slo(text: str) -> Slo:
-    """Targets as "ttft=1.0,tpot=0.05,itl=200ms": seconds, or with a unit. Raises ValueError naming the part that is wrong."""
+    """Targets as "ttft=1.0,tpot=0.05,itl=200ms", in seconds or with a unit. Raises ValueError with
+    the wrong part."""
     found: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = part.partition("=")

@@ -1,7 +1,6 @@
-"""A picture of the lanes over time.
+"""A picture of the lanes over time: one row per policy, on one time axis.
 
-Owns: the drawing. Promises: one row per lane and policy, on one time axis; None, and nothing else, if matplotlib is not installed.
-Must not: compute a figure.
+`draw_lanes` returns None if matplotlib is not installed. Must not: compute a figure.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ COLOURS = {"prefill": "#d1495b", "decode": "#2e86ab", "mixed": "#8e6c8a"}
 
 
 def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
-    """Each policy's steps as bars, as wide as they took and as high as their share of the device."""
+    """Draws each policy's steps as bars: width is duration, height the share of the device."""
     try:
         import matplotlib
     except ImportError:
@@ -32,7 +31,7 @@ def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
         start_s = min((s.started_s for s in spans), default=0.0)
         most = max((s.units for s in spans), default=1)
         for span in spans:
-            # Prefill grows from the bottom, decode hangs from the top: as the lanes take their cores.
+            # Prefill starts at the bottom and decode at the top, as the lanes take their cores.
             height = span.units / most
             bottom = 1 - height if span.kind == "decode" else 0
             axis.bar(
@@ -51,7 +50,7 @@ def draw_lanes(timelines: Mapping[str, Timeline], path: Path) -> Path | None:
             axis.spines[side].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
     axes[0, 0].set_title(
-        "Who has the cores: height is the share of the device; white is idle",
+        "Cores per lane over time: height is the share of the device; white is idle",
         loc="left",
         fontsize=11,
     )

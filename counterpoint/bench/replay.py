@@ -1,9 +1,8 @@
-"""Replay: a load played against a system, open loop.
+"""Plays a load against a server or an engine in this process, open loop.
 
-Owns: when each query is sent, and what is collected.
-Promises: no query waits for an answer; one sent late is counted as late (`Outcome.lag_s`); every query ends in exactly one Record;
-both ways of replaying, over HTTP and on an engine in this process, give the same Outcome.
-Must not: change the load, judge the records (bench/report.py).
+Owns: when each query is sent, and what is collected. No query waits for an answer; one sent late
+counts as late (`lag_s`). Every query ends in exactly one RequestTiming.
+Must not: change the load or judge the records.
 """
 
 from __future__ import annotations
@@ -19,7 +18,14 @@ from typing import Literal
 import httpx
 import msgspec
 
-from counterpoint.bench.client import HttpTarget, QueryResult, scrape, send_query
+from counterpoint.bench.client import (
+    EncodedQuery,
+    HttpTarget,
+    QueryResult,
+    scrape,
+    send_query,
+)
+from counterpoint.bench.report import ReplayResult
 from counterpoint.bench.workload import Query, TokenRange, prompt_ids
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs
@@ -32,8 +38,8 @@ from counterpoint.types import Abort, AddRequest, Output, RequestTiming, Samplin
 OnRequest = Callable[[Literal["sent", "done", "failed"]], None]
 clock = time.perf_counter
 
-HEAD_START_S = 0.05  # between the start of the clock and the first query
-IDLE_WAIT_S = 10.0  # for a server's gauges to come to rest
+HEAD_START_S = 0.05  # from the start of the clock to the first query
+IDLE_WAIT_S = 10.0  # for a server to become idle
 
 
 def ignore_progress(_: Literal["sent", "done", "failed"]) -> None:
@@ -41,28 +47,21 @@ def ignore_progress(_: Literal["sent", "done", "failed"]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What came of a load. Times are seconds since its start. `records` and `lag_s` are in the order of the queries; `errors` are
-    by request id. Stats are those of before and after, where the engine tells."""
+class ReplayOptions:
+    """`warmup` is sent first and not counted. `tokens` and `seed` make synthetic prompts.
+    `on_request` is told of each request. In this process alone: `timeline`, over the same executor
+    and inbox, and `limit_s`, after which unfinished requests are aborted."""
 
-    records: tuple[RequestTiming, ...]
-    errors: dict[str, str]
-    lag_s: tuple[float, ...]
-    before: Stats | None = None
-    after: Stats | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def pages_leaked(self) -> int | None:
-        """Pages that could be used before the load and not after it, though all requests have ended."""
-        if self.before is None or self.after is None or not self.before.pages_total:
-            return None
-        free_before = self.before.pages_free + self.before.pages_cached
-        return free_before - (self.after.pages_free + self.after.pages_cached)
+    warmup: Sequence[Query] = ()
+    tokens: TokenRange = dataclasses.field(default_factory=TokenRange)
+    seed: int = 0
+    on_request: OnRequest = ignore_progress
+    timeline: Timeline | None = None
+    limit_s: float | None = None
 
 
 def relative_to(record: RequestTiming, start_s: float) -> RequestTiming:
-    """`record` on a clock that began at `start_s`."""
+    """`record` on a clock that starts at `start_s`."""
     return msgspec.structs.replace(
         record,
         arrival_s=record.arrival_s - start_s,
@@ -76,46 +75,43 @@ def relative_to(record: RequestTiming, start_s: float) -> RequestTiming:
 
 
 def replay_http(
-    target: HttpTarget,
-    queries: Sequence[Query],
-    *,
-    warmup: Sequence[Query] = (),
-    tokens: TokenRange = TokenRange(),
-    seed: int = 0,
-    watch: OnRequest = ignore_progress,
+    target: HttpTarget, queries: Sequence[Query], options: ReplayOptions = ReplayOptions()
 ) -> ReplayResult:
-    """Play `queries` against a server. `warmup` is sent first, one by one, and not counted.
+    """Play `queries` against a server; warm-up queries one by one.
 
-    Raises ConnectionError if nothing answers at the address, ValueError if a query can't be sent to this endpoint.
+    Raises ConnectionError if nothing answers at the address, ValueError if a query can't be sent to
+    this endpoint.
     """
-    bodies = [target.body(query, tokens, seed) for query in queries]
-    return asyncio.run(
-        _replay_http_async(
-            target, queries, bodies, [(q, target.body(q, tokens, seed)) for q in warmup], watch
-        )
-    )
+
+    def encode(queries: Sequence[Query]) -> list[EncodedQuery]:
+        return [
+            EncodedQuery(query, target.body(query, options.tokens, options.seed))
+            for query in queries
+        ]
+
+    requests, warmup = encode(queries), encode(options.warmup)
+    return asyncio.run(_replay_http_async(target, requests, warmup, options.on_request))
 
 
 async def _replay_http_async(
     target: HttpTarget,
-    queries: Sequence[Query],
-    bodies: Sequence[bytes],
-    warmup: Sequence[tuple[Query, bytes]],
-    watch: OnRequest,
+    requests: Sequence[EncodedQuery],
+    warmup: Sequence[EncodedQuery],
+    on_request: OnRequest,
 ) -> ReplayResult:
-    _raise_socket_limit(len(queries))
+    _raise_socket_limit(len(requests))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(target.timeout_s, connect=30.0)
     async with httpx.AsyncClient(
         limits=limits, timeout=timeout, headers=target.headers(), trust_env=False
     ) as http:
-        for query, body in warmup:
-            answer = await send_query(http, target, query, body, clock(), clock)
+        for request in warmup:
+            answer = await send_query(http, target, request, clock(), clock)
             if answer.error:
                 raise ConnectionError(f"{target.path}: the warm-up request failed: {answer.error}")
         before = await wait_for_idle_stats(http, target)
         start_s = clock() + HEAD_START_S
-        answers = await _send_all(http, target, queries, bodies, start_s, watch)
+        answers = await _send_all(http, target, requests, start_s, on_request)
         after = await wait_for_idle_stats(http, target) if before else None
     return _collect_results(answers, start_s, before, after)
 
@@ -123,34 +119,31 @@ async def _replay_http_async(
 async def _send_all(
     http: httpx.AsyncClient,
     target: HttpTarget,
-    queries: Sequence[Query],
-    bodies: Sequence[bytes],
+    requests: Sequence[EncodedQuery],
     start_s: float,
-    watch: OnRequest,
+    on_request: OnRequest,
 ) -> list[QueryResult]:
-    async def one(query: Query, body: bytes) -> QueryResult:
-        answer = await send_query(http, target, query, body, start_s + query.arrival_s, clock)
-        watch("failed" if answer.error else "done")
+    async def send(request: EncodedQuery, due_s: float) -> QueryResult:
+        answer = await send_query(http, target, request, due_s, clock)
+        on_request("failed" if answer.error else "done")
         return answer
 
     tasks = []
-    for query, body in zip(queries, bodies, strict=True):
-        await asyncio.sleep(max(0.0, start_s + query.arrival_s - clock()))
-        tasks.append(asyncio.create_task(one(query, body)))
-        watch("sent")
+    for request in requests:
+        due_s = start_s + request.query.arrival_s
+        await asyncio.sleep(max(0.0, due_s - clock()))
+        tasks.append(asyncio.create_task(send(request, due_s)))
+        on_request("sent")
     return await asyncio.gather(*tasks)
 
 
 def _collect_results(
     answers: Sequence[QueryResult], start_s: float, before: Stats | None, after: Stats | None
 ) -> ReplayResult:
-    spread = sum(a.times_are_estimated for a in answers)
-    notes = (
-        [
-            f"{spread} answers had several tokens in a chunk without a count: their times are shared out evenly"
-        ]
-        if spread
-        else []
+    estimated = sum(a.times_are_estimated for a in answers)
+    note = (
+        f"{estimated} answers had several tokens in a chunk without a count: their times are "
+        "divided evenly among the chunks"
     )
     return ReplayResult(
         records=tuple(relative_to(a.record, start_s) for a in answers),
@@ -158,12 +151,13 @@ def _collect_results(
         lag_s=tuple(a.lag_s for a in answers),
         before=before,
         after=after,
-        notes=tuple(notes),
+        notes=(note,) if estimated else (),
     )
 
 
 async def wait_for_idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> Stats | None:
-    """The server's figures once no request is in it, or as they are after IDLE_WAIT_S. None if it does not tell them."""
+    """The server's Stats once it has no request, or as they are after IDLE_WAIT_S. None if it has
+    no /metrics of this engine."""
     deadline_s = clock() + IDLE_WAIT_S
     while (stats := await scrape(http, target)) is not None:
         if not (stats.running or stats.waiting) or clock() > deadline_s:
@@ -173,7 +167,7 @@ async def wait_for_idle_stats(http: httpx.AsyncClient, target: HttpTarget) -> St
 
 
 def _raise_socket_limit(count: int) -> None:
-    """An open load needs a socket for every request in flight; the usual soft limit is 1,024 files."""
+    """Raises the soft limit on open files, usually 1,024: each request in flight needs a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft < wanted:
@@ -187,11 +181,12 @@ def _raise_socket_limit(count: int) -> None:
 
 
 class ReplayPhase:
-    """Collects what the engine says of one set of requests. `over` is set when all have ended and the engine is idle."""
+    """Collects the outputs of one set of requests. `finished` is set when all have ended and the
+    engine is idle."""
 
-    def __init__(self, count: int, watch: OnRequest) -> None:
-        self.num_requests = count
-        self.watch = watch
+    def __init__(self, num_requests: int, on_request: OnRequest) -> None:
+        self.num_requests = num_requests
+        self.on_request = on_request
         self.records: dict[str, RequestTiming] = {}
         self.errors: dict[str, str] = {}
         self.stats: Stats | None = None
@@ -201,7 +196,7 @@ class ReplayPhase:
         for output in outputs:
             if isinstance(output, RequestTiming):
                 self.records[output.id] = output
-                self.watch("failed" if output.id in self.errors else "done")
+                self.on_request("failed" if output.id in self.errors else "done")
             elif output.error:
                 self.errors[output.id] = output.error
         if len(self.records) == self.num_requests and engine.idle and not self.finished.is_set():
@@ -210,7 +205,7 @@ class ReplayPhase:
 
 
 class EnginePlayer:
-    """Puts a load into the inbox of an engine whose loop runs in a thread, from `start` to `stop`."""
+    """Feeds requests to an engine whose loop runs in a thread, from `start` to `stop`."""
 
     def __init__(self, inbox: WallClockEventQueue, loop: Callable[[DeliverOutputs], None]) -> None:
         self.inbox = inbox
@@ -235,28 +230,29 @@ class EnginePlayer:
 
     def play(
         self,
-        arrives: Sequence[tuple[float, AddRequest]],
-        watch: OnRequest,
+        requests: Sequence[tuple[float, AddRequest]],
+        on_request: OnRequest,
         limit_s: float | None = None,
     ) -> tuple[ReplayPhase, float, list[float]]:
-        """Put each Arrive when its time has come, and wait for all ends, of which those after `limit_s` are aborts: the phase, its
-        start, and when each was put. Raises RuntimeError if the loop fails."""
-        phase = self.phase = ReplayPhase(len(arrives), watch)
+        """Put each request into the inbox at its time and wait until all have ended; abort what is
+        unfinished after `limit_s`. Returns the phase, its start, and when each request was put.
+        Raises RuntimeError if the loop fails."""
+        phase = self.phase = ReplayPhase(len(requests), on_request)
         inbox, sent_s = self.inbox, []
         start_s = inbox.clock() + HEAD_START_S
-        for at_s, arrive in arrives:
+        for at_s, request in requests:
             wait_s = start_s + at_s - inbox.clock()
             if wait_s > 0:
                 time.sleep(wait_s)
             sent_s.append(inbox.clock())
-            inbox.put(arrive)
-            watch("sent")
-        if arrives and self.failure is None:
-            if limit_s is not None and not phase.finished.wait(
-                max(0.0, start_s + limit_s - inbox.clock())
-            ):
-                for _, arrive in arrives:
-                    inbox.put(Abort(arrive.id))
+            inbox.put(request)
+            on_request("sent")
+        if requests and self.failure is None:
+            if limit_s is not None:
+                left_s = start_s + limit_s - inbox.clock()
+                if not phase.finished.wait(max(0.0, left_s)):
+                    for _, request in requests:
+                        inbox.put(Abort(request.id))
             phase.finished.wait()
         if self.failure is not None:
             raise RuntimeError(f"the engine failed: {self.failure}") from self.failure
@@ -268,51 +264,48 @@ def replay_engine(
     inbox: WallClockEventQueue,
     executor: Executor,
     queries: Sequence[Query],
-    *,
-    warmup: Sequence[Query] = (),
-    tokens: TokenRange = TokenRange(),
-    seed: int = 0,
-    watch: OnRequest = ignore_progress,
-    timeline: Timeline | None = None,
-    limit_s: float | None = None,
+    options: ReplayOptions = ReplayOptions(),
 ) -> ReplayResult:
-    """Play `queries` on an engine whose loop is not running: it runs in a thread meanwhile, and has ended afterwards.
+    """Play `queries` on an engine whose loop is not running; warm-up queries all at once.
 
-    A Record's arrival is the moment the query was put into the inbox. `warmup` is played first, all at once, and not counted.
-    `timeline` is one over this executor and inbox. What is unanswered after `limit_s` is aborted. Raises ValueError for a query
-    that is a text (see reshape.without_texts), RuntimeError if the engine or its device fails.
+    The loop runs in a thread until all have ended. A request arrives when it enters the inbox.
+    Raises ValueError for a query that is a text (see transform.drop_texts), RuntimeError if the
+    engine fails.
     """
-    warm = [(0.0, _make_add_request(query, tokens, seed)) for query in warmup]
-    arrives = [(query.arrival_s, _make_add_request(query, tokens, seed)) for query in queries]
+    warmup = [(0.0, _make_add_request(query, options)) for query in options.warmup]
+    requests = [(query.arrival_s, _make_add_request(query, options)) for query in queries]
     player = EnginePlayer(
-        inbox, lambda deliver: run(engine, (inbox, executor), deliver, timeline=timeline)
+        inbox, lambda deliver: run(engine, (inbox, executor), deliver, timeline=options.timeline)
     )
     before = engine.stats()
     player.start()
     try:
-        before = player.play(warm, ignore_progress)[0].stats or before
-        phase, start_s, sent_s = player.play(arrives, watch, limit_s)
+        before = player.play(warmup, ignore_progress)[0].stats or before
+        phase, start_s, sent_s = player.play(requests, options.on_request, options.limit_s)
     finally:
         player.stop()
     records = [
-        msgspec.structs.replace(phase.records[q.id], arrival_s=at_s)
-        for q, at_s in zip(queries, sent_s, strict=True)
+        msgspec.structs.replace(phase.records[query.id], arrival_s=at_s)
+        for query, at_s in zip(queries, sent_s, strict=True)
     ]
     return ReplayResult(
         records=tuple(relative_to(record, start_s) for record in records),
         errors=phase.errors,
         lag_s=tuple(
-            max(0.0, at_s - start_s - q.arrival_s) for q, at_s in zip(queries, sent_s, strict=True)
+            max(0.0, at_s - start_s - query.arrival_s)
+            for query, at_s in zip(queries, sent_s, strict=True)
         ),
         before=before,
         after=phase.stats,
     )
 
 
-def _make_add_request(query: Query, tokens: TokenRange, seed: int) -> AddRequest:
-    sampling = Sampling(
-        max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True
-    )
+def _make_add_request(query: Query, options: ReplayOptions) -> AddRequest:
     return AddRequest(
-        id=query.id, prompt=prompt_ids(query, tokens, seed), sampling=sampling, slo=query.slo
+        id=query.id,
+        prompt=prompt_ids(query, options.tokens, options.seed),
+        sampling=Sampling(
+            max_tokens=query.output_tokens, temperature=0.0, seed=query.number, ignore_eos=True
+        ),
+        slo=query.slo,
     )

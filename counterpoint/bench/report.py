@@ -1,14 +1,13 @@
-"""The report: from the records of finished requests to one flat result, and a table of several.
+"""From the timings of finished requests to one flat result.
 
-Owns: the definition of every metric (docs/bench.md says them in words, with how other tools differ).
-Promises: CUDA, CPU, simulator and HTTP replay are measured by this one function; a failed request is never left out of an SLO
-share; what is undefined is None, never 0.
-Must not: keep a clock, talk to anything, know where a record came from.
+Owns: the definition of every metric (docs/bench.md). CUDA, CPU, simulator and HTTP replay share it.
+A failed request counts in every SLO share. What is undefined is None, never 0.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,38 +19,64 @@ from counterpoint.stats import PolicyReport, Stats
 from counterpoint.types import FinishReason, RequestTiming, Slo
 
 PERCENTILES = (50, 90, 95, 99)
-MAX_ERROR_KINDS = 10  # the commonest messages are counted
+MAX_ERROR_KINDS = 10  # only the most frequent messages are counted
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
-class RequestLatency:
-    """What one completed request's client felt, in seconds.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """The outcome of a load; times are seconds since its start. `records`: every request sent,
+    failed ones too. `errors`: messages by request id. `lag_s`: how late each request was sent.
+    `before`, `after`: the engine's Stats, where available."""
 
-    `ttft`: arrival to first token. `gaps`: between deliveries; tokens of one instant are one delivery. `tpot`: (last token - first
-    token) / (tokens - 1), None for a one-token reply. `e2e`: arrival to the end.
+    records: Sequence[RequestTiming]
+    errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lag_s: Sequence[float] = ()
+    before: Stats | None = None
+    after: Stats | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pages_leaked(self) -> int | None:
+        """Pages that were usable before the load but not after it, though all requests ended."""
+        if self.before is None or self.after is None or not self.before.pages_total:
+            return None
+        free_before = self.before.pages_free + self.before.pages_cached
+        return free_before - (self.after.pages_free + self.after.pages_cached)
+
+
+class RequestLatency:
+    """What the client of one completed request saw, in seconds.
+
+    `ttft_s`: arrival to first token. `gaps_s`: between deliveries; tokens with one time are one
+    delivery. `tpot_s`: (last token - first token) / (tokens - 1); None for one token. `e2e_s`:
+    arrival to end.
     """
 
-    __slots__ = ("e2e", "gaps", "tokens", "tpot", "ttft")
+    __slots__ = ("e2e_s", "gaps_s", "tokens", "tpot_s", "ttft_s")
 
     def __init__(self, record: RequestTiming) -> None:
         times = np.asarray(record.token_s)
         self.tokens = len(times)
-        self.ttft = float(times[0] - record.arrival_s) if len(times) else None
+        self.ttft_s = float(times[0] - record.arrival_s) if len(times) else None
         gaps = np.diff(times)
-        self.gaps: NDArray[np.float64] = gaps[gaps > 0]
-        self.tpot = float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else None
-        self.e2e = record.finished_s - record.arrival_s
+        self.gaps_s: NDArray[np.float64] = gaps[gaps > 0]
+        self.tpot_s = float((times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else None
+        self.e2e_s = record.finished_s - record.arrival_s
 
     @property
-    def longest_gap(self) -> float | None:
-        return float(self.gaps.max()) if len(self.gaps) else None
+    def longest_gap_s(self) -> float | None:
+        return float(self.gaps_s.max()) if len(self.gaps_s) else None
 
     def meets(self, slo: Slo) -> dict[str, bool]:
-        """Which targets were met. A target on what a one-token reply does not have is met."""
+        """Which targets are met. A target on a value that a one-token reply does not have is
+        met."""
         return {
-            "ttft": slo.ttft_s is None or (self.ttft is not None and self.ttft <= slo.ttft_s),
-            "tpot": slo.tpot_s is None or self.tpot is None or self.tpot <= slo.tpot_s,
-            "itl": slo.itl_s is None or self.longest_gap is None or self.longest_gap <= slo.itl_s,
+            "ttft": slo.ttft_s is None or (self.ttft_s is not None and self.ttft_s <= slo.ttft_s),
+            "tpot": slo.tpot_s is None or self.tpot_s is None or self.tpot_s <= slo.tpot_s,
+            "itl": slo.itl_s is None
+            or self.longest_gap_s is None
+            or self.longest_gap_s <= slo.itl_s,
         }
 
 
@@ -70,21 +95,14 @@ def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
 
 
 def summarise(
-    records: Sequence[RequestTiming],
-    *,
-    slo: Slo | Mapping[str, Slo] = Slo(),
-    stats: Stats | None = None,
-    stats_before: Stats | None = None,
-    errors: Mapping[str, str] | None = None,
-    lag_s: Sequence[float] = (),
-    detailed: bool = False,
+    outcome: ReplayResult, slo: Slo | Mapping[str, Slo] = Slo(), detailed: bool = False
 ) -> dict[str, Any]:
-    """One flat result of plain JSON values, with the keys of `vllm bench serve` and ours beside them.
+    """One flat result of JSON values: the keys of `vllm bench serve`, and ours.
 
-    `records` has every request sent, failed ones too. `slo` holds for all, or by request id. `stats`: the engine's counters
-    at the end, from which those of `stats_before` are subtracted. `errors`: messages by request id. `lag_s`: how late each request
-    was sent. `detailed` adds a list per request. The duration is from the first arrival to the last end.
+    `slo` is for all requests, or by request id. Counters are `after` minus `before`. `detailed`
+    adds lists per request. The duration is from the first arrival to the last end.
     """
+    records = outcome.records
     done = [r for r in records if is_complete(r)]
     latency = {r.id: RequestLatency(r) for r in done}
     duration_s = max((r.finished_s for r in records), default=0.0) - min(
@@ -93,18 +111,18 @@ def summarise(
     result = _throughput(records, done, latency, duration_s)
     result |= _goodput(records, latency, slo, duration_s)
     values = list(latency.values())
-    result |= _distribution("ttft", [v.ttft for v in values])
-    result |= _distribution("tpot", [v.tpot for v in values])
-    result |= _distribution("itl", np.concatenate([v.gaps for v in values]) if values else ())
-    result |= _distribution("e2el", [v.e2e for v in values])
-    result |= _distribution("longest_gap", [v.longest_gap for v in values])
-    result |= _engine_counters(records, stats, stats_before)
-    result |= _send_lag(lag_s)
+    result |= _distribution("ttft", [v.ttft_s for v in values])
+    result |= _distribution("tpot", [v.tpot_s for v in values])
+    result |= _distribution("itl", np.concatenate([v.gaps_s for v in values]) if values else ())
+    result |= _distribution("e2el", [v.e2e_s for v in values])
+    result |= _distribution("longest_gap", [v.longest_gap_s for v in values])
+    result |= _engine_counters(records, outcome.after, outcome.before)
+    result |= _send_lag(outcome.lag_s)
     result["error_counts"] = dict(
-        collections.Counter((errors or {}).values()).most_common(MAX_ERROR_KINDS)
+        collections.Counter(outcome.errors.values()).most_common(MAX_ERROR_KINDS)
     )
     if detailed:
-        result |= _per_request(records, errors or {})
+        result |= _per_request(records, outcome.errors)
     return result
 
 
@@ -136,7 +154,7 @@ def _goodput(
     slo: Slo | Mapping[str, Slo],
     duration_s: float,
 ) -> dict[str, Any]:
-    """Shares are of every request sent: one that failed meets nothing."""
+    """Shares are of every request sent: a failed one meets no target."""
     met = {"ttft": 0, "tpot": 0, "itl": 0}
     good, targets = 0, 0
     for record in records:
@@ -144,9 +162,9 @@ def _goodput(
         targets += wanted != Slo()
         if record.id not in latency:
             continue
-        here = latency[record.id].meets(wanted)
-        good += all(here.values())
-        for name, ok in here.items():
+        on_time = latency[record.id].meets(wanted)
+        good += all(on_time.values())
+        for name, ok in on_time.items():
             met[name] += ok
     if not targets:
         return {"request_goodput": None, "slo_attainment": None, "slo_attainment_ci95": None}
@@ -162,7 +180,7 @@ def _goodput(
 def _engine_counters(
     records: Sequence[RequestTiming], stats: Stats | None, before: Stats | None
 ) -> dict[str, Any]:
-    """What the engine did: cached prompt tokens, preemptions, how its units were split over time, how well it predicted."""
+    """Cached prompt tokens, preemptions, splits and lanes over time, prediction errors."""
     ran = [r for r in records if is_complete(r)]
     prompts = sum(r.prompt_tokens for r in ran)
     result: dict[str, Any] = {
@@ -184,14 +202,14 @@ def _engine_counters(
 def _seconds_since(
     now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]
 ) -> list[tuple[Any, ...]]:
-    """Rows of (names ..., seconds) less those of `before`, without the empty ones."""
+    """Rows of (names ..., seconds) minus those of `before`, without empty rows."""
     earlier = {row[:-1]: row[-1] for row in before}
     spent = [(*row[:-1], row[-1] - earlier.get(row[:-1], 0.0)) for row in sorted(now)]
     return [row for row in spent if row[-1] > 0]
 
 
 def _split_shares(stats: Stats, before: Stats) -> dict[str, Any]:
-    """How long each split was in force; units with work as a share of all, while anything ran."""
+    """How long each split was in force, and the share of units with work while any step ran."""
     spent = _seconds_since(stats.split_s, before.split_s)
     total = sum(seconds for _, _, seconds in spent)
     both = sum(seconds for p, d, seconds in spent if p and d)
@@ -216,7 +234,7 @@ def _split_shares(stats: Stats, before: Stats) -> dict[str, Any]:
 
 
 def _lane_shares(stats: Stats, before: Stats) -> dict[str, Any]:
-    """What each lane did with its time, and on which units steps really ran."""
+    """The time of each lane by state, and of steps by the units they really ran on."""
     spent = _seconds_since(stats.lane_s, before.lane_s)
     total: collections.Counter[str] = collections.Counter()
     for role, _, seconds in spent:
@@ -236,21 +254,23 @@ def _lane_shares(stats: Stats, before: Stats) -> dict[str, Any]:
 def time_with_requests_s(
     records: Iterable[RequestTiming], since_s: float = -math.inf, until_s: float = math.inf
 ) -> float:
-    """For how long, between two moments, any request was there."""
-    found_s, seen_s = 0.0, since_s
+    """How long at least one request was present, between two moments."""
+    total_s, covered_s = 0.0, since_s
     for record in sorted(records, key=lambda r: r.arrival_s):
         ends_s = min(record.finished_s, until_s)
-        found_s += max(0.0, ends_s - max(seen_s, record.arrival_s))
-        seen_s = max(seen_s, ends_s)
-    return found_s
+        total_s += max(0.0, ends_s - max(covered_s, record.arrival_s))
+        covered_s = max(covered_s, ends_s)
+    return total_s
 
 
 def bubble_shares(
     engines: Iterable[tuple[str, Stats]], records: Sequence[RequestTiming]
 ) -> dict[str, float | None]:
-    """Of each engine, by name, and of all: the share of its units times seconds in which no step had them, of the time in which any
-    request was anywhere between arrival and end. So a worker of a pool that has nothing to do while another has is idle. (Units
-    that a step has and does not use are another matter: `active_share`.)"""
+    """The idle share of each engine, by name, and their mean as `all`.
+
+    Idle are units without a step while any request is present anywhere, also on another worker.
+    (Units that a step has but does not use are `active_share`.)
+    """
     present_s = time_with_requests_s(records)
     idle: dict[str, float | None] = {}
     for name, stats in engines:
@@ -264,7 +284,7 @@ def bubble_shares(
 
 
 def _prediction_counters(report: PolicyReport, before: PolicyReport) -> dict[str, Any]:
-    """Errors are of the latest steps and corrections those in force at the end; counts are of this run."""
+    """Errors are of the latest steps, corrections are those at the end, counts are of this run."""
     return {
         "prediction_error": {
             kind: {"p50": median, "p95": high, "steps": steps}
@@ -290,7 +310,8 @@ MAX_SEND_LAG_S = 0.05
 
 
 def _send_lag(lag_s: Sequence[float]) -> dict[str, Any]:
-    """Whether the load generator itself kept time: `degraded` when more than 1 % of requests left over 50 ms late."""
+    """Whether the load generator kept time: `degraded` if over 1 % of requests left over 50 ms
+    late."""
     if not len(lag_s):
         return {}
     p50, p99 = np.percentile(lag_s, [50, 99])
@@ -311,16 +332,17 @@ def _per_request(records: Sequence[RequestTiming], errors: Mapping[str, str]) ->
         "input_lens": [r.prompt_tokens for r in records],
         "cached_lens": [r.cached_tokens for r in records],
         "output_lens": [v.tokens for v in latency],
-        "ttfts": [v.ttft for v in latency],
-        "itls": [v.gaps.tolist() for v in latency],
-        "latencies": [v.e2e for v in latency],
+        "ttfts": [v.ttft_s for v in latency],
+        "itls": [v.gaps_s.tolist() for v in latency],
+        "latencies": [v.e2e_s for v in latency],
         "finish_reasons": [str(r.finish_reason) for r in records],
         "errors": [errors.get(r.id, "") for r in records],
     }
 
 
 def _distribution(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """mean, median, std (population), p50 ... p99 (linear interpolation) and max, in milliseconds."""
+    """Mean, median, std (population), p50 ... p99 (linear interpolation) and max, in
+    milliseconds."""
     ms = np.array([v for v in seconds if v is not None]) * 1e3
     keys = ["mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"]
     if not len(ms):
@@ -347,7 +369,8 @@ def _max_tokens_per_s(records: Sequence[RequestTiming]) -> float | None:
 
 
 def _max_concurrency(records: Sequence[RequestTiming]) -> int:
-    """Most requests between arrival and end at any instant; an end and an arrival at the same instant don't overlap."""
+    """Most requests between arrival and end at any instant. An end and an arrival at the same
+    instant do not overlap."""
     edges = sorted([(r.arrival_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
     most = now = 0
     for _, change in edges:

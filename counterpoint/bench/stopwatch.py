@@ -1,6 +1,6 @@
-"""A stopwatch for the engine's thread: what its turns cost, and how much of that is launching.
+"""How long the engine's thread is busy, and how much of that is launching steps.
 
-Owns: the counting. Promises: commands go through unchanged. Must not: be around an executor whose serving is not being measured.
+Commands pass through unchanged. Must not: wrap an executor whose serving is not being measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from counterpoint.types import Command, Step
 
 
 class Stopwatch:
-    """An Executor around `inner`, which is fed by a loop over `inbox`."""
+    """An Executor around `inner`, fed by a loop over `inbox`."""
 
     def __init__(self, inner: Executor, inbox: WallClockEventQueue) -> None:
         self.inner = inner
@@ -32,8 +32,9 @@ class Stopwatch:
         self.inner.close()
 
     def summarise(self) -> dict[str, object]:
-        """Seconds of the loop's turns: in all, in launching steps by their kind (and the longest of them: one that waits for the
-        device takes as long as the step that runs), and what is left (events, decisions, answers)."""
+        """Seconds of the loop's turns: in total (`busy_s`), in launching steps by kind, with the
+        longest (one that waits for the device takes as long as the running step), and `turn_ms`:
+        the mean rest of a turn (events, decisions, answers)."""
         inbox, launches = self.inbox, sorted(self._launches.items())
         launching_s = self._others_s + sum(sum(took) for _, took in launches)
         return {

@@ -1,9 +1,8 @@
-"""Results for human eyes.
+"""Results as text for people, and where their JSON is written.
 
-Owns: which figures of a result are shown, in which words and units; where its JSON goes.
-Promises: the same tables for a server, an engine in this process and a simulation; what has to be doubted (a late generator,
-failures, leaked pages) is said.
-Must not: compute a figure (bench/report.py does).
+Owns: which figures of a result are shown, in which words and units. A server, an engine in this
+process and a simulation get the same tables. Whatever casts doubt on a result (a late generator,
+failures, leaked pages) is shown. Must not: compute a figure (report.py does).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ LATENCIES = {
     "longest_gap": "longest gap",
     "e2el": "whole answer (E2E)",
 }
-MIN_SPLIT_SHARE = 0.005  # splits that were in force for less of the time are in the file alone
+MIN_SPLIT_SHARE = 0.005  # of the time; splits in force for less are only in the JSON
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def write_json(result: Result, path: str | None) -> bool:
-    """The whole of it as JSON into the file at `path`, if there is one. False if that is -, standard output: nothing else may be
-    shown there."""
+    """Writes the whole result to `path`, if given. Returns False for - (standard output), where
+    nothing else may be printed."""
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if path == "-":
         print(text.decode())
@@ -45,7 +44,6 @@ def write_json(result: Result, path: str | None) -> bool:
 
 
 def show_result(console: Console, result: Result, title: str = "") -> None:
-    """One result: latencies, throughput, targets, the engine's side, and what has to be doubted."""
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("ms", no_wrap=True)
     for point in STATISTICS:
@@ -60,7 +58,6 @@ def show_result(console: Console, result: Result, title: str = "") -> None:
 
 
 def show_comparison(console: Console, results: Mapping[str, Result], title: str = "") -> None:
-    """Several results of one load, a row each."""
     columns = [
         "TTFT\np50",
         "TTFT\np99",
@@ -111,72 +108,77 @@ def show_comparison(console: Console, results: Mapping[str, Result], title: str 
 
 
 def result_lines(result: Result) -> list[str]:
-    found = [
-        f"{result['completed']} of {result['num_prompts']} requests answered in {format_number(result['duration'], 2)} s: "
-        f"{format_number(result['request_throughput'], 2)} requests/s, {format_number(result['output_throughput'])} output tokens/s, "
-        f"{format_number(result['total_token_throughput'])} tokens/s; at most {result['max_concurrent_requests']} at once"
+    lines = [
+        f"{result['completed']} of {result['num_prompts']} requests answered in "
+        f"{format_number(result['duration'], 2)} s: "
+        f"{format_number(result['request_throughput'], 2)} requests/s, "
+        f"{format_number(result['output_throughput'])} output tokens/s, "
+        f"{format_number(result['total_token_throughput'])} tokens/s; "
+        f"at most {result['max_concurrent_requests']} at once"
     ]
     if result["slo_attainment"] is not None:
         low, high = result["slo_attainment_ci95"] or (None, None)
-        found.append(
-            f"within all targets: {format_share(result['slo_attainment'])} (95 % interval {format_share(low)} to {format_share(high)}), "
+        lines.append(
+            f"within all targets: {format_share(result['slo_attainment'])} "
+            f"(95 % interval {format_share(low)} to {format_share(high)}), "
             f"goodput {format_number(result['request_goodput'], 2)} requests/s"
         )
     if result["prefix_hit_share"]:
-        found.append(
+        lines.append(
             f"prompt tokens from the prefix cache: {format_share(result['prefix_hit_share'])}"
         )
     if result["preemptions"]:
-        found.append(f"preemptions: {result['preemptions']}")
+        lines.append(f"preemptions: {result['preemptions']}")
     if result.get("pages_free_after") is not None:
-        found.append(
-            f"KV pages free at rest: {result['pages_free_before']:,} before, {result['pages_free_after']:,} after"
+        lines.append(
+            f"KV pages free at rest: {result['pages_free_before']:,} before, "
+            f"{result['pages_free_after']:,} after"
         )
     for split in result.get("split_share", ()):
         if split["share"] < MIN_SPLIT_SHARE:
             continue
         units = f"prefill on {split['prefill_units']} units, decode on {split['decode_units']}"
-        found.append(f"{units}: {format_share(split['share'])} of the busy time")
-    return found + engine_lines(result)
+        lines.append(f"{units}: {format_share(split['share'])} of the busy time")
+    return lines + engine_lines(result)
 
 
 def engine_lines(result: Result) -> list[str]:
-    """What the engine tells of its lanes and its predictions."""
-    found = []
+    lines = []
     lanes: dict[str, list[str]] = {}
     for part in sorted(result.get("lane_share", ()), key=lambda part: -part["share"]):
         lanes.setdefault(part["lane"], []).append(f"{part['state']} {format_share(part['share'])}")
-    found += [f"{lane} lane: {', '.join(parts)}" for lane, parts in lanes.items()]
+    lines += [f"{lane} lane: {', '.join(parts)}" for lane, parts in lanes.items()]
     if result.get("active_share") is not None:
-        found.append(f"units with work while anything ran: {format_share(result['active_share'])}")
+        lines.append(f"units with work while anything ran: {format_share(result['active_share'])}")
     for kind, error in result.get("prediction_error", {}).items():
-        found.append(
-            f"{kind} steps predicted within {format_share(error['p50'])} (p50), {format_share(error['p95'])} (p95)"
+        lines.append(
+            f"{kind} steps predicted within {format_share(error['p50'])} (p50), "
+            f"{format_share(error['p95'])} (p95)"
         )
     for name in ("decisions", "fallbacks"):
         if result.get(name):
-            found.append(
+            lines.append(
                 f"{name}: {', '.join(f'{key} {count:,}' for key, count in result[name].items())}"
             )
-    return found
+    return lines
 
 
 def warning_lines(result: Result) -> list[str]:
-    """What makes the figures less than they seem."""
-    found = []
+    lines = []
     if result["failed"]:
-        found.append(f"{result['failed']} requests failed and count as misses")
-        found += [
+        lines.append(f"{result['failed']} requests failed and count as misses")
+        lines += [
             f"  {count} x {message}" for message, count in result.get("error_counts", {}).items()
         ]
     if result.get("degraded"):
-        found.append(
-            f"the load generator itself was late (p99 {format_number(result['p99_send_lag_ms'])} ms): "
-            "the load was not the one asked for; use a faster machine or a lower rate"
+        lines.append(
+            "the load generator itself was late (p99 "
+            f"{format_number(result['p99_send_lag_ms'])} ms): the load was not the one asked for; "
+            "use a faster machine or a lower rate"
         )
     if result.get("pages_leaked"):
-        found.append(f"{result['pages_leaked']} pages of the KV cache did not come back")
-    return found + list(result.get("notes", ()))
+        lines.append(f"{result['pages_leaked']} pages of the KV cache did not come back")
+    return lines + list(result.get("notes", ()))
 
 
 def format_number(value: float | None, digits: int = 1) -> str:
@@ -184,7 +186,7 @@ def format_number(value: float | None, digits: int = 1) -> str:
 
 
 def format_short(value: float | None) -> str:
-    """Three figures or more: a decimal place below 100, none above."""
+    """At least three digits: one decimal place below 100, none above."""
     return format_number(value, 1 if value is not None and value < 100 else 0)
 
 

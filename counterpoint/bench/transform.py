@@ -1,8 +1,7 @@
-"""A load made to fit: fewer requests, another clock, other lengths.
+"""Changes to a load: fewer requests, another clock, other lengths.
 
-Owns: the changes a load may undergo between its file and the wire.
-Promises: each returns a new load, in order of arrival from 0 on; common prefixes stay common, whatever is changed.
-Must not: read files, make queries from nothing.
+Each function returns a new load in order of arrival, from time 0 on. Shared prefixes stay shared.
+Must not: read files or generate queries.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ import numpy as np
 from counterpoint.bench.workload import Arrivals, Query, arrival_times, offered_rate
 from counterpoint.types import Slo
 
-FIRST_WARMUP_NUMBER = 1 << 40  # the numbers of warm-up queries begin here, beyond those of any load
+FIRST_WARMUP_NUMBER = 1 << 40  # warm-up queries are numbered from here on, above any load
 
 
 def scale_to_rate(queries: Sequence[Query], rate: float) -> list[Query]:
-    """The same arrivals on a clock stretched or compressed so that `rate` requests arrive per second on average."""
+    """The same arrivals on a clock scaled so that `rate` requests arrive per second on average."""
     if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
     now = offered_rate(queries)
     if now == float("inf"):
         raise ValueError(
-            "all requests arrive at once: a rate can't be had by stretching their clock; give --arrivals"
+            "all requests arrive at once: stretching their clock can't give a rate; give --arrivals"
         )
     return stretch_time(queries, now / rate)
 
 
 def stretch_time(queries: Sequence[Query], factor: float) -> list[Query]:
-    """Every time multiplied by `factor`: 0.1 plays ten times as fast."""
+    """Multiplies every time by `factor`: 0.1 plays ten times as fast."""
     if not 0 < factor < math.inf:
         raise ValueError(
             f"time scale is {factor}: it must be more than 0 (0.1 plays ten times as fast)"
@@ -44,23 +43,24 @@ def stretch_time(queries: Sequence[Query], factor: float) -> list[Query]:
 def replace_arrivals(
     queries: Sequence[Query], kind: Arrivals, rate: float, burstiness: float, seed: int
 ) -> list[Query]:
-    """The same requests in the same order at made times (see `workload.arrival_times`)."""
+    """The same requests in the same order at generated times (see `workload.arrival_times`)."""
     times = arrival_times(len(queries), kind, rate, np.random.default_rng(seed), burstiness)
     return [dataclasses.replace(q, arrival_s=float(t)) for q, t in zip(queries, times, strict=True)]
 
 
 def take_first(queries: Sequence[Query], count: int) -> list[Query]:
-    """The first `count`, their clock from 0 on."""
+    """The first `count` requests, from time 0 on."""
     if count < 1:
         raise ValueError(f"requests is {count}: it must be 1 or more")
     return _start_at_zero(queries[:count])
 
 
 def skip_first(queries: Sequence[Query], count: int) -> list[Query]:
-    """All but the first `count`, their clock from 0 on."""
+    """All but the first `count` requests, from time 0 on."""
     if not 0 <= count < len(queries):
         raise ValueError(
-            f"skip is {count}: the workload has {len(queries)} requests, so it must be 0 to {len(queries) - 1}"
+            f"skip is {count}: the workload has {len(queries)} requests, so it must be 0 to "
+            f"{len(queries) - 1}"
         )
     return _start_at_zero(queries[count:])
 
@@ -74,16 +74,17 @@ def _start_at_zero(queries: Sequence[Query]) -> list[Query]:
 
 
 def scale_lengths(queries: Sequence[Query], factor: float) -> list[Query]:
-    """Prompts and answers `factor` times as long, at least 1 token.
+    """Prompts and outputs `factor` times as long, at least 1 token.
 
-    A block of a common prefix becomes a whole number of tokens; prompts that have blocks are scaled by what that makes of the
-    factor, so that they still end where they did among their blocks.
+    A block of a shared prefix becomes a whole number of tokens. Prompts with blocks are scaled by
+    the resulting factor, so that they end at the same place among their blocks.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"length scale is {factor}: it must be more than 0")
     if any(q.prompt is not None for q in queries):
         raise ValueError(
-            "requests with a given text or given tokens can't be scaled in length; cut them with --max-prompt-tokens"
+            "requests with a given text or given tokens can't be scaled in length; cut them with "
+            "--max-prompt-tokens"
         )
 
     def one(query: Query) -> Query:
@@ -102,7 +103,8 @@ def scale_lengths(queries: Sequence[Query], factor: float) -> list[Query]:
 def clip_lengths(
     queries: Sequence[Query], max_prompt_tokens: int | None, max_output_tokens: int | None
 ) -> list[Query]:
-    """Prompts cut at their end and answers cut to a most. Given texts can't be cut: longer ones are left out."""
+    """Cuts prompts and outputs to the given lengths. Requests with a longer given text are left
+    out."""
     for name, most in (
         ("max_prompt_tokens", max_prompt_tokens),
         ("max_output_tokens", max_output_tokens),
@@ -131,7 +133,8 @@ def clip_lengths(
 
 
 def drop_texts(queries: Sequence[Query]) -> list[Query]:
-    """Given texts replaced by made tokens of their (estimated) length, for a target that takes token ids alone."""
+    """Replaces given texts by synthetic tokens of their (estimated) length, for a target that takes
+    token ids alone."""
     return [
         q if q.prompt is None or q.ids is not None else dataclasses.replace(q, prompt=None)
         for q in queries
@@ -139,8 +142,8 @@ def drop_texts(queries: Sequence[Query]) -> list[Query]:
 
 
 def warmup_queries(queries: Sequence[Query], count: int) -> list[Query]:
-    """`count` queries like the first ones to warm a system up with: other tokens, nothing in common, at most 8 tokens of output.
-    Given texts and ids stay as they are."""
+    """`count` warm-up queries like the first ones: other tokens, no shared prefix, at most 8 output
+    tokens. Given texts and ids stay as they are."""
     return [
         dataclasses.replace(
             q,
@@ -154,7 +157,7 @@ def warmup_queries(queries: Sequence[Query], count: int) -> list[Query]:
 
 
 def apply_slo(queries: Sequence[Query], slo: Slo) -> list[Query]:
-    """Each query with the targets of `slo` where it has none of its own."""
+    """Gives each query the targets of `slo` where it has none of its own."""
     return [dataclasses.replace(q, slo=q.slo.with_defaults(slo)) for q in queries]
 
 
@@ -162,25 +165,26 @@ def apply_slo(queries: Sequence[Query], slo: Slo) -> list[Query]:
 
 
 def group_by_prefix(queries: Sequence[Query], max_share: float = 0.01) -> list[int]:
-    """A group number per query: those of one group share a prefix that matters.
+    """A group number per query: the queries of a group share a prefix.
 
-    A group is a largest subtree of the tree of prefix blocks with at most `most` of all queries. What more of them have in common
-    (a system prompt) ties no group together: it is as common among any part of the load. Queries without blocks stand alone.
+    A group is a largest subtree of the tree of prefix blocks with at most `max_share` of all
+    queries. A more common prefix (a system prompt) makes no group. Queries without blocks are
+    alone.
     """
     limit = max(1, int(len(queries) * max_share))
     groups: dict[tuple[int, ...] | int, int] = {}
     label = [0] * len(queries)
-    open_parts = [(list(range(len(queries))), 0)]
-    while open_parts:
-        part, depth = open_parts.pop()
+    pending = [(list(range(len(queries))), 0)]
+    while pending:
+        part, depth = pending.pop()
         children = collections.defaultdict(list)
         for i in part:
             ids = queries[i].prefix_ids
-            # one whose blocks end here stands alone
+            # A query without more blocks is a group of its own.
             children[ids[: depth + 1] if len(ids) > depth else -1 - i].append(i)
         for key, members in children.items():
             if len(members) > limit and isinstance(key, tuple):
-                open_parts.append((members, depth + 1))
+                pending.append((members, depth + 1))
                 continue
             number = groups.setdefault(key, len(groups))
             for i in members:
@@ -189,10 +193,8 @@ def group_by_prefix(queries: Sequence[Query], max_share: float = 0.01) -> list[i
 
 
 def thin(queries: Sequence[Query], share: float, seed: int) -> list[Query]:
-    """About `share` of the queries, taken as whole prefix groups at random: the others keep the cache hits among themselves.
-
-    (Leaving out random rows instead would destroy the hits.) Arrival times stay, so the rate falls by `share`.
-    """
+    """About `share` of the queries, as random whole prefix groups, which keep their cache hits.
+    (Random rows would lose them.) Arrival times stay, so the rate falls by `share`."""
     if not 0 < share <= 1:
         raise ValueError(f"thin is {share}: it must be more than 0 and at most 1")
     label = group_by_prefix(queries)

@@ -1,8 +1,8 @@
-"""The load: what is asked, when, and with which tokens.
+"""The load: which requests arrive when, and with which tokens.
 
-Owns: Query, the synthetic generators (arrivals, lengths, prefix groups) and the tokens of a prompt.
-Promises: everything follows from a seed, on every machine; two prompts begin alike exactly as far as their prefix blocks do.
-Must not: read a file, keep a clock, know who will answer.
+Owns: Query, the synthetic generators (arrivals, lengths, prefix groups), the tokens of a prompt.
+Everything follows from a seed, on every machine. Two prompts share a prefix exactly as far as their
+blocks do. Must not: read a file or a clock.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from counterpoint.types import Slo
 Message = tuple[str, str]  # role, content
 NO_SLO = Slo()
 Arrivals = Literal["poisson", "gamma", "constant", "once"]
-MAX_LENGTH_TOKENS = 2**24  # beyond any context: a longer prompt is not made
+MAX_LENGTH_TOKENS = 2**24  # above any context
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """One request of a load, sent `arrival_s` seconds after its start, whether or not others have been answered.
+    """One request of a load, sent `arrival_s` seconds after its start.
 
-    `prompt_tokens` is the prompt's length. What stands in it is, by what is given:
-    * `prompt`: a text, token ids, or chat messages as (role, content) pairs; if not ids, `prompt_tokens` is an estimate.
-    * else ids made by `prompt_ids`: `prefix_ids` name its first blocks of `block_tokens` tokens (equal ids in front, equal
-      tokens), and what is beyond them is this query's alone.
-    `number` tells the queries of a load apart and stays when others are left out. `session` names the conversation it belongs to.
+    `prompt_tokens` is the prompt's length. Its content is `prompt`, if given: a text, token ids, or
+    chat messages as (role, content) pairs; except for ids, `prompt_tokens` is then an estimate.
+    Otherwise `prompt_ids` generates it: `prefix_ids` identify its first blocks of `block_tokens`
+    tokens, where equal leading ids mean equal tokens. Tokens after them are unique to this query.
+
+    `number` identifies a query within the load and survives transforms. `session` is its
+    conversation.
     """
 
     number: int
@@ -56,7 +58,8 @@ class Query:
         if self.prefix_ids and not 1 <= self.block_tokens <= MAX_LENGTH_TOKENS:
             given = f"prefix_ids, and block_tokens is {self.block_tokens}"
             raise ValueError(
-                f"query {self.number}: {given}: say how many tokens a block has, 1 to {MAX_LENGTH_TOKENS}"
+                f"query {self.number}: {given}: say how many tokens a block has, 1 to "
+                f"{MAX_LENGTH_TOKENS}"
             )
 
     @property
@@ -65,7 +68,7 @@ class Query:
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """The given token ids, if the prompt is given so."""
+        """The token ids, if the prompt is given as such."""
         if self.prompt is None or isinstance(self.prompt, str):
             return None
         ids = tuple(part for part in self.prompt if isinstance(part, int))
@@ -73,7 +76,7 @@ class Query:
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
-        """The given chat messages, if the prompt is given so."""
+        """The chat messages, if the prompt is given as such."""
         if self.prompt is None or isinstance(self.prompt, str):
             return None
         return tuple(part for part in self.prompt if not isinstance(part, int)) or None
@@ -87,16 +90,16 @@ def arrival_times(
 ) -> NDArray[np.float64]:
     """Times of `count` arrivals in seconds, ascending, the first at 0.
 
-    Gaps are gamma-distributed of shape `burstiness`, so their coefficient of variation is 1/sqrt(burstiness); poisson is shape 1,
-    constant its limit. They are scaled so that the mean gap is exactly 1/rate: two seeds offer the same load. once: all at 0.
-    """
+    Gaps are gamma distributed with shape `burstiness`, so their coefficient of variation is
+    1/sqrt(burstiness). poisson is shape 1, constant the limit of large shapes. Gaps are scaled to a
+    mean of exactly 1/rate, so that all seeds offer the same load. once: all at 0."""
     if kind == "once" or count < 2 or np.isinf(rate):
         return np.zeros(count)
     if not rate > 0:
         raise ValueError(f"rate is {rate}: it must be more than 0 requests per second")
     if not burstiness > 0:
         raise ValueError(
-            f"burstiness is {burstiness}: it must be more than 0 (1 is Poisson, smaller is burstier)"
+            f"burstiness is {burstiness}: it must be more than 0 (1: Poisson, smaller: burstier)"
         )
     if kind == "constant":
         gaps = np.ones(count - 1)
@@ -105,7 +108,7 @@ def arrival_times(
     times = np.concatenate(([0.0], np.cumsum(gaps)))
     if not times[-1]:
         raise ValueError(
-            f"burstiness is {burstiness}: all gaps between {count} arrivals are 0 by it: raise it"
+            f"burstiness is {burstiness}: it makes all gaps between {count} arrivals 0: raise it"
         )
     return times * ((count - 1) / rate / times[-1])
 
@@ -115,8 +118,9 @@ def arrival_times(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens: constant `mean`; uniform in mean·(1 ± spread); or lognormal of that mean, whose
-    logarithm has standard deviation `spread`. Every draw is at least 1 and at most `most`."""
+    """A distribution of lengths in tokens: constant `mean`; uniform in mean·(1 ± spread); or
+    lognormal with that mean and standard deviation `spread` of the logarithm. Every draw is at
+    least 1 and at most `max_tokens`."""
 
     mean: float
     kind: Literal["constant", "uniform", "lognormal"] = "constant"
@@ -145,13 +149,13 @@ class Lengths:
 
 # ---------------------------------------------------------------- prefix groups
 
-GROUP_BLOCK_TOKENS = 16  # a page, so that what is common can be found in a page-wise prefix cache
+GROUP_BLOCK_TOKENS = 16  # a KV page, so that a prefix cache can find shared blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """`count` groups; a request belongs to one at random, and the first `share` of its prompt (in whole blocks of 16 tokens) is a
-    beginning of that group's common text."""
+    """`count` groups. A request belongs to a random one; the first `share` of its prompt, in whole
+    blocks of 16 tokens, is a prefix of the group's common text."""
 
     count: int
     share: float
@@ -167,33 +171,35 @@ class PrefixGroups:
         return tuple(range(group << 32, (group << 32) + whole))
 
 
-def synthetic_queries(
-    count: int,
-    prompt: Lengths,
-    output: Lengths,
-    *,
-    arrivals: Arrivals = "poisson",
-    rate: float = 1.0,
-    groups: PrefixGroups | None = None,
-    seed: int = 0,
-) -> list[Query]:
-    """A made load of `count` queries, in order of arrival."""
-    rng = np.random.default_rng(seed)
-    times = arrival_times(count, arrivals, rate, rng)
-    prompts, outputs = prompt.draw(count, rng), output.draw(count, rng)
-    group = rng.integers(groups.count if groups else 1, size=count)
-    return [
-        Query(
-            number=i,
-            arrival_s=float(times[i]),
-            prompt_tokens=int(prompts[i]),
-            output_tokens=int(outputs[i]),
-            prefix_ids=groups.blocks(int(prompts[i]), int(group[i])) if groups else (),
-            block_tokens=GROUP_BLOCK_TOKENS if groups else 0,
-            session=f"group{group[i]}" if groups else "",
-        )
-        for i in range(count)
-    ]
+@dataclasses.dataclass(frozen=True, slots=True)
+class SyntheticLoad:
+    """`count` queries with random lengths. `rate`: arrivals per second."""
+
+    count: int
+    prompt: Lengths
+    output: Lengths
+    arrivals: Arrivals = "poisson"
+    rate: float = 1.0
+    groups: PrefixGroups | None = None
+    seed: int = 0
+
+    def queries(self) -> list[Query]:
+        rng, groups = np.random.default_rng(self.seed), self.groups
+        times = arrival_times(self.count, self.arrivals, self.rate, rng)
+        prompts, outputs = self.prompt.draw(self.count, rng), self.output.draw(self.count, rng)
+        group = rng.integers(groups.count if groups else 1, size=self.count)
+        return [
+            Query(
+                number=i,
+                arrival_s=float(times[i]),
+                prompt_tokens=int(prompts[i]),
+                output_tokens=int(outputs[i]),
+                prefix_ids=groups.blocks(int(prompts[i]), int(group[i])) if groups else (),
+                block_tokens=GROUP_BLOCK_TOKENS if groups else 0,
+                session=f"group{group[i]}" if groups else "",
+            )
+            for i in range(self.count)
+        ]
 
 
 # ---------------------------------------------------------------- tokens
@@ -201,8 +207,8 @@ def synthetic_queries(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenRange:
-    """The token ids [first, last) that made prompts are drawn from. The default holds ordinary tokens of every common vocabulary:
-    control tokens stand below 1,000 or above 30,000."""
+    """The token ids [first, last) of synthetic prompts. The default range has ordinary tokens in
+    every common vocabulary: control tokens are below 1,000 or above 30,000."""
 
     first: int = 1_000
     last: int = 30_000
@@ -213,16 +219,16 @@ class TokenRange:
 
     @classmethod
     def within(cls, vocab: int) -> TokenRange:
-        """The default range cut to a vocabulary of `vocab` ids; of a small one, the upper three quarters."""
+        """The default range cut to `vocab` ids; of a small vocabulary, its upper three quarters."""
         return cls(min(1_000, vocab // 4), min(30_000, vocab))
 
 
 def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -> tuple[int, ...]:
-    """The prompt of `query` as token ids. Explicit ids are given as they are; a text or messages raise ValueError.
+    """The prompt of `query` as token ids. Raises ValueError for a text or messages.
 
-    The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query number, p) beyond the blocks:
-    nothing is stored, and equal blocks give equal tokens. The hash is SplitMix64's (Steele, Lea, Flood, OOPSLA 2014, section 5).
-    """
+    The token at position p is a hash of (seed, block id, offset in the block), or of (seed, query
+    number, p) after the blocks: nothing is stored, and equal blocks give equal tokens. The hash is
+    SplitMix64's (Steele, Lea, Flood, OOPSLA 2014, section 5)."""
     if query.ids is not None:
         return query.ids
     if query.prompt is not None:
@@ -242,7 +248,7 @@ def prompt_ids(query: Query, tokens: TokenRange = TokenRange(), seed: int = 0) -
 
 @lru_cache(4)
 def _ids(tokens: TokenRange) -> NDArray[np.object_]:
-    """Every id of the range as a Python number, of which prompts then hold no copies."""
+    """Every id of the range as a Python int, which prompts then share."""
     return np.array(range(tokens.first, tokens.last), dtype=object)
 
 
@@ -254,7 +260,8 @@ def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def offered_rate(queries: Sequence[Query]) -> float:
-    """Requests per second between the first and the last arrival; infinite when all arrive at once."""
+    """Requests per second between the first and the last arrival; infinite if all arrive at
+    once."""
     if len(queries) < 2:
         return float("inf")
     span_s = queries[-1].arrival_s - queries[0].arrival_s
@@ -262,7 +269,8 @@ def offered_rate(queries: Sequence[Query]) -> float:
 
 
 def reusable_prefix_share(queries: Sequence[Query]) -> float:
-    """Share of all prompt tokens that stand in a block seen in an earlier query: what an endless prefix cache would hit."""
+    """Share of all prompt tokens in a block of an earlier query: the hits of an unlimited prefix
+    cache."""
     seen: set[int] = set()
     hits = 0
     for query in queries:
@@ -277,7 +285,6 @@ def reusable_prefix_share(queries: Sequence[Query]) -> float:
 
 
 def describe_load(queries: Sequence[Query]) -> dict[str, Any]:
-    """What a load is: how many, how fast, how uneven, how long, how much in common."""
     gaps = np.diff([q.arrival_s for q in queries])
     result: dict[str, Any] = {
         "requests": len(queries),

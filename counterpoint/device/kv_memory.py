@@ -84,10 +84,10 @@ def pool_memory(pool: KVPool) -> KvMemory:
     """Views of the pool's tensors. Raises ValueError if a layer is not contiguous, or, on a GPU, if
     the pool is not one allocation."""
     if pool.k[0].device.type != "cpu":
-        if pool.whole is None:
+        if pool.buffer is None:
             raise ValueError(f"a pool on {pool.k[0].device} must be one allocation")
         return GpuKvMemory.from_tensor(
-            pool.whole.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
+            pool.buffer.view(torch.uint8).view(2 * len(pool.k), -1), pool.pages
         )
     regions = [_bytes(side[layer]) for layer in range(len(pool.k)) for side in (pool.k, pool.v)]
     return KvMemory(tuple(regions), regions[0].nbytes // pool.pages)

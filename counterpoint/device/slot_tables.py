@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.sampling_tables import SamplingTables
-from counterpoint.model.batch import PassTensors, make_batch
+from counterpoint.model.batch import PassSegments, PassTensors, make_batch
 from counterpoint.model.ops import Ops
 from counterpoint.model.sample import SamplerInputs
 from counterpoint.types import InitSlot, Segment
@@ -96,9 +96,8 @@ class SlotTables:
         width = -(-int((rows.start_S + rows.tokens_S).max()) // self.page_tokens)
         # Entries beyond a request's own pages are 0 or an earlier request's: nothing reads them.
         pages_SP = self.pages[:, :width][rows.slot_S].long()
-        return make_batch(
-            tokens_T, rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP, self.page_tokens, ops
-        )
+        segments = PassSegments(rows.start_S, rows.tokens_S, rows.sampled_B, pages_SP)
+        return make_batch(tokens_T, segments, self.page_tokens, ops)
 
     def sampler_inputs(self, rows: PassRows) -> SamplerInputs:
         """How the sampled segments of a pass are sampled."""

@@ -1,7 +1,7 @@
 """Checkpoints: named tensors, one at a time, from safetensors, GGUF or a random generator.
 
-Owns: the files' names and layouts. Promises: every tensor comes out under its Hugging Face name and layout, with the shape that
-was asked for, or an error that names it; nothing is kept after it was taken.
+Owns: the files' names and layouts. Every tensor comes out under its Hugging Face name and layout
+with the shape asked for, or an error names it. A tensor is not kept after `take`.
 Must not: know what a tensor is for.
 """
 
@@ -23,19 +23,19 @@ from counterpoint.spec.gguf import TensorEntry, read_gguf_header
 
 
 class Checkpoint(Protocol):
-    """Named tensors on the CPU. `dtype` is that of most weights; a quantised or random checkpoint has float32."""
+    """Named tensors on the CPU. `dtype`: of most weights; float32 if quantised or random."""
 
     dtype: torch.dtype
 
     def has(self, name: str) -> bool: ...
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the file's own dtype (quantised ones in float32). Raises ModelError if it is missing or of another
-        shape, naming it."""
+        """The tensor in the file's own dtype (quantised ones in float32). Raises ModelError with
+        its name if it is missing or has another shape."""
         ...
 
     def finish(self) -> None:
-        """Raise ModelError if tensors were left over, naming the first."""
+        """Raises ModelError if some tensors were never taken; it names the first."""
         ...
 
 
@@ -118,12 +118,12 @@ UNQUANTISED_DTYPES = {
 }
 DEQUANTISE_CHUNK = (
     1 << 18
-)  # numbers dequantised at a time: a multiple of every block, and small enough for the CPU's cache
+)  # elements at a time: a multiple of every block, and fits the CPU's cache
 
 
 class GgufFile:
-    """A GGUF file; the `gguf` package dequantises. In the llama architecture the rows of Q and K are stored with the two halves
-    of each head interleaved: they are put back."""
+    """A GGUF file, dequantised by the `gguf` package. The llama architecture stores the rows of Q
+    and K with the two halves of each head interleaved; `take` restores their order."""
 
     def __init__(self, path: str, spec: ModelSpec) -> None:
         self.path = path
@@ -160,7 +160,7 @@ class GgufFile:
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if entry.shape[-1] % block:
                 raise ValueError(
-                    f"rows of {entry.shape[-1]} are no whole number of {kind.name} blocks of {block}"
+                    f"rows of {entry.shape[-1]} are not a multiple of {kind.name} blocks of {block}"
                 )
             size = math.prod(entry.shape)
             raw = self.data[entry.offset : entry.offset + size // block * block_bytes]
@@ -191,10 +191,10 @@ def gguf_name(name: str) -> str:
 
 
 class RandomCheckpoint:
-    """Random weights of any shape, the same for a seed. One block of normal numbers is drawn and each tensor is a stretch of it
-    from its own offset, so that a large model takes a copy's time and not a generator's."""
+    """Random weights of any shape, a function of the seed. One block of normal numbers is drawn,
+    and each tensor is a slice of it (repeated) from its own offset: as fast as a copy."""
 
-    BLOCK = (1 << 22) + 57  # no power of two: rows of a matrix must not repeat
+    BLOCK = (1 << 22) + 57  # not a power of two: rows of a matrix must not repeat
 
     def __init__(self, seed: int, deviation: float = 0.02) -> None:
         self.dtype = torch.float32
@@ -228,5 +228,6 @@ def refuse_unused(unused: dict, path: str) -> None:
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ModelError(
-            f"{path}: tensor {min(unused)}{more} belongs to no part of this model: it would be ignored"
+            f"{path}: tensor {min(unused)}{more} belongs to no part of this model and would be "
+            "ignored"
         )

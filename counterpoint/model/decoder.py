@@ -1,11 +1,13 @@
 """Decoder: one config-driven transformer for every dense family.
 
-Owns: the order of operations in a layer. Promises: a pass run as layers [a, b) then [b, c) equals [a, c) bit for bit; the LM
-head sees sampled rows alone, so no [T, V] tensor exists.
-Must not: name a family, a device or a kernel: what differs is in the spec, the weights and the ops record.
+Owns: the order of operations in a layer. Layers [a, b) then [b, c) give the same bits as [a, c).
+The LM head sees sampled rows alone, so no [T, V] tensor exists.
+Must not: name a family, a device or a kernel. What differs is in the spec, the weights and the ops.
 
-Shapes: T tokens of the pass, D hidden, E the fused Q, K and V features, H query heads, A head size, B sampled rows, V vocabulary.
-Architecture: Llama (arXiv:2302.13971 section 2.2); grouped-query attention (arXiv:2305.13245); Q and K norm as in Qwen3.
+Shapes: T tokens of the pass, D hidden, E the fused Q, K and V features, H query heads, A head size,
+B sampled rows, V vocabulary.
+Architecture: Llama (arXiv:2302.13971 section 2.2); grouped-query attention (arXiv:2305.13245);
+Q and K norm as in Qwen3.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from counterpoint.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; `qkv`, `output`, `gate_up` and `down` are what `Ops.pack_linear` made."""
+    """Weights of one layer. `qkv`, `output`, `gate_up` and `down` come from `Ops.pack_linear`."""
 
     attention_norm_D: Tensor
     qkv: Any
@@ -38,8 +40,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a decoder, prepared by its ops. `inverse_frequencies` [head_dim / 2] and `rope_scale` (a factor on cos and
-    sin) are what the spec's RoPE comes to."""
+    """All weights of a decoder, prepared by its ops. `inverse_frequencies` [head_dim / 2] and
+    `rope_scale`, a factor on cos and sin, follow from the spec's RoPE."""
 
     embedding_VD: Tensor
     layers: tuple[Layer, ...]
@@ -50,7 +52,7 @@ class Weights:
 
 
 class Decoder:
-    """`embed`, then `run_layers` once or in consecutive groups, then `logits`."""
+    """Call `embed`, then `run_layers` once or in consecutive layer groups, then `logits`."""
 
     __slots__ = ("kv_dtype", "ops", "spec", "weights")
 
@@ -61,11 +63,11 @@ class Decoder:
         self.kv_dtype = ops.kv_dtype
 
     def embed(self, batch: PassTensors) -> Tensor:
-        """Embeddings of the pass's tokens, [T, D]."""
+        """Token embeddings, [T, D]."""
         return self.ops.embed(batch.tokens_T, self.weights.embedding_VD)
 
     def angles(self, batch: PassTensors) -> Any:
-        """Rotations of the pass's positions, as `Ops.rope_angles` has them."""
+        """Rotations of the pass's positions, from `Ops.rope_angles`."""
         return self.ops.rope_angles(
             batch.positions_T, self.weights.inverse_frequencies, self.weights.rope_scale
         )
@@ -77,29 +79,28 @@ class Decoder:
         kv: KVPool,
         first_layer: int,
         last_layer: int,
-        angles: Any = None,
-        output_rows_B: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after layers [first_layer, last_layer), [T, D]; `x_TD` is consumed. Writes K and V of the pass's tokens
-        to `kv` in each of these layers. `angles`: of this batch, if they are there already. `only_B`: rows of the pass; behind
-        the model's last layer the hidden states of these alone are wanted, [B, D], so what follows its attention is spared for
-        the others."""
+        """Hidden states after layers [first_layer, last_layer), [T, D]; overwrites `x_TD`.
+
+        Writes K and V of the pass's tokens to `kv` in each of these layers. After the model's last
+        layer the result has `batch.output_rows_B` alone, [B, D]: after its attention the other
+        rows are not computed.
+        """
         spec, ops = self.spec, self.ops
-        angles = self.angles(batch) if angles is None else angles
+        angles = self.angles(batch) if batch.angles is None else batch.angles
         layers = self.weights.layers
         normed_TD = ops.rms_norm(x_TD, layers[first_layer].attention_norm_D, spec.norm_eps)
         for index in range(first_layer, last_layer):
             q_THA = self.before_attention(normed_TD, kv, index, angles, batch.kv_rows_T)
-            narrowed_B = output_rows_B if index + 1 == spec.layers else None
-            if narrowed_B is not None and not len(narrowed_B):
+            rows_B = batch.output_rows_B if index + 1 == spec.layers else None
+            if rows_B is not None and not len(rows_B):
                 return x_TD[:0]
             attended_TE = ops.attention(q_THA, kv.k[index], kv.v[index], batch.attention)
-            if narrowed_B is not None:
-                x_TD, attended_TE = x_TD[narrowed_B], attended_TE[narrowed_B]
+            if rows_B is not None:
+                x_TD, attended_TE = x_TD[rows_B], attended_TE[rows_B]
             x_TD, ffn_TD = self.after_attention(x_TD, attended_TE, index)
-            if (
-                index + 1 < last_layer
-            ):  # else the group ends here, which must not show: `add_rms_norm` is exactly the two in turn
+            # At a group's end: `add` here and `rms_norm` in the next call, the same bits.
+            if index + 1 < last_layer:
                 x_TD, normed_TD = ops.add_rms_norm(
                     x_TD, ffn_TD, layers[index + 1].attention_norm_D, spec.norm_eps
                 )
@@ -110,7 +111,8 @@ class Decoder:
     def before_attention(
         self, normed_TD: Tensor, kv: KVPool, index: int, angles: Any, kv_rows_T: Tensor
     ) -> Tensor:
-        """A layer up to its attention: K and V of the rows go to the pool, the result is Q [T, H, A]."""
+        """A layer up to its attention: writes K and V of the rows to the pool, returns Q [T, H,
+        A]."""
         spec, ops, layer = self.spec, self.ops, self.weights.layers[index]
         norms = layer.query_norm, layer.key_norm
         qkv_TE = ops.linear(normed_TD, layer.qkv)
@@ -121,7 +123,8 @@ class Decoder:
     def after_attention(
         self, x_TD: Tensor, attended_TE: Tensor, index: int
     ) -> tuple[Tensor, Tensor]:
-        """A layer from its attention on: the hidden states behind it and, still to be added to them, what the feed-forward gave."""
+        """A layer from its attention on: the hidden states after attention, and the output of the
+        feed-forward network, which the caller adds to them."""
         ops, layer = self.ops, self.weights.layers[index]
         attended_TD = ops.linear(attended_TE, layer.output)
         x_TD, normed_TD = ops.add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, self.spec.norm_eps)
@@ -133,6 +136,6 @@ class Decoder:
         return self.head(x_TD[rows_B])
 
     def head(self, x_BD: Tensor) -> Tensor:
-        """Logits of hidden states behind the last layer, float32 [B, V]."""
+        """Logits of hidden states after the last layer, float32 [B, V]."""
         x_BD = self.ops.rms_norm(x_BD, self.weights.final_norm_D, self.spec.norm_eps)
         return self.ops.linear(x_BD, self.weights.head).to(torch.float32)

@@ -1,14 +1,16 @@
-"""FP8: numbers of eight bits, with one scale to each row.
+"""FP8 quantisation with one scale per row, in plain torch.
 
-Owns: what a quantised row is, and the plain-torch way there and back. Promises: the scale puts a row's largest number on the
-largest that e4m3 has, so nothing saturates and no row disturbs another; a row with a number that is not finite stays such a row.
-Must not: multiply (the devices' ops do), choose what is quantised.
+Owns: the row format, quantising and dequantising. The scale maps a row's largest number to the
+largest of e4m3, so nothing saturates and rows are independent. A row with a number that is not
+finite stays not finite. Must not: multiply (the devices' ops do), choose what is quantised.
 
-W8A8, dynamic: weights are quantised once, a row per output; activations at each product, a row per token. Then x w^T is the product
-of the e4m3 numbers times the two scales. The KV cache holds e4m3 too, under one fixed scale (KV_SCALE): its range of 2^-9 to 448
-holds keys and values of the models served, and what lies beyond saturates.
+W8A8, dynamic: weights are quantised once, a scale per output; activations at each product, a scale
+per token. Then x w^T is the product of the e4m3 numbers times the two scales. The KV cache holds
+e4m3 under one fixed scale (KV_SCALE): its range of 2^-9 to 448 holds keys and values of the models
+served, and larger ones saturate.
 
-Shapes: R rows, K numbers of each. Format: OCP 8-bit floating point specification 1.0, E4M3 (no infinity).
+Shapes: R rows, K numbers per row. Format: OCP 8-bit floating point specification 1.0, E4M3 (no
+infinity).
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-MIN_ROW_MAX = 1e-12  # of a row's largest number: a row of zeros has a scale too
+MIN_ROW_MAX = 1e-12  # so that a row of zeros has a scale
 KV_SCALE = 1.0
-SIZE_MULTIPLE = 16  # what the sizes of a matrix must be, for the tensor cores to take it
-ROWS_PER_BLOCK = 4096  # rows at a time: a large matrix is never widened whole
+SIZE_MULTIPLE = 16  # tensor cores need both sizes of a matrix to be one
+ROWS_PER_BLOCK = 4096  # bounds the float32 copy of a large matrix
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +48,6 @@ class ScaledWeight:
         return self.values_RK.device
 
     def dequantise(self) -> Tensor:
-        """The numbers themselves, in float32."""
         return self.values_RK.float() * self.scale_R[:, None]
 
 
@@ -63,5 +64,5 @@ def quantise_rows(x_RK: Tensor) -> ScaledWeight:
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """Rounded to the nearest e4m3; beyond the largest, the largest."""
+    """Rounded to the nearest e4m3 number; saturates at FP8_MAX."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -1,13 +1,14 @@
-/* The CPU's kernels: what stands between two matrix products, and attention over paged KV.
+/* The CPU's kernels: the operators between matrix products, and attention over paged KV.
 
    Owns: norms, SwiGLU, RoPE with the write to the KV pages, attention.
-   Promises: batch invariance. What a row of the pass comes to depends on that row and its own context alone, bit for bit: not on
-   the rows beside it, on how a prompt was cut into chunks, or on the number of threads. So sums run in one fixed order: in
-   attention over the head dimension from first to last, and over keys in blocks of BLOCK counted from position 0; a masked key
-   adds an exact zero.
-   Must not: keep state between calls; read a KV row beyond a segment's own length (it may hold anything).
+   Batch invariance: a row's result depends, to the bit, on that row and its own context alone. It
+   does not depend on other rows, on how the prompt was chunked, or on the number of threads. So sums
+   have one fixed order: in attention over the head dimension from first to last, and over keys in
+   blocks of BLOCK counted from position 0. A masked key adds an exact zero.
+   Must not: keep state between calls, or read a KV row beyond a segment's length (any content).
 
-   Plain C with GNU vectors, compiled for the CPU it runs on. Attention with a running maximum: arXiv:2205.14135 section 3. */
+   Plain C with GNU vectors, compiled for the CPU it runs on. Attention with a running maximum
+   (online softmax): arXiv:2205.14135 section 3. */
 
 #include <math.h>
 #include <stdint.h>
@@ -39,7 +40,7 @@
 #endif
 
 #define ROWS 4   /* rows of a register tile */
-#define BLOCK 64 /* keys whose scores are in hand at once */
+#define BLOCK 64 /* keys whose scores are computed at once */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -51,7 +52,8 @@ INLINE void store(float *to, vec value) { *(loose *)to = value; }
 INLINE vec splat(float value) { return value - (vec){0}; }
 INLINE vec choose(ivec yes, vec a, vec b) { return (vec)(((ivec)a & yes) | ((ivec)b & ~yes)); }
 
-/* Number `at` of a KV pool, and the LANES - 1 after it. The pool is of 16-bit floats if `half`, a constant wherever it is inlined. */
+/* LANES numbers of a KV pool from `at` on. `half`: the pool has 16-bit floats; a constant in every
+   inlined call. */
 INLINE vec load_kv(const void *pool, long at, int half)
 {
 #if defined(__AVX512F__)
@@ -62,7 +64,7 @@ INLINE vec load_kv(const void *pool, long at, int half)
     return load((const float *)pool + at);
 }
 
-/* A 16-bit float holds up to 65504: what is larger becomes that. */
+/* Saturates at 65504, the largest 16-bit float. */
 INLINE void store_kv(void *pool, long at, vec value, int half)
 {
 #if HALF
@@ -92,7 +94,8 @@ INLINE float sum_lanes(vec value)
     return sum;
 }
 
-/* e to the x, relative error about 2e-7; exactly 0 below -87. Cody-Waite reduction, then a polynomial on [-ln2/2, ln2/2]. */
+/* e to the x, relative error about 2e-7; exactly 0 below -87. Cody-Waite reduction, then a
+   polynomial on [-ln2/2, ln2/2]. */
 INLINE vec exponential(vec x)
 {
     ivec alive = x > splat(-87.0f);
@@ -198,8 +201,9 @@ INLINE void append_row(float *x, void *k, void *v, const float *cosine, const fl
     }
 }
 
-/* x[rows, heads + 2 * kv_heads, dim] is Q, K, V of each token. Q and K are normed and rotated in place; row r of K and V goes to row
-   kv_rows[r] of k and v. cosine and sine are [rows, dim / 2]; a norm may be null; dim is a multiple of LANES. */
+/* x[rows, heads + 2 * kv_heads, dim] is Q, K, V of each token. Q and K are normed and rotated in
+   place; row r of K and V goes to row kv_rows[r] of k and v. cosine and sine are [rows, dim / 2]; a
+   norm may be null; dim is a multiple of LANES. */
 void cp_rope_and_append(float *x, void *k, void *v, const float *cosine, const float *sine, const float *query_norm,
                         const float *key_norm, const int64_t *kv_rows, long rows, long heads, long kv_heads, long dim, float eps,
                         int half, int threads)
@@ -217,7 +221,7 @@ void cp_rope_and_append(float *x, void *k, void *v, const float *cosine, const f
 
 /* ------------------------------------------------------------------ attention */
 
-/* rows[LANES] of LANES numbers become columns, through log2(LANES) perfect shuffles. */
+/* Transposes rows[LANES] of LANES numbers, by log2(LANES) perfect shuffles. */
 INLINE void transpose(vec *rows)
 {
     for (int stage = 1; stage < LANES; stage *= 2) {
@@ -293,8 +297,8 @@ INLINE void gather_values(int rows, float *out, const float *shrink, const float
     }
 }
 
-/* Scores of one row become weights relative to the running maximum; `seen` keys of the block count. Returns the factor by which
-   what was gathered before shrinks. */
+/* Online softmax: scores of one row become weights relative to the running maximum; `seen` keys of
+   the block count. Returns the factor for the values gathered before. */
 INLINE float soften(float *scores, long seen, float *maximum, float *total)
 {
     ivec lane;
@@ -339,7 +343,7 @@ static int make_scratch(scratch *s, long rows, long dim)
     return 1;
 }
 
-/* at[BLOCK]: where the keys of positions [first, first + BLOCK), as far as `length`, stand in a pool. */
+/* at[BLOCK]: offsets in the pool of the keys of positions [first, first + BLOCK), up to `length`. */
 INLINE void locate(long *at, const int64_t *pages, long page_tokens, long kv_heads, long dim, long kv_head, long first, long length)
 {
     long last = first + BLOCK < length ? first + BLOCK : length;
@@ -350,7 +354,7 @@ INLINE void locate(long *at, const int64_t *pages, long page_tokens, long kv_hea
     }
 }
 
-/* Pages are scattered, so that the CPU does not foresee the next one. */
+/* Pages are scattered: the CPU's prefetcher does not predict the next one. */
 INLINE void fetch_ahead(const void *k, const void *v, long at, long dim, int half)
 {
     long bytes = half ? 2 : 4;
@@ -370,7 +374,8 @@ INLINE void fetch_ahead(const void *k, const void *v, long at, long dim, int hal
         }                                              \
     }
 
-/* `tokens` consecutive tokens of one request, the first at `position`, against one KV head and its group of query heads. */
+/* `tokens` consecutive tokens of one request, the first at `position`, against one KV head and its
+   group of query heads. */
 INLINE void attend(const scratch *s, float *out, const float *q, long q_stride, const void *k, const void *v, const int64_t *pages,
                    long page_tokens, long kv_heads, long dim, long kv_head, long group, long tokens, long position, int half)
 {
@@ -413,15 +418,15 @@ INLINE void attend(const scratch *s, float *out, const float *q, long q_stride, 
     }
 }
 
-/* Causal attention of a pass cut into tiles. tiles[tile_count][4]: first row of q, tokens (at most max_tokens), position of the
-   first token, row of the block table. q is [*, heads, dim] with q_stride between tokens, out the same without gaps. Returns 0, or
-   1 if memory is short. */
+/* Causal attention of a pass cut into tiles. tiles[tile_count][4]: first row of q, tokens (at most
+   max_tokens), position of the first token, row of the block table. q is [*, heads, dim] with
+   q_stride between tokens, out the same without gaps. Returns 1 if memory is short, else 0. */
 int cp_attention(float *out, const float *q, const void *k, const void *v, const int64_t *tiles, const int64_t *block_table,
                  long tile_count, long max_tokens, long q_stride, long table_stride, long page_tokens, long heads, long kv_heads,
                  long dim, int half, int threads)
 {
     long group = heads / kv_heads;
-    long chunk = tile_count < 4 * threads ? 1 : kv_heads; /* one thread takes a page's heads together where there is enough to do */
+    long chunk = tile_count < 4 * threads ? 1 : kv_heads; /* with many tiles, one thread takes all heads of a page */
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
@@ -445,5 +450,5 @@ int cp_attention(float *out, const float *q, const void *k, const void *v, const
     return failed;
 }
 
-/* Whether the pool may be of 16-bit floats. */
+/* Whether the pool may have 16-bit floats. */
 int cp_half(void) { return HALF; }

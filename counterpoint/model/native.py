@@ -1,8 +1,9 @@
 """The C kernels (kernels.c) as functions on tensors.
 
-Owns: compiling them for this CPU, once, into the cache folder, and calling them. Promises: a machine without a C compiler gets
-None and a reason, never an error; a half-written library is never loaded.
-Must not: decide when to use them (ops_cpu does); set threads: a call runs on as many as torch would use in the calling thread.
+Owns: compiling them for this CPU, once, into the cache folder, and calling them. Without a C
+compiler `load_kernels` returns a reason, never an error. A half-written library is never loaded.
+Must not: decide when to use them (ops_cpu does), or set threads. A call uses torch's number of
+threads of the calling thread.
 
 Shapes: as in ops; I tiles of a pass.
 """
@@ -35,13 +36,14 @@ FLAGS = (
 )
 HEAD_DIM_STEP = 16  # head sizes the kernels take are multiples of the widest vector
 TILE_TOKENS = 32  # consecutive tokens that share a packed block of keys
-SINGLE_THREAD_NUMEL = 1 << 14  # numbers below which one thread is faster than two
+SINGLE_THREAD_NUMEL = 1 << 14  # elements; below, one thread is faster than two
 
 P, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 
 class TilePlan(NamedTuple):
-    """`tiles_I4`: first row of Q, tokens (at most `max_tokens`), position of the first one, row of `block_table_SP`."""
+    """`tiles_I4`: first row of Q, tokens (at most `max_tokens`), position of the first token, row
+    of `block_table_SP`."""
 
     tiles_I4: Tensor
     block_table_SP: Tensor
@@ -50,8 +52,8 @@ class TilePlan(NamedTuple):
 
 
 class Kernels:
-    """The library's functions with the signatures of Ops. Tensors are float32 with contiguous rows; the pool is of `kv_dtype` or
-    float32."""
+    """The library's functions with the signatures of Ops. Tensors are float32 with contiguous rows;
+    the KV pool has `kv_dtype` or float32."""
 
     __slots__ = ("kv_dtype", "lib")
 
@@ -62,41 +64,8 @@ class Kernels:
         self.lib.cp_rms_norm.argtypes = (P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_add_rms_norm.argtypes = (P, P, P, P, LONG, LONG, FLOAT, INT)
         self.lib.cp_silu_mul.argtypes = (P, P, LONG, LONG, INT)
-        self.lib.cp_rope_and_append.argtypes = (
-            P,
-            P,
-            P,
-            P,
-            P,
-            P,
-            P,
-            P,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            FLOAT,
-            INT,
-            INT,
-        )
-        self.lib.cp_attention.argtypes = (
-            P,
-            P,
-            P,
-            P,
-            P,
-            P,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            LONG,
-            INT,
-            INT,
-        )
+        self.lib.cp_rope_and_append.argtypes = (*[P] * 8, *[LONG] * 4, FLOAT, INT, INT)
+        self.lib.cp_attention.argtypes = (*[P] * 6, *[LONG] * 8, INT, INT)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -140,7 +109,7 @@ class Kernels:
         v_pages: Tensor,
         kv_rows_T: Tensor,
     ) -> Tensor:
-        """Q is turned in place: the result is a view of `x_TE`."""
+        """Q is rotated in place: the result is a view of `x_TE`."""
         kv_heads, dim = k_pages.shape[2:]
         rows, features = x_TE.shape
         heads = features // dim - 2 * kv_heads
@@ -211,7 +180,8 @@ def plan_tiles(
 
 
 def load_kernels(cache: Path) -> Kernels | str:
-    """The kernels, compiled into `cache` if they are not there yet (about two seconds), or the reason why there are none."""
+    """The kernels, compiled into `cache` unless it has them (about two seconds), or the reason why
+    they are not available."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     name = f"kernels-{fingerprint(compiler or '')}.so"
     path = cache.expanduser() / name
@@ -223,24 +193,26 @@ def load_kernels(cache: Path) -> Kernels | str:
             compile_kernels(compiler, path)
         return Kernels(path)
     except subprocess.CalledProcessError as error:
-        return f"{compiler} could not compile {SOURCE.name}: {error.stderr.decode(errors='replace').strip()[:500]}"
+        message = error.stderr.decode(errors="replace").strip()[:500]
+        return f"{compiler} could not compile {SOURCE.name}: {message}"
     except OSError as error:
         return f"{path} could not be made or loaded: {error}"
 
 
 def compile_kernels(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as scratch:
-        fresh = Path(scratch) / path.name
+        built = Path(scratch) / path.name
         subprocess.run(
-            [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"],
+            [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"],
             check=True,
             capture_output=True,
         )
-        os.replace(fresh, path)
+        os.replace(built, path)
 
 
 def fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the CPU: a library is not carried to a CPU it was not made for."""
+    """A hash of source, flags, compiler and CPU: a library is used only on the CPU it was made
+    for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = sorted(

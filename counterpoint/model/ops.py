@@ -1,12 +1,14 @@
-"""Ops: what a decoder is made of, as a record of functions, and the plain-torch reference of each.
+"""Ops: the operators of a decoder as a record of functions, and a plain-torch reference of each.
 
-Owns: the signatures. Promises: every record computes what the reference computes, up to rounding; the reference is written to
-be read, in float32, one segment after another.
-Must not: hold weights or state between calls; set threads.
+Owns: the signatures. Every record computes what the reference computes, up to rounding. The
+reference is written to be read: float32, one segment after another. Must not: hold weights or state
+between calls, or set threads.
 
-Shapes: T tokens of the pass, S segments, N tokens of one segment, L its context length, P pages in a block-table row,
-D hidden, F ffn, V vocabulary, E = (H + 2 * K) * A features of the fused Q, K, V; H query heads, K KV heads, A head size.
-Formulas: RMS norm arXiv:1910.07467; RoPE arXiv:2104.09864 in the half-split layout; SwiGLU arXiv:2002.05202.
+Shapes: T tokens of the pass, S segments, N tokens of one segment, L its context length, P pages in
+a block-table row, D hidden, F ffn, V vocabulary, H query heads, K KV heads, A head size, E features
+of the fused Q, K and V: (H + 2 * K) * A.
+Formulas: RMS norm arXiv:1910.07467; RoPE arXiv:2104.09864 in the half-split layout; SwiGLU
+arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -22,25 +24,32 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one device. Results may alias or overwrite the arguments called `x` and `delta`; all else is read only.
+    """The operators of one device. Results may alias or overwrite the arguments called `x` and
+    `delta`; everything else is read only.
 
     name              for logs and reports
     weight_dtype      dtype that weights are loaded in before `pack_linear`
-    kv_dtype          dtype of the KV pool that `rope_and_append` and `attention` work on
+    kv_dtype          dtype of the KV pool that `rope_and_append` and `attention` use
     pack_linear       (weight [out, in], bias [out] or None) -> packed
     pack_head         the same for the LM head's weight, where that differs
-    linear            (x [T, in], packed) -> [T, out]; x may be in whatever form this record's own operations left it
+    linear            (x [T, in], packed) -> [T, out]; x may have the form in which this record's
+                      own operators return it
     pack_embedding    (weight [V, D]) -> table
     embed             (tokens [T], table) -> [T, D]
     rms_norm          (x [T, D], weight [D], eps) -> [T, D]
-    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm: bit for bit `add`, then `rms_norm`
+    add_rms_norm      (x, delta [T, D], weight, eps) -> x + delta, its norm: the same bits as
+                      `add`, then `rms_norm`
     add               (x, delta) -> x + delta
     silu_mul          (x [T, 2F]: gate, then up) -> silu(gate) * up [T, F]
-    rope_angles       (positions [T], inverse frequencies [A/2], scale) -> angles, computed once for all layers of a call
-    rope_and_append   (x [T, E], angles, query norm, key norm [A] or None, eps, k pages, v pages, kv rows [T]) -> Q [T, H, A]:
-                      splits the fused projection, norms and rotates Q and K, writes K and V to their rows of the pool
-    plan_attention    (start [S], tokens [S], block table [S, P], page tokens) -> plan, made once for all layers of a pass
-    attention         (Q [T, H, A], k pages, v pages, plan) -> [T, H * A]: causal, over positions [0, start + tokens)
+    rope_angles       (positions [T], inverse frequencies [A/2], scale) -> angles, computed once
+                      for all layers of a call
+    rope_and_append   (x [T, E], angles, query norm, key norm [A] or None, eps, k pages, v pages,
+                      kv rows [T]) -> Q [T, H, A]: splits the fused projection, norms and rotates
+                      Q and K, writes K and V to their rows of the pool
+    plan_attention    (start [S], tokens [S], block table [S, P], page tokens) -> plan, made once
+                      for all layers of a pass
+    attention         (Q [T, H, A], k pages, v pages, plan) -> [T, H * A]: causal, over positions
+                      [0, start + tokens)
     """
 
     name: str
@@ -64,7 +73,7 @@ class Ops:
 
 
 def reference_ops() -> Ops:
-    """Plain torch in float32: the truth that other records are tested against."""
+    """Plain torch in float32; the other records are tested against it."""
     return Ops(
         name="reference",
         weight_dtype=torch.float32,
@@ -123,7 +132,7 @@ def rope_angles(
 
 
 def rotate(x_THA: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Each pair (i, i + A/2) of a head turned by its angle."""
+    """Rotates each pair (i, i + A/2) of a head by its angle."""
     cos, sin = angles
     first, second = x_THA.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -152,7 +161,7 @@ def rope_and_append(
 def plan_attention(
     start_S: Tensor, tokens_S: Tensor, block_table_SP: Tensor, page_tokens: int
 ) -> list[tuple[slice, int, int, Tensor]]:
-    """Per segment: its rows of the pass, its start, its context length, and the pages that hold it."""
+    """Per segment: its rows of the pass, its start, its context length and its pages."""
     plan, first = [], 0
     for start, tokens, pages in zip(
         start_S.tolist(), tokens_S.tolist(), block_table_SP, strict=True
@@ -168,7 +177,7 @@ def plan_attention(
 def attention(
     q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: list[tuple[slice, int, int, Tensor]]
 ) -> Tensor:
-    """Softmax(Q K^T / sqrt(A)) V written out, one segment after another."""
+    """Softmax(Q K^T / sqrt(A)) V, one segment after another."""
     out = torch.empty_like(q_THA)
     group = q_THA.shape[1] // k_pages.shape[2]
     for rows, start, length, pages in plan:

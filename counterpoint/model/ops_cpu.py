@@ -1,22 +1,23 @@
 """Ops of a CPU.
 
-Owns: the choice of the fastest arithmetic that this CPU and torch build have. Promises: results equal the reference up to the
-rounding of the weights; in float16 and bfloat16 with the C kernels, what a row comes to does not depend, in any bit, on what shares
-its pass or on how its prompt was cut (FBGEMM and oneDNN sum every row in one order too). So the policies give the same tokens.
+Owns: the choice of the fastest arithmetic of this CPU and torch build. Results equal the reference
+up to the rounding of the weights. float16 and bfloat16 with the C kernels are batch invariant
+(FBGEMM and oneDNN sum every row in one order too), so all policies give the same tokens.
 Must not: set threads or affinity (the executor does).
 
-Matrix products, which are most of the time, come in three kinds. Those of one layer of SmolLM2-135M, with the weights of all 30
-in turn so that they come from memory, in microseconds on 2 cores of an AMD Zen 4 (avx512_bf16), by rows of the pass:
+Matrix products take most of the time. Those of one layer of SmolLM2-135M in microseconds, on 2
+cores of an AMD Zen 4 (avx512_bf16), by rows of the pass, with weights read from memory:
 
     rows                                                        1       8      32     512
     float32   MKL, weights in float32                        1113    1289    2168   19360
     float16   FBGEMM, float16 weights, float32 maths          267     390    1223   17716
     bfloat16  oneDNN, weights and inputs in bfloat16          437     418     806    8811
 
-float16 keeps 11 bits of a weight and all of the inputs: its text is that of float32. bfloat16 keeps 8 bits of both; it is twice as
-fast at large passes where the CPU multiplies it (avx512_bf16, amx) and five times slower where it does not. So `auto` is bfloat16
-for a checkpoint that is in bfloat16 already, on a CPU that multiplies it; else float16; else (no FBGEMM, as on ARM) float32.
-With the C kernels, float16 and bfloat16 keep K and V as float16: half the memory, and half of what a decode step reads.
+float16 keeps 11 bits of a weight and all of the inputs: it generates the text of float32. bfloat16
+keeps 8 bits of both. Without bfloat16 instructions (avx512_bf16, amx) it is five times slower. So
+`auto` is bfloat16 for a bfloat16 checkpoint on a CPU that has them, else float16, else (without
+FBGEMM, as on ARM) float32. With the C kernels, float16 and bfloat16 store K and V as float16: half
+the memory and half the reads of a decode step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ from counterpoint.spec.source import DEFAULT_CACHE
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """`cache` and `invariant` of `cpu_ops`, for callers that let `load_decoder` choose the ops."""
+
+    cache: str | Path | None = DEFAULT_CACHE
+    invariant: bool = False
+
+
 def cpu_ops(
     dtype: str = "auto",
     head_dim: int = 64,
@@ -45,9 +54,12 @@ def cpu_ops(
     cache: str | Path | None = DEFAULT_CACHE,
     invariant: bool = False,
 ) -> Ops:
-    """The fastest record for `dtype` (one of config.ModelConfig.dtype). `cache` is the folder of the compiled kernels; None does
-    without them, as does a `head_dim` they don't take. Raises ConfigError for a dtype that this CPU or torch build lacks, and if
-    rows must be `invariant` (not depend on their pass in any bit) but are not."""
+    """The fastest record for `dtype` (a value of ModelConfig.dtype).
+
+    `cache` is the folder of the compiled kernels. They are not used if it is None, or with a
+    `head_dim` that they don't support. Raises ConfigError for a dtype that this CPU or torch build
+    lacks, and if `invariant` (batch invariance) is asked for but not possible.
+    """
     arithmetic = choose_dtype(dtype, checkpoint_dtype)
     kernels = (
         load_kernels(Path(cache))
@@ -86,8 +98,8 @@ def cpu_ops(
 
 
 def require_invariant(arithmetic: str, without_kernels: str) -> None:
-    """Raise ConfigError if what a row comes to depends on its pass. MKL's float32 products and torch's attention choose the order
-    of a sum by the number of rows."""
+    """Raises ConfigError if a row would depend on its pass: MKL's float32 products and torch's
+    attention choose the order of a sum by the number of rows."""
     if arithmetic == "float32":
         raise ConfigError(
             "batch_invariant needs dtype float16 or bfloat16 on a CPU, and this would be float32"
@@ -106,7 +118,8 @@ def choose_dtype(dtype: str, checkpoint_dtype: torch.dtype | None) -> str:
         return "float16" if has_fbgemm() else "float32"
     if dtype == "bfloat16" and not fast_bf16:
         raise ConfigError(
-            "dtype is 'bfloat16': this CPU has neither avx512_bf16 nor amx and would be slow; set it to 'auto'"
+            "dtype is 'bfloat16': this CPU has neither avx512_bf16 nor amx and would be slow; "
+            "set it to 'auto'"
         )
     if dtype == "float16" and not has_fbgemm():
         raise ConfigError(
@@ -140,7 +153,8 @@ def pack_bf16(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | Non
 
 
 def linear_bf16(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
-    """One row is computed as two: alone it would take another kernel, with sums in another order."""
+    """Computes one row as two: a single row would take another kernel with another order of
+    sums."""
     x16 = x.to(torch.bfloat16)
     if x.shape[0] == 1:
         x16 = x16.expand(2, -1)
@@ -148,7 +162,7 @@ def linear_bf16(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
     return out[: x.shape[0]].to(torch.float32)
 
 
-# ---------------------------------------------------------------- what stands between them
+# ---------------------------------------------------------------- the other operators
 
 
 def with_kernels(ops: Ops, kernels: Kernels) -> Ops:
@@ -190,8 +204,9 @@ def append_finite(
     v_pages: Tensor,
     kv_rows_T: Tensor,
 ) -> Tensor:
-    """As the reference, but a number that is not finite goes to the pool as 0: gathered attention reads whole pages, and what a
-    failed request left in one would spread to the page's next owner in spite of the mask."""
+    """As the reference, but writes 0 to the pool for a number that is not finite. Gathered
+    attention reads whole pages: NaN of a failed request would reach the page's next owner despite
+    the mask."""
     kv_features = k_pages.shape[2] * k_pages.shape[3]
     x_TE[:, -2 * kv_features :].nan_to_num_(0.0, 0.0, 0.0)
     return rope_and_append(x_TE, angles, query_norm_A, key_norm_A, eps, k_pages, v_pages, kv_rows_T)

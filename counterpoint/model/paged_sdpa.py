@@ -1,8 +1,8 @@
-"""Attention over paged KV with torch's own kernels: for a CPU on which ours can't be compiled.
+"""Attention over paged KV with torch's own kernels, for a CPU without a C compiler.
 
-Owns: the gathering of pages and the masks. Promises: memory stays linear in the context (no [T, T] scores); the loops run over
-prefill segments, blocks of queries and groups of like lengths, never over decoding requests.
-Must not: write to the pool.
+Owns: the gathering of pages and the masks. Memory is linear in the context (no [T, T] scores).
+Python loops run over prefill segments, blocks of queries and groups of similar lengths, never over
+decoding requests. Must not: write to the pool.
 
 Shapes: as in ops; G requests of one group, L their longest context, N tokens of a segment.
 """
@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERY_BLOCK = (
-    64  # queries per call in a prefill: small blocks skip most of what the causal mask hides
-)
+QUERY_BLOCK = 64  # queries per call in a prefill; small blocks skip most masked positions
 
 
 class DecodeGroup(NamedTuple):
     rows_G: Tensor
-    pages: Tensor  # [G * L / page_tokens], request after request
+    pages: Tensor  # [G * L / page_tokens], request by request
     mask_G11L: Tensor
 
 
@@ -36,7 +34,7 @@ class PrefillSegment(NamedTuple):
 class GatherPlan(NamedTuple):
     decode: list[DecodeGroup]
     prefill: list[PrefillSegment]
-    causal_NL: Tensor  # the mask of the last N of L positions; a shorter context uses its right end
+    causal_NL: Tensor  # mask of the last N of L positions; shorter contexts use its right end
 
 
 def plan_gather(
@@ -66,7 +64,8 @@ def plan_gather(
 
 
 def group_by_length(index_S: Tensor, length_S: Tensor) -> list[Tensor]:
-    """One group, or one per power of two of the length if padding all to the longest would waste more than half."""
+    """One group; or one per power of two of the length, if padding to the longest wastes over a
+    third of the positions read."""
     if not len(index_S):
         return []
     length = length_S[index_S]
@@ -81,7 +80,7 @@ def plan_group(
 ) -> DecodeGroup:
     pages = -(-int(length_G.max()) // page_tokens)
     position_P = torch.arange(pages) * page_tokens
-    # Beyond its own pages a request reads its first page again: masked, but never another request's values.
+    # Beyond its own pages a request reads its first page again (masked), never another request's.
     table = torch.where(
         position_P < length_G[:, None], block_table_GP[:, :pages], block_table_GP[:, :1]
     )
@@ -94,15 +93,19 @@ def gathered_attention(q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Ga
     out_THA = torch.empty(q_THA.shape)
     for group in plan.decode:
         attend_group(out_THA, q_THA, k_pages, v_pages, group)
-    for segment in plan.prefill:
-        attend_segment(out_THA, q_THA, k_pages, v_pages, segment, plan.causal_NL)
+    for first_row, tokens, length, pages in plan.prefill:
+        rows = slice(first_row, first_row + tokens)
+        k_LKA = k_pages.index_select(0, pages).flatten(0, 1)[:length]
+        v_LKA = v_pages.index_select(0, pages).flatten(0, 1)[:length]
+        attend_segment(out_THA[rows], q_THA[rows], k_LKA, v_LKA, plan.causal_NL)
     return out_THA.flatten(1)
 
 
 def attend_group(
     out_THA: Tensor, q_THA: Tensor, k_pages: Tensor, v_pages: Tensor, group: DecodeGroup
 ) -> None:
-    """All requests in one call: each has one query, so that the heads of a group stand where queries would."""
+    """All requests in one call. Each has one query, so the query heads of a KV head take the place
+    of queries."""
     count, kv_heads, dim = len(group.rows_G), *k_pages.shape[2:]
     k = k_pages.index_select(0, group.pages).view(count, -1, kv_heads, dim).transpose(1, 2)
     v = v_pages.index_select(0, group.pages).view(count, -1, kv_heads, dim).transpose(1, 2)
@@ -112,19 +115,12 @@ def attend_group(
 
 
 def attend_segment(
-    out_THA: Tensor,
-    q_THA: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    segment: PrefillSegment,
-    causal_NL: Tensor,
+    out_NHA: Tensor, q_NHA: Tensor, k_LKA: Tensor, v_LKA: Tensor, causal_NL: Tensor
 ) -> None:
     """Blocks of queries, each against the context up to its own last position."""
-    first_row, tokens, length, pages = segment
-    k = k_pages.index_select(0, pages).flatten(0, 1).transpose(0, 1)[None]
-    v = v_pages.index_select(0, pages).flatten(0, 1).transpose(0, 1)[None]
-    q = q_THA[first_row : first_row + tokens].transpose(0, 1)[None]
-    out = out_THA[first_row : first_row + tokens].transpose(0, 1)[None]
+    tokens, length = len(q_NHA), len(k_LKA)
+    k, v = k_LKA.transpose(0, 1)[None], v_LKA.transpose(0, 1)[None]
+    q, out = q_NHA.transpose(0, 1)[None], out_NHA.transpose(0, 1)[None]
     for first in range(0, tokens, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, tokens)
         seen = length - tokens + last

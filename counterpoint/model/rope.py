@@ -1,10 +1,8 @@
-"""RoPE's frequencies, from the spec.
+"""RoPE's frequencies, from the spec, in float32. Must not: rotate anything (ops does).
 
-Owns: the four scaling rules. Promises: the frequencies of the model's own training recipe, in float32.
-Must not: rotate anything (ops does).
-
-Sources: RoPE arXiv:2104.09864 section 3.2; linear position interpolation arXiv:2306.15595; YaRN arXiv:2309.00071 section 3
-(NTK-by-parts, and the attention temperature of section 3.4); llama3, the frequency rule published with Llama 3.1.
+Sources: RoPE arXiv:2104.09864 section 3.2; linear position interpolation arXiv:2306.15595; YaRN
+arXiv:2309.00071 section 3 (NTK-by-parts, and the attention temperature of section 3.4); llama3, the
+frequency rule published with Llama 3.1.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from counterpoint.spec import ModelSpec, RopeSpec
 
 
 def rope_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, float32 [head_dim / 2], and the factor on cos and sin."""
+    """(angle per position of each pair of dimensions, float32 [head_dim / 2]; factor on cos and
+    sin)."""
     rope = spec.rope
     plain = 1.0 / rope.theta ** (
         torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -36,8 +35,8 @@ def rope_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
 
 
 def scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """High frequencies stay, low ones are divided by `factor`, and between the two wavelengths the change is linear in the
-    number of turns over the original context."""
+    """Keeps high frequencies and divides low ones by `factor`. Between the two wavelengths the
+    change is linear in the number of turns over the original context."""
     turns = (rope.original_max_tokens or 0) * plain / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -45,8 +44,8 @@ def scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def scale_yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times over the original context stay, those below `beta_slow` turns are
-    divided by `factor`, with a linear ramp over the dimensions between."""
+    """Keeps dimensions that turn more than `beta_fast` times over the original context and divides
+    those below `beta_slow` turns by `factor`, with a linear ramp between."""
 
     def dimension(turns: float) -> float:
         return (

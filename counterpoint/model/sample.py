@@ -1,17 +1,18 @@
 """The sampler: one token per row of logits.
 
-Owns: how logits, a request's settings and its seed become a token. Promises: no Python loop over rows and no read of a value on
-the host (where `Filters.width` is 0); the n-th token of a request is a function of its own logits, settings, seed and n, so rows
-do not influence each other; ids of `limit` and beyond (padding of the vocabulary) are never sampled, nor what a row's mask forbids.
-Must not: hold state, use torch's own generators, change the logits it is given.
+Owns: how logits, a request's settings and its seed become a token. The n-th token is a function of
+its own logits, settings, seed and n; rows are independent. Padding ids (`limit` and above) and
+masked ids are never sampled. No Python loop over rows, and no host synchronisation where
+`Filters.width` is 0. Must not: hold state, use torch's generators, or change its input.
 
-Order of stages: penalties, added values (logit bias, banned ends), masks, temperature, min-p, top-k, top-p. Top-p is taken of what
-the stages before it left, renormalised. Each filter is a floor on the scaled logits, and ties at the floor stay: so a filter does
-not depend on how a sort breaks ties.
+Order: penalties, logit bias (banned stop tokens too), grammar masks, temperature, min-p, top-k,
+top-p (of the renormalised rest). A filter is a floor on the scaled logits; ties at the floor stay,
+so it does not matter how a sort breaks ties.
 
-Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N values added per row; R, F the rows that draw, that
-have filters.
-Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1; min-p arXiv:2407.01082 section 3.
+Shapes: B rows, V vocabulary, K bytes of a mask, L tokens of the longest row, N biases per row,
+R rows of a stage, F rows with top-k or top-p.
+Formulas: repetition penalty arXiv:1909.05858 section 4.1; top-p arXiv:1904.09751 section 3.1;
+min-p arXiv:2407.01082 section 3.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from counterpoint.types import NO_GRAMMAR, NOT_FINITE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of the rows `rows_R` (None: all). `tokens_RL` [R, L] holds each row's prompt and output, [0, prompt) and [prompt, length);
-    what lies beyond `length_R` is ignored. Repetition counts both, presence and frequency only the output."""
+    """Penalties of the rows `rows_R` (None: all). `tokens_RL` holds each row's prompt [0, prompt)
+    and output [prompt, length); entries beyond `length_R` are ignored. Repetition counts both,
+    presence and frequency the output alone."""
 
     rows_R: Tensor | None
     tokens_RL: Tensor
@@ -41,7 +43,8 @@ class Penalties:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitBias:
-    """`values_RN` are added to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry adds 0 to id 0."""
+    """Adds `values_RN` to the logits `ids_RN` of the rows `rows_R` (None: all). A padding entry
+    adds 0 to id 0."""
 
     rows_R: Tensor | None
     ids_RN: Tensor
@@ -50,7 +53,7 @@ class LogitBias:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """The rows `rows_R` may only have the ids whose bits are set in `bits_RK`, uint8, the lowest bit first."""
+    """The ids that the rows `rows_R` may have: set bits of `bits_RK`, uint8, lowest bit first."""
 
     rows_R: Tensor
     bits_RK: Tensor
@@ -58,9 +61,10 @@ class GrammarMasks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filters:
-    """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off (None: top-p is off in all rows).
-    `width`: how many of the largest logits are sorted at first, at least every top-k in use; 0: all of them, which on a GPU
-    saves a wait of the host. `floor`: what does `filter_floor`'s work (None: that function)."""
+    """Top-k and top-p of the rows `rows_F` of R. `top_k_F` 0 and `top_p_F` 1 are off; `top_p_F`
+    None: off in all rows. `width`: how many of the largest logits to sort first, at least every
+    top-k in use; 0: all, which avoids a host synchronisation on a GPU. `floor` replaces
+    `filter_floor`."""
 
     rows_F: Tensor
     top_k_F: Tensor
@@ -71,9 +75,10 @@ class Filters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrawParams:
-    """The rows `rows_R` (None: all) that are drawn at random; the others are greedy.
+    """The rows `rows_R` (None: all) are drawn at random; the others are greedy.
 
-    `n_R` is the index of the token in its request's output. `temperature_R` is above 0. `min_p_R` 0 is off (None: in all rows).
+    `n_R` is the index of the token in its request's output. `temperature_R` is above 0. `min_p_R` 0
+    is off; None: off in all rows.
     """
 
     rows_R: Tensor | None
@@ -86,7 +91,8 @@ class DrawParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplerInputs:
-    """How the rows of one batch are sampled. A stage that no row asks for is None or absent, and costs nothing."""
+    """How the rows of one batch are sampled. A stage that no row uses is None or empty, and
+    free."""
 
     penalties: Penalties | None = None
     logit_bias: tuple[LogitBias, ...] = ()
@@ -95,19 +101,19 @@ class SamplerInputs:
 
 
 def sample(logits_BV: Tensor, inputs: SamplerInputs, limit: int | None = None) -> Tensor:
-    """One id per row, int64 [B]; NOT_FINITE where a logit is not finite, NO_GRAMMAR where a mask allows nothing. Ids are below
-    `limit` (None: V)."""
+    """One id per row, int64 [B], below `limit` (None: V). NOT_FINITE where a logit is not finite,
+    NO_GRAMMAR where a mask allows no id."""
     logits_BV = logits_BV[:, :limit]
-    finite_B = logits_BV.sum(1).isfinite()  # one pass: a sum is finite only if its terms are
-    some_R = None
+    finite_B = logits_BV.sum(1).isfinite()  # a sum is finite only if all its terms are
+    allowed_R = None
     if inputs.penalties is not None or inputs.logit_bias or inputs.masks is not None:
         logits_BV = logits_BV.clone()
         if inputs.penalties is not None:
             apply_penalties_(logits_BV, inputs.penalties)
-        for added in inputs.logit_bias:
-            apply_logit_bias_(logits_BV, added)
+        for bias in inputs.logit_bias:
+            apply_logit_bias_(logits_BV, bias)
         if inputs.masks is not None:
-            some_R = apply_grammar_masks_(logits_BV, inputs.masks)
+            allowed_R = apply_grammar_masks_(logits_BV, inputs.masks)
     draw = inputs.draw
     if draw is None:
         ids_B = logits_BV.argmax(1)
@@ -116,16 +122,16 @@ def sample(logits_BV: Tensor, inputs: SamplerInputs, limit: int | None = None) -
     else:
         ids_B = logits_BV.argmax(1)
         ids_B[draw.rows_R] = draw_tokens(logits_BV[draw.rows_R], draw)
-    if inputs.masks is not None and some_R is not None:
-        ids_B[inputs.masks.rows_R] = torch.where(some_R, ids_B[inputs.masks.rows_R], NO_GRAMMAR)
+    if inputs.masks is not None and allowed_R is not None:
+        ids_B[inputs.masks.rows_R] = torch.where(allowed_R, ids_B[inputs.masks.rows_R], NO_GRAMMAR)
     return torch.where(finite_B, ids_B, NOT_FINITE)
 
 
 def logprobs(
     logits_BV: Tensor, ids_B: Tensor, top: int, limit: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the raw logits: of `ids_B` [B], and the `top` best ids and their values [B, top], best first.
-    An id of -1 is read as 0."""
+    """Log-probabilities of the raw logits: of `ids_B` [B], then the `top` best ids and their values
+    [B, top], best first. An id of -1 is read as 0."""
     logprobs_BV = logits_BV[:, :limit].log_softmax(1)
     chosen_B = logprobs_BV.gather(1, ids_B.clamp(min=0)[:, None])[:, 0]
     best = logprobs_BV.topk(min(top, logprobs_BV.shape[1]), 1)
@@ -133,9 +139,12 @@ def logprobs(
 
 
 def uniform(seed_R: Tensor, n_R: Tensor) -> Tensor:
-    """A number in [0, 1) per row, float64 with 53 bits, from (seed, n) alone: draw n of the SplitMix64 stream that starts at the
-    mixed seed (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, section 5), as a
-    counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    """A number in [0, 1) per row, float64 with 53 bits, from (seed, n) alone.
+
+    It is draw n of the SplitMix64 stream that starts at the mixed seed (Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", OOPSLA 2014, section 5), used as a
+    counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    """
     bits_R = _mix(_mix(seed_R + _GAMMA) + n_R * _GAMMA)
     return _shift(bits_R, 11).to(torch.float64) * 2.0**-53
 
@@ -160,17 +169,15 @@ def apply_penalties_(logits_BV: Tensor, penalties: Penalties) -> None:
     logits_BV[slice(None) if rows is None else rows] = logits_RV
 
 
-def apply_logit_bias_(logits_BV: Tensor, added: LogitBias) -> None:
-    if added.rows_R is None:
-        logits_BV.scatter_add_(1, added.ids_RN, added.values_RN)
+def apply_logit_bias_(logits_BV: Tensor, bias: LogitBias) -> None:
+    if bias.rows_R is None:
+        logits_BV.scatter_add_(1, bias.ids_RN, bias.values_RN)
     else:
-        logits_BV.index_put_(
-            (added.rows_R[:, None], added.ids_RN), added.values_RN, accumulate=True
-        )
+        logits_BV.index_put_((bias.rows_R[:, None], bias.ids_RN), bias.values_RN, accumulate=True)
 
 
 def apply_grammar_masks_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
-    """Whether anything is allowed, of each masked row."""
+    """Masks forbidden ids with -inf. Returns, per masked row, whether any id is allowed."""
     bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
     allowed_RV = (masks.bits_RK[:, :, None] >> bit_8 & 1).flatten(1)[:, : logits_BV.shape[1]].bool()
     logits_BV[masks.rows_R] = logits_BV[masks.rows_R].masked_fill_(~allowed_RV, -torch.inf)
@@ -178,11 +185,11 @@ def apply_grammar_masks_(logits_BV: Tensor, masks: GrammarMasks) -> Tensor:
 
 
 def draw_tokens(logits_RV: Tensor, draw: DrawParams) -> Tensor:
-    """One id per row by inverse CDF, in the order of ids: the first whose cumulated probability exceeds the row's number."""
+    """One id per row by inverse CDF: the first id whose cumulative probability exceeds the row's
+    random number."""
     x_RV = logits_RV - logits_RV.amax(1, keepdim=True)
-    x_RV /= draw.temperature_R[
-        :, None
-    ]  # the best is exactly 0: no temperature, however small, makes infinities meet
+    # The best is exactly 0, so even the smallest temperature gives no inf - inf.
+    x_RV /= draw.temperature_R[:, None]
     if draw.min_p_R is not None:
         x_RV.masked_fill_(x_RV < draw.min_p_R.log()[:, None], -torch.inf)
     if draw.filters is not None:
@@ -193,13 +200,13 @@ def draw_tokens(logits_RV: Tensor, draw: DrawParams) -> Tensor:
     cdf_RV = x_RV.softmax(1).cumsum_(1)
     total_R = cdf_RV[:, -1]
     target_R = (uniform(draw.seed_R, draw.n_R) * total_R).to(cdf_RV.dtype)
-    # Below the total, so that some id exceeds it; an id that a filter removed adds nothing and is passed over.
+    # Below the total, so that some id exceeds it. A filtered id adds 0 and is skipped.
     target_R = torch.minimum(target_R, total_R.nextafter(torch.zeros_like(total_R)))
     ids_R1 = torch.searchsorted(cdf_RV, target_R[:, None], right=True).clamp_(
         max=cdf_RV.shape[1] - 1
     )
     if draw.min_p_R is not None or draw.filters is not None:
-        # A parallel scan may round two equal sums apart: an id that a filter removed gives way to the best.
+        # A parallel scan may round two equal sums apart: replace a filtered id by the best one.
         ids_R1 = torch.where(
             x_RV.gather(1, ids_R1) > -torch.inf, ids_R1, x_RV.argmax(1, keepdim=True)
         )
@@ -207,11 +214,14 @@ def draw_tokens(logits_RV: Tensor, draw: DrawParams) -> Tensor:
 
 
 def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: int) -> Tensor:
-    """The smallest scaled logit that top-k and top-p leave in each row; `x_FV` is 0 at its best. With a `width`, only so many of
-    the largest are sorted at first, and 16 times more for rows whose top-p reaches further (which the host must wait for)."""
+    """The smallest scaled logit that top-k and top-p keep in each row; the best of `x_FV` is 0.
+
+    With a `width`, only so many of the largest are sorted first, then 16 times more for rows whose
+    top-p needs more. That costs a host synchronisation.
+    """
     size = x_FV.shape[1]
-    whole = not 0 < width < size
-    best_FK = x_FV.sort(1, descending=True).values if whole else x_FV.topk(width, 1).values
+    sort_all = not 0 < width < size
+    best_FK = x_FV.sort(1, descending=True).values if sort_all else x_FV.topk(width, 1).values
     last_k_F = (top_k_F.clamp(max=best_FK.shape[1]) - 1).clamp(min=0)
     top_k_floor_F1 = best_FK.gather(1, last_k_F[:, None]).masked_fill(
         top_k_F[:, None] <= 0, -torch.inf
@@ -225,7 +235,7 @@ def filter_floor(x_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor | None, width: i
     kept_F1 = (before_FK < wanted_F1).sum(1, keepdim=True).clamp(min=1)
     top_p_floor_F1 = best_FK.gather(1, kept_F1 - 1).masked_fill(top_p_F[:, None] >= 1, -torch.inf)
     floor_F = torch.maximum(top_k_floor_F1, top_p_floor_F1)[:, 0]
-    if not whole:
+    if not sort_all:
         reached_F = (
             (before_FK[:, -1:] >= wanted_F1)[:, 0]
             | (top_p_F >= 1)

@@ -1,13 +1,11 @@
 """From a checkpoint to a Decoder.
 
-Owns: which tensor goes where. Promises: one layer's tensors at a time are in memory beside the packed ones; a tensor that is
-missing, left over or of the wrong shape is an error that names it.
+Owns: which tensor goes where. Beside packed weights, only one layer's tensors are in memory at a
+time. A tensor that is missing, unused or of the wrong shape is an error that names it.
 Must not: know a file format (checkpoint does) or a kernel's layout (ops does).
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,11 +14,11 @@ from counterpoint.config import ConfigError, ModelConfig
 from counterpoint.model.checkpoint import Checkpoint, GgufFile, RandomCheckpoint, SafetensorsFolder
 from counterpoint.model.decoder import Decoder, Layer, Weights
 from counterpoint.model.ops import Ops
-from counterpoint.model.ops_cpu import cpu_ops
+from counterpoint.model.ops_cpu import CpuOptions, cpu_ops
 from counterpoint.model.rope import rope_frequencies
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.model import FAMILIES, SHAPES_ONLY, ModelError
-from counterpoint.spec.source import DEFAULT_CACHE, ModelSource, load_spec
+from counterpoint.spec.source import ModelSource, load_spec
 
 
 def load_decoder(
@@ -28,15 +26,17 @@ def load_decoder(
     config: ModelConfig,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
-    cache: str | Path | None = DEFAULT_CACHE,
-    invariant: bool = False,
+    cpu: CpuOptions = CpuOptions(),
 ) -> Decoder:
-    """Read the model `source` as `config` says. `ops` left out: the CPU's fastest for `config.dtype` and the checkpoint, with
-    kernels compiled into `cache`, `invariant` or not (see `cpu_ops`). Raises ModelError naming the field or the tensor,
-    ConfigError if `config` asks for what there is not."""
+    """Read the model `source` as `config` says.
+
+    `ops` None: the fastest for a CPU, given `config.dtype`, the checkpoint's dtype and `cpu`.
+    Raises ModelError with the field or tensor, ConfigError if `config` asks for something that is
+    not available.
+    """
     spec = load_spec(source, config.max_context_tokens)
     checkpoint = open_checkpoint(source, config, spec)
-    ops = ops or cpu_ops(config.dtype, spec.head_dim, checkpoint.dtype, cache, invariant)
+    ops = ops or cpu_ops(config.dtype, spec.head_dim, checkpoint.dtype, cpu.cache, cpu.invariant)
     decoder = build_decoder(spec, checkpoint, ops, device)
     checkpoint.finish()
     return decoder
@@ -50,18 +50,20 @@ def open_checkpoint(source: ModelSource, config: ModelConfig, spec: ModelSpec) -
     if source.kind == "gguf":
         return GgufFile(source.path, spec)
     raise ConfigError(
-        f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a folder or file"
+        f"model {source.name!r} is a shape without weights: set load_format to dummy, or give a "
+        "folder or file"
     )
 
 
 def build_decoder(
     spec: ModelSpec, checkpoint: Checkpoint, ops: Ops, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Take every tensor of `spec` from `checkpoint`, layer by layer, and prepare it for `ops`. Raises ModelError for a shape that
-    is not run."""
+    """Take every tensor of `spec` from `checkpoint`, layer by layer, and pack it for `ops`. Raises
+    ModelError for a family that can only be simulated."""
     if spec.family in SHAPES_ONLY:
         raise ModelError(
-            f"{spec.name} is known as a shape only, to be simulated: this engine runs {', '.join(FAMILIES)}"
+            f"{spec.name} is known as a shape only, to be simulated: this engine runs "
+            f"{', '.join(FAMILIES)}"
         )
 
     def take(name: str, *shape: int) -> Tensor:
@@ -98,7 +100,7 @@ def build_layer(
         return checkpoint.take(f"model.layers.{index}.{name}", shape).to(device, ops.weight_dtype)
 
     def matrix(outputs: dict[str, int], inputs: int, bias: bool = False) -> object:
-        """One packed matrix of several projections of the same input, one below the other."""
+        """The projections of one input, concatenated along the outputs and packed."""
         weight = torch.cat([take(f"{name}.weight", size, inputs) for name, size in outputs.items()])
         biases = (
             torch.cat([take(f"{name}.bias", size) for name, size in outputs.items()])

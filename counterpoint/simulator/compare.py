@@ -33,8 +33,8 @@ from rich.table import Table
 from counterpoint import __version__, build
 from counterpoint.bench import transform
 from counterpoint.bench.load import LoadOptions, flag, parse_slo
-from counterpoint.bench.replay import replay_engine
-from counterpoint.bench.report import summarise
+from counterpoint.bench.replay import ReplayOptions, replay_engine
+from counterpoint.bench.report import ReplayResult, summarise
 from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import format_number, format_share
 from counterpoint.bench.workload import Query, TokenRange, describe_load
@@ -159,16 +159,13 @@ class OnEngine:
         system = self._system = self._system.rebuild(config, inbox, ablated_auto(cell.mode.without))
         stopwatch = Stopwatch(system.executor, inbox)
         timeline = None if trace is None else Timeline(stopwatch, inbox, system.engine.policy.lanes)
-        came = replay_engine(
-            system.engine,
-            inbox,
-            stopwatch,
-            cell.queries,
+        options = ReplayOptions(
             warmup=transform.warmup_queries(cell.queries, WARMUP),
             tokens=TokenRange.within(system.spec.vocab),
             limit_s=limit_s,
             timeline=timeline,
         )
+        came = replay_engine(system.engine, inbox, stopwatch, cell.queries, options)
         if timeline is not None and trace is not None:
             timeline.write(trace)
         notes = [note for note in system.notes if note.startswith(("prices", "auto"))]
@@ -220,7 +217,7 @@ def judged(
     errors: Mapping[str, str],
 ) -> dict[str, Any]:
     slo = {query.id: query.slo for query in cell.queries}
-    return summarise(records, slo=slo, stats=stats, stats_before=before, errors=errors)
+    return summarise(ReplayResult(records, errors, before=before, after=stats), slo)
 
 
 # ---------------------------------------------------------------- results

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from counterpoint.build import make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import DeviceShape
@@ -33,12 +32,13 @@ from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.simulator.pool import SimPool, SimWorker
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
+from counterpoint.system import make_limits
 from counterpoint.types import RequestTiming, Role
 
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver
 SPLITS = 16  # at most so many splits for a policy to choose from: finer ones gain nothing (MuxWise uses steps of 16 SMs)
 HOST_S = 0.0003
-LINK_BYTES_PER_S = 1e11  # between two GPUs of one host, as serving takes it to be until it has measured (build.link_bytes_per_s)
+LINK_BYTES_PER_S = 1e11  # between two GPUs of one host, as serving takes it to be until it has measured (worker_setup.link_bytes_per_s)
 TURN_S = 0.00025  # events, decisions and answers of auto on the loads of docs/results/simulator_against_h200_*: 0.11 to 0.32 ms
 
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from counterpoint import __version__
 from counterpoint.bench import tables, transform
 from counterpoint.bench.load import LoadOptions, flag, parse_slo
-from counterpoint.bench.report import RequestLatency, is_complete, summarise
+from counterpoint.bench.report import ReplayResult, RequestLatency, is_complete, summarise
 from counterpoint.bench.tables import format_number, format_share, format_short
 from counterpoint.bench.workload import Query, describe_load
 from counterpoint.config import Config, require_writable
@@ -199,7 +199,7 @@ def play(task: PlanTask, rate: float) -> dict[str, Any] | None:
         )
     except SloUnreachable:
         return None
-    return summarise(came.records, slo=slo, stats=came.stats)
+    return summarise(ReplayResult(came.records, after=came.stats), slo)
 
 
 def judge(slo: Mapping[str, Slo], wanted: float) -> Callable[[RequestTiming], None]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from counterpoint.core.engine import Engine
-from counterpoint.core.request import RequestLifetime
 from counterpoint.core.loop import run_turn
+from counterpoint.core.request import RequestLifetime
 from counterpoint.device.sim import VirtualEventQueue
 from counterpoint.disagg import handoff_events
 from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished

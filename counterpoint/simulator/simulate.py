@@ -20,8 +20,8 @@ from rich.console import Console
 from counterpoint import __version__
 from counterpoint.bench import tables, transform
 from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
-from counterpoint.bench.report import bubble_shares, summarise
-from counterpoint.bench.trace import Trace
+from counterpoint.bench.report import ReplayResult, bubble_shares, summarise
+from counterpoint.bench.trace_formats import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe_load, offered_rate, prompt_ids
 from counterpoint.build import find_model
 from counterpoint.config import Config, ModelConfig, require_writable
@@ -456,11 +456,9 @@ def report(
         "seed": load.seed,
         "workload": describe_load(trace.queries) | {"trace": load.trace},
         **summarise(
-            came.records,
-            slo={q.id: query_slo(q, config) for q in trace.queries},
-            stats=came.stats,
-            errors=came.errors,
-            detailed=detailed,
+            ReplayResult(came.records, came.errors, after=came.stats),
+            {q.id: query_slo(q, config) for q in trace.queries},
+            detailed,
         ),
         "bubbles": bubble_shares(came.workers, came.records),
         "pages_leaked": came.stats.pages_total - came.stats.pages_free - came.stats.pages_cached,

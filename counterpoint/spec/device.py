@@ -1,8 +1,8 @@
-"""DeviceSpec: a device as numbers.
+"""DeviceSpec: a GPU or CPU as numbers.
 
-Owns: what a GPU or CPU can do, by number of units (SMs, cores), and the presets. Promises: no torch, no device is touched;
-a preset says whether its numbers were `measured` on the device or come from its datasheet.
-Must not: know a model (perf prices a model on a device).
+Owns: what a device can do, by number of units (SMs, cores), and the presets. A preset says whether
+its numbers were `measured` on the device or come from its datasheet.
+Must not: import torch, touch a device or know a model.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import bisect
 import difflib
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A value by number of units: straight lines between `points` ((units, value), units ascending), flat outside them."""
+    """A value by number of units: linear between `points` ((units, value), units ascending),
+    constant outside them."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -28,16 +30,17 @@ class Curve:
         return low + (high - low) * (units - left) / (right - left)
 
     def scaled(self, units: float, value: float) -> Curve:
-        """The same shape with both axes multiplied."""
+        """The curve with both axes multiplied."""
         return Curve(tuple((u * units, v * value) for u, v in self.points))
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSpec:
-    """How matrix products run. `tiles`: (rows, columns, efficiency) of the output tiles a kernel may use, one tile per unit at a
-    time; `efficiency`: reached share of the units' peak by number of units (more units draw more power, and clocks fall);
-    `read_fraction`: share of the read bandwidth a product's loads reach; `splits`: into how many parts the inner dimension
-    may be cut when tiles are few, each at least `least_inner` long."""
+    """How matrix products run. `tiles`: (rows, columns, efficiency) of the kernels' output tiles,
+    one tile per unit at a time. `efficiency`: reached fraction of the units' peak, by number of
+    units (clocks fall with more). `read_fraction`: reached fraction of the read bandwidth.
+    `splits`: split-K factors for products with few tiles; each part has at least `least_inner` of
+    the inner dimension."""
 
     tiles: tuple[tuple[int, int, float], ...]
     efficiency: Curve
@@ -48,8 +51,8 @@ class GemmSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How attention runs. `efficiency`: share of peak FLOP/s of prefill attention; `tile_rows`: query rows of a tile;
-    `read_bandwidth`: bytes/s that decode attention pulls from the KV cache, by number of units."""
+    """How attention runs. `efficiency`: fraction of peak FLOP/s in prefill; `tile_rows`: query rows
+    of a tile; `read_bandwidth`: bytes/s that decode reads from the KV cache, by number of units."""
 
     efficiency: float
     tile_rows: int
@@ -58,12 +61,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ContentionSpec:
-    """How much a step slows when another runs on the device's other units. With `pull` = bytes/s of a step over the device's
-    read bandwidth and `burn` = FLOP/s over its units' peak, both when alone, A slows beside B by
+    """How much a step slows when another runs on the device's other units.
+
+    With `pull` = a step's bytes/s over the device's read bandwidth and `burn` = its FLOP/s over its
+    units' peak, both measured alone, A slows beside B by
 
         1 + bandwidth * pull_B + compute * burn_B * (1 - burn_A)
 
-    and by no less than pull_A + pull_B (the memory has no more to give)."""
+    and at least by pull_A + pull_B, since memory has no more bandwidth to give."""
 
     bandwidth: float
     compute: float
@@ -71,14 +76,19 @@ class ContentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """`units` SMs or cores; a partition has at least `smallest_units` and is a multiple of `unit_step` (the rest of the device
-    may be what is left over). `peak_flops`: dense FLOP/s of the whole device by dtype. `read_bandwidth`: bytes/s by units.
-    `kernel_s`: what each kernel costs beyond its work; `layer_launch_s`: least time of a layer whose kernels are launched
-    one by one by the host (prefill; decode steps replay captured graphs). `overlap`: whether two steps may share units.
-    `source` says where the numbers come from. `dtype` and `kv_dtype`: element types of weights and KV cache unless asked
-    otherwise. `degree`: so many such devices hold the model together (tensor parallelism) and run in step; `units`, `peak_flops`
-    and the bandwidths are those of one, `memory_bytes` is that of all. `link_bandwidth`: bytes/s by which an all-reduce among them
-    goes (NCCL's bus bandwidth), `link_s`: the least it takes."""
+    """One device.
+
+    A partition has at least `smallest_units` units (SMs, cores) and a multiple of `unit_step`; the
+    other one gets the rest. `peak_flops`: dense FLOP/s of all units by dtype. `read_bandwidth`:
+    bytes/s by units. `kernel_s`: fixed time of a kernel. `layer_launch_s`: least time of a layer
+    whose kernels the host launches one by one (prefill; decode replays graphs). `overlap`: whether
+    two steps may share units. `source`: where the numbers come from. `dtype`, `kv_dtype`: the
+    default element types.
+
+    `degree`: so many devices hold the model together (tensor parallelism). All figures are per
+    device, except `memory_bytes`. `link_bandwidth`: bus bandwidth in bytes/s of an all-reduce among
+    them (as NCCL reports it); `link_s`: its least time.
+    """
 
     name: str
     units: int
@@ -102,11 +112,13 @@ class DeviceSpec:
     link_s: float = 12e-6
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s of all units in `dtype`. Raises ValueError naming the dtypes that the device has."""
+        """Dense FLOP/s of all units in `dtype`. Raises ValueError with the dtypes that the device
+        has."""
         peaks = dict(self.peak_flops)
         if dtype not in peaks:
             raise ValueError(
-                f"{self.name} has no {dtype} arithmetic in this model; choose one of {', '.join(peaks)}"
+                f"{self.name} has no {dtype} arithmetic in this model; choose one of "
+                f"{', '.join(peaks)}"
             )
         return peaks[dtype]
 
@@ -119,7 +131,8 @@ class DeviceSpec:
 
 GB, TB, GIGA, TERA = 10**9, 10**12, 10**9, 10**12
 
-# Tiles of warp-group matrix products (Hopper) and of the warp-level ones before; efficiencies relative to the best tile.
+# Tiles of warp-group matrix products (Hopper) and of the warp-level ones before it, with their
+# efficiencies relative to the best tile.
 TENSOR_TILES = ((64, 64, 0.62), (64, 128, 0.8), (64, 256, 0.97), (128, 128, 0.92), (128, 256, 1.0))
 
 H200 = DeviceSpec(
@@ -161,39 +174,48 @@ H200 = DeviceSpec(
     layer_launch_s=300e-6,
     overlap=True,
     measured=True,
-    source="one H200 SXM, driver 580.159, CUDA 13.0, torch 2.11.0, cuBLAS, FlashInfer tensor-core decode, 2026-11-29",
+    source="one H200 SXM, driver 580.159, CUDA 13.0, torch 2.11.0, cuBLAS, FlashInfer tensor-core "
+    "decode, 2026-11-29",
 )
 
 
-def gpu_from_datasheet(
-    name: str,
-    units: int,
-    unit_step: int,
-    smallest_units: int,
-    bf16_tflops: float,
-    fp8_tflops: float,
-    memory_gb: int,
-    read_tbps: float,
-) -> DeviceSpec:
-    """A GPU from its datasheet: peaks and sizes are the vendor's, and the shape of every curve is the measured H200's (an A100
-    saturates its memory with about 30 of 108 SMs: Bullet, arXiv 2504.19516, section 3; the shape here gives 90 % there)."""
-    stretch, share = units / H200.units, read_tbps * TB / (4.8 * TB)
-    peaks = [("bfloat16", bf16_tflops * TERA), ("float16", bf16_tflops * TERA)]
+class Datasheet(NamedTuple):
+    """`fp8_tflops` 0: the device has no fp8. The first three counts are as in DeviceSpec."""
+
+    name: str
+    units: int
+    unit_step: int
+    smallest_units: int
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_gb: int
+    read_tbps: float
+
+
+def gpu_from_datasheet(sheet: Datasheet) -> DeviceSpec:
+    """A GPU with the vendor's peaks and sizes, and the measured H200's shape of every curve. (An
+    A100 saturates its memory with about 30 of 108 SMs: Bullet, arXiv 2504.19516, section 3; the
+    shape here gives 90 % there.)"""
+    stretch, share = sheet.units / H200.units, sheet.read_tbps * TB / (4.8 * TB)
+    peaks = [("bfloat16", sheet.bf16_tflops * TERA), ("float16", sheet.bf16_tflops * TERA)]
+    if sheet.fp8_tflops:
+        peaks.append(("fp8", sheet.fp8_tflops * TERA))
     return replace(
         H200,
-        name=name,
-        units=units,
-        unit_step=unit_step,
-        smallest_units=smallest_units,
-        peak_flops=tuple(peaks + ([("fp8", fp8_tflops * TERA)] if fp8_tflops else [])),
-        memory_bytes=memory_gb * GB,
+        name=sheet.name,
+        units=sheet.units,
+        unit_step=sheet.unit_step,
+        smallest_units=sheet.smallest_units,
+        peak_flops=tuple(peaks),
+        memory_bytes=sheet.memory_gb * GB,
         read_bandwidth=H200.read_bandwidth.scaled(stretch, share),
         gemm=replace(H200.gemm, efficiency=H200.gemm.efficiency.scaled(stretch, 1.0)),
         attention=replace(
             H200.attention, read_bandwidth=H200.attention.read_bandwidth.scaled(stretch, share)
         ),
         measured=False,
-        source="peaks, memory and bandwidth by the vendor's datasheet; curves in the shape of the measured H200's",
+        source="peaks, memory and bandwidth by the vendor's datasheet; curves in the shape of the "
+        "measured H200's",
     )
 
 
@@ -202,7 +224,7 @@ CPU_2 = DeviceSpec(
     units=2,
     unit_step=1,
     smallest_units=1,
-    # Weights packed as float16, maths in float32 (FBGEMM); bfloat16 has no instructions there and is emulated.
+    # Weights packed as float16, maths in float32 (FBGEMM). bfloat16 is emulated: no instructions.
     peak_flops=(("float16", 182 * GIGA), ("float32", 182 * GIGA), ("bfloat16", 27 * GIGA)),
     memory_bytes=16 * GB,
     read_bandwidth=Curve(((0, 0), (1, 17.4 * GB), (2, 35.5 * GB))),
@@ -215,14 +237,16 @@ CPU_2 = DeviceSpec(
     layer_launch_s=0.0,
     overlap=False,
     measured=True,
-    source="two vCPUs of an AMD EPYC Milan (Zen 3: AVX2, no AVX-512, no bfloat16), torch 2.13, SmolLM2-135M",
+    source="two vCPUs of an AMD EPYC Milan (Zen 3: AVX2, no AVX-512, no bfloat16), torch 2.13, "
+    "SmolLM2-135M",
     dtype="float16",
     kv_dtype="float32",
 )
 
 
 def cpu_device(cores: int) -> DeviceSpec:
-    """A CPU of `cores` such cores: a first guess for any CPU, to be corrected by what steps really take."""
+    """A CPU of `cores` cores like CPU_2's: a first guess for any CPU, to be corrected by
+    measurements."""
     times = cores / CPU_2.units
     return replace(
         CPU_2,
@@ -240,38 +264,33 @@ def cpu_device(cores: int) -> DeviceSpec:
 
 
 NVLINK_3 = 230 * GB  # bus bandwidth of an all-reduce among A100s
+A100 = Datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039)
+DATASHEETS = (
+    Datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
+    A100,
+    A100._replace(name="a800"),
+    Datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
+    Datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
+)
+LINK_BANDWIDTHS = {"a100": NVLINK_3, "a800": NVLINK_3 * 2 / 3}  # others: the default
 
 PRESETS: dict[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        H200,
-        gpu_from_datasheet("h100", 132, 8, 8, 989.4, 1978.9, 80, 3.35),
-        replace(
-            gpu_from_datasheet("a100", 108, 2, 4, 312.0, 0.0, 80, 2.039), link_bandwidth=NVLINK_3
-        ),
-        replace(
-            gpu_from_datasheet("a800", 108, 2, 4, 312.0, 0.0, 80, 2.039),
-            link_bandwidth=NVLINK_3 * 2 / 3,
-        ),
-        gpu_from_datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
-        gpu_from_datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
-        CPU_2,
-    )
+    spec.name: replace(spec, link_bandwidth=LINK_BANDWIDTHS.get(spec.name, spec.link_bandwidth))
+    for spec in (H200, *map(gpu_from_datasheet, DATASHEETS), CPU_2)
 }
 
 
 def unknown_gpu(units: int) -> DeviceSpec:
-    """A GPU of which only the number of SMs is known: as if they were an A100's. To be measured before it is believed."""
-    a100 = PRESETS["a100"]
-    return replace(
-        gpu_from_datasheet("unknown", units, 2, 4, 312.0 * units / a100.units, 0.0, 80, 2.039),
-        source="guessed from an A100's SMs",
-    )
+    """A GPU of which only the number of SMs is known, with the figures of as many A100 SMs. Only a
+    guess: calibrate before relying on it."""
+    tflops = A100.bf16_tflops * units / A100.units
+    guess = gpu_from_datasheet(A100._replace(name="unknown", units=units, bf16_tflops=tflops))
+    return replace(guess, source="guessed from an A100's SMs")
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """The preset called `name`, cpu-N for N cores, or NxNAME for N such devices in tensor parallelism. Raises ValueError listing
-    the names."""
+    """The preset `name`; cpu-N: a CPU of N cores; NxNAME: N such devices in tensor parallelism.
+    Raises ValueError with the known names."""
     key = name.lower()
     degree, times, one = key.partition("x")
     if times and degree.isdigit() and int(degree) > 1 and one in PRESETS:
@@ -282,9 +301,8 @@ def device_spec(name: str) -> DeviceSpec:
             degree=count,
             memory_bytes=count * spec.memory_bytes,
             measured=False,
-            source=(
-                f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} GB/s bus bandwidth, not measured"
-            ),
+            source=f"{count} times: {spec.source}; all-reduce of {spec.link_bandwidth / GB:.0f} "
+            "GB/s bus bandwidth, not measured",
         )
     cores = key.removeprefix("cpu-")
     if cores != key and cores.isdigit() and int(cores) > 0:
@@ -293,6 +311,7 @@ def device_spec(name: str) -> DeviceSpec:
         near = difflib.get_close_matches(key, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}, cpu-N of N cores, or 8xh100 for 8 in tensor parallelism"
+            f"unknown device {name!r}{hint}; known: {', '.join(PRESETS)}, cpu-N of N cores, or "
+            "8xh100 for 8 in tensor parallelism"
         )
     return PRESETS[key]

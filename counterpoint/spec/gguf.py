@@ -1,8 +1,8 @@
 """GGUF files: their header, and the ModelSpec in it.
 
-Owns: the reading of a GGUF file's metadata and tensor table, and the spelling of its keys. Promises: no torch; nothing of the
-tensors is read, so a header takes milliseconds (`gguf.GGUFReader` makes an object of every token and takes seconds).
-Must not: dequantise (the `gguf` package does, where weights are loaded).
+Owns: reading a GGUF file's metadata and tensor table, and the spelling of its keys. It reads no
+tensor data, so a header takes milliseconds (`gguf.GGUFReader` makes an object per token and takes
+seconds). Must not: import torch or dequantise (model/checkpoint.py does).
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian.
 """
@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import mmap
 import struct
 from collections.abc import Container, Mapping
@@ -19,26 +20,16 @@ from typing import Any
 from counterpoint.spec.model import ModelError, ModelSpec, RopeSpec
 
 MAGIC = b"GGUF"
-SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+SCALARS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?")))
+SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # each is the family of that name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: its shape, outermost dimension first; its ggml type number; where its bytes start in the file."""
+    """A tensor's shape, outermost dimension first; its ggml type number; its byte offset in the
+    file."""
 
     shape: tuple[int, ...]
     type: int
@@ -47,15 +38,14 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """`metadata` has scalars, strings and lists as Python values; `tensors` the table by name, in file order."""
+    """`metadata`: scalars, strings and lists as Python values. `tensors`: by name, in file
+    order."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
 
 class Cursor:
-    """Reads values one after another from a mapped file."""
-
     __slots__ = ("at", "data")
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -89,7 +79,7 @@ class Cursor:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Raises ModelError if the file can't be read or isn't a whole GGUF header."""
+    """Raises ModelError if the file can't be read or its header is broken."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_header(Cursor(data), str(path))
@@ -140,24 +130,19 @@ def from_gguf(
     name: str = "",
     max_context_tokens: int | None = None,
 ) -> ModelSpec:
-    """The spec of a GGUF header. `tensor_names` tells tied embeddings (no `output.weight`); `max_context_tokens`, if smaller
-    than the model's own, takes its place. Raises ModelError naming the key."""
+    """The spec of a GGUF header.
+
+    Embeddings are tied if `tensor_names` lacks `output.weight`. A `max_context_tokens` smaller than
+    the model's own replaces it. Raises ModelError with the key.
+    """
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"general.architecture is {architecture!r}: this engine runs GGUF files of {', '.join(ARCHITECTURES)}"
+            f"general.architecture is {architecture!r}: this engine runs GGUF files of "
+            f"{', '.join(ARCHITECTURES)}"
         )
-
-    def number(key: str, default: int | None = None, least: int = 1) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if not isinstance(value, int) or value < least:
-            raise ModelError(
-                f"{architecture}.{key} is {value!r}: this engine needs it as one whole number, {least} or more"
-            )
-        return value
-
-    experts = number("expert_count", 0, least=0)
-    if experts:
+    number = functools.partial(_number, metadata, architecture)
+    if experts := number("expert_count", 0, least=0):
         raise ModelError(
             f"{architecture}.expert_count is {experts}: this engine does not support experts"
         )
@@ -166,15 +151,17 @@ def from_gguf(
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise ModelError(
-                f"{architecture}.{key} is {number(key)}, not the head size {head_dim}: not supported"
+                f"{architecture}.{key} is {number(key)}, not the head size {head_dim}: not "
+                "supported"
             )
     own_max_tokens = number("context_length")
     context_tokens = min(own_max_tokens, max_context_tokens or own_max_tokens)
     window = number("attention.sliding_window", 0, least=0)
     if 0 < window < context_tokens:
         raise ModelError(
-            f"{architecture}.attention.sliding_window is {window} tokens and the context {context_tokens}: this engine has no "
-            f"sliding window; set max_context_tokens to {window} or less"
+            f"{architecture}.attention.sliding_window is {window} tokens and the context "
+            f"{context_tokens}: this engine has no sliding window; set max_context_tokens to "
+            f"{window} or less"
         )
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
@@ -199,8 +186,25 @@ def from_gguf(
     )
 
 
+def _number(
+    metadata: Mapping[str, Any],
+    architecture: str,
+    key: str,
+    default: int | None = None,
+    least: int = 1,
+) -> int:
+    value = metadata.get(f"{architecture}.{key}", default)
+    if not isinstance(value, int) or value < least:
+        raise ModelError(
+            f"{architecture}.{key} is {value!r}: this engine needs it as one whole number, "
+            f"{least} or more"
+        )
+    return value
+
+
 def rope_from_gguf(metadata: Mapping[str, Any], architecture: str, max_tokens: int) -> RopeSpec:
-    """A llama3 scaling is not in the metadata but in a tensor, `rope_freqs.weight`, which whoever loads weights applies."""
+    """The scaling in the metadata. A llama3 scaling is not there but in a tensor,
+    `rope_freqs.weight`, which model/weights.py applies."""
 
     def value(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.rope.{key}", default)
@@ -211,12 +215,14 @@ def rope_from_gguf(metadata: Mapping[str, Any], architecture: str, max_tokens: i
         return RopeSpec(theta=theta)
     if kind not in ("linear", "yarn"):
         raise ModelError(
-            f"{architecture}.rope.scaling.type is {kind!r}: this engine supports none, linear and yarn"
+            f"{architecture}.rope.scaling.type is {kind!r}: this engine supports none, linear and "
+            "yarn"
         )
     factor = value("scaling.factor")
     if not isinstance(factor, int | float):
         raise ModelError(
-            f"{architecture}.rope.scaling.factor is {factor!r}: scaling type {kind!r} needs it as a number"
+            f"{architecture}.rope.scaling.factor is {factor!r}: scaling type {kind!r} needs it as "
+            "a number"
         )
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=factor)

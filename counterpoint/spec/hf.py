@@ -1,7 +1,7 @@
 """From a Hugging Face config.json to a ModelSpec.
 
-Owns: the spelling of config.json, old and new. Promises: what the file asks for is either in the spec or refused by name.
-Must not: import transformers or torch.
+Owns: the spelling of config.json, old and new. Every field that changes the computation is in the
+spec, or is refused with its name. Must not: import transformers or torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from counterpoint.spec.model import FAMILIES, ModelError, ModelSpec, RopeSpec
 
-# Fields that change the computation, with the values under which they do nothing.
+# Fields that change the computation, with the values that leave it unchanged.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attention_chunk_size": (None,),
@@ -43,19 +43,22 @@ NUMBER_FIELDS = (
     "rms_norm_eps",
     "rope_theta",
     "sliding_window",
-)  # if given
+)  # optional
 ROPE_NUMBER_FIELDS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"),
     *("original_max_position_embeddings", "rope_theta"),
 )
-WINDOW_OF_MISTRAL_TOKENS = 4096  # what a Mistral config that does not name its window means
+WINDOW_OF_MISTRAL_TOKENS = 4096  # the default of a Mistral config that does not set its window
 
 
 def from_hf(
     config: Mapping[str, Any], name: str = "model", max_context_tokens: int | None = None
 ) -> ModelSpec:
-    """The spec of a parsed config.json. `max_context_tokens`, if smaller than the model's own, takes its place; a sliding
-    window at least as long as the context is never in force and is accepted. Raises ModelError naming the field."""
+    """The spec of a parsed config.json.
+
+    A `max_context_tokens` smaller than the model's own replaces it. A sliding window at least as
+    long as the context has no effect and is accepted. Raises ModelError with the field.
+    """
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ModelError(f"model_type is {family!r}: this engine runs {', '.join(FAMILIES)}")
@@ -114,25 +117,9 @@ def check_numbers(config: Mapping[str, Any], keys: Iterable[str], within: str = 
 
 
 def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds them all."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(field) or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(
-            f"{field} differs between layer types ({', '.join(rope)}): this engine supports one for all"
-        )
-    check_numbers(rope, ROPE_NUMBER_FIELDS, f"{field}.")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does not support it"
-        )
+    """Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`, which has
+    all."""
+    field, rope, kind = _checked_rope(config)
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind == "default":
         return RopeSpec(theta=theta)
@@ -174,8 +161,34 @@ def rope_from_hf(config: Mapping[str, Any], max_tokens: int) -> RopeSpec:
     )
 
 
+def _checked_rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
+    """(name of the field, its content, the rope type). Raises ModelError if it is unsupported."""
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(field) or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{field} is {rope!r}: config.json must give it as an object")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError(
+            f"{field} differs between layer types ({', '.join(rope)}): this engine supports one "
+            "for all"
+        )
+    check_numbers(rope, ROPE_NUMBER_FIELDS, f"{field}.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(
+            f"{field}.rope_type is {kind!r}: this engine supports default, linear, llama3 and yarn"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"{field}.partial_rotary_factor is {rope['partial_rotary_factor']}: this engine does "
+            "not support it"
+        )
+    return field, rope, kind
+
+
 def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """The factor on cos and sin if the config sets it, itself or through `mscale` and `mscale_all_dim`."""
+    """The factor on cos and sin, if the config sets it directly or by `mscale` and
+    `mscale_all_dim`."""
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
     if not (rope.get("mscale") and rope.get("mscale_all_dim")) or factor <= 1:
@@ -186,7 +199,7 @@ def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | Non
 
 
 def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -> None:
-    """Raise ModelError if some layer would see less than the whole context."""
+    """Raises ModelError if some layer would see less than the whole context."""
     family = config["model_type"]
     window = config.get("sliding_window", WINDOW_OF_MISTRAL_TOKENS if family == "mistral" else None)
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
@@ -208,6 +221,6 @@ def refuse_window(config: Mapping[str, Any], layers: int, context_tokens: int) -
         windowed = True
     if windowed and window is not None and window < context_tokens:
         raise ModelError(
-            f"sliding_window is {window} tokens and the context {context_tokens}: this engine has no sliding window; "
-            f"set max_context_tokens to {window} or less"
+            f"sliding_window is {window} tokens and the context {context_tokens}: this engine has "
+            f"no sliding window; set max_context_tokens to {window} or less"
         )

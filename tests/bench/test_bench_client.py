@@ -1,4 +1,4 @@
-"""Reading a stream of answers: what counts as a token, and when it came."""
+"""Reading a stream of answers: what counts as a token, and its time."""
 
 from __future__ import annotations
 

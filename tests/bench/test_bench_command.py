@@ -1,4 +1,4 @@
-"""The command as it is called: flags in, table or JSON out."""
+"""The `bench` command: flags in, table or JSON out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import cyclopts
 import pytest
-from bench_server import Fake, running
+from bench_server import FakeServer, running
 
 from counterpoint.bench.command import bench
 from counterpoint.bench.trace import read_trace
@@ -15,7 +15,7 @@ from counterpoint.bench.trace import read_trace
 
 @pytest.fixture
 def fake():
-    return Fake()
+    return FakeServer()
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_trace_against_a_server_and_the_load_saved(fake, url, call, data, tmp_
         "--requests",
         "3",
         "--time-scale",
-        "0.01",
+        "0.2",
     )
     status, out, _ = call(
         "--url",

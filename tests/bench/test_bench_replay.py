@@ -1,4 +1,6 @@
-"""Replays, over HTTP against a small server and on an engine in this process: open loop, honest about failures and lateness."""
+"""Replays over HTTP against a small server, and on an engine in this process: open loop, with every
+failure and delay reported.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,19 @@ import threading
 import time
 
 import pytest
-from bench_server import Fake, running
+from bench_server import FakeServer, running
 
 from counterpoint.bench import replay
 from counterpoint.bench.client import METRIC_FIELDS, HttpTarget
-from counterpoint.bench.replay import replay_engine, replay_http
+from counterpoint.bench.replay import ReplayOptions, replay_engine, replay_http
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import (
     Lengths,
     PrefixGroups,
     Query,
+    SyntheticLoad,
     TokenRange,
     prompt_ids,
-    synthetic_queries,
 )
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
@@ -37,7 +39,7 @@ def query(number: int, kind: int = FINE, arrival_s: float = 0.0, tokens: int = 4
 
 @pytest.fixture
 def fake():
-    return Fake()
+    return FakeServer()
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_answers_become_records(fake, target):
     assert second.arrival_s >= 0.02
     assert outcome.errors == {}
     assert [body["prompt"] for body in fake.seen] == [[FINE, 0, 7], [FINE, 1, 7]]
-    result = summarise(outcome.records, lag_s=outcome.lag_s, slo=Slo(ttft_s=30.0))
+    result = summarise(outcome, Slo(ttft_s=30.0))
     assert (result["completed"], result["total_output_tokens"], result["slo_attainment"]) == (
         2,
         6,
@@ -72,7 +74,7 @@ def test_answers_become_records(fake, target):
 def test_every_kind_of_failure_is_a_record_with_its_reason(target):
     load = [query(i, kind) for i, kind in enumerate((FINE, REFUSED, ERROR_EVENT, BROKEN, SHORT))]
     events: list[str] = []
-    outcome = replay_http(target, load, watch=events.append)
+    outcome = replay_http(target, load, ReplayOptions(on_request=events.append))
     assert [r.finish_reason for r in outcome.records] == [FinishReason.LENGTH] + [
         FinishReason.ERROR
     ] * 4
@@ -82,7 +84,7 @@ def test_every_kind_of_failure_is_a_record_with_its_reason(target):
     assert "q3" in outcome.errors
     assert "asked for 4 tokens with ignore_eos, got 3" in outcome.errors["q4"]
     assert (events.count("sent"), events.count("done"), events.count("failed")) == (5, 1, 4)
-    result = summarise(outcome.records, slo=Slo(ttft_s=60.0), errors=outcome.errors)
+    result = summarise(outcome, Slo(ttft_s=60.0))
     assert (result["completed"], result["failed"], result["slo_attainment"]) == (1, 4, 0.2)
 
 
@@ -95,7 +97,7 @@ def test_a_shorter_answer_is_fine_where_its_length_was_not_asked_for(fake, targe
 
 
 def test_arrivals_do_not_wait_for_answers(fake, target):
-    """All ten requests reach the server while it answers none; only then is it let go."""
+    """All ten requests reach the server before it answers any."""
     fake.expected = 10
     outcome = []
     player = threading.Thread(
@@ -109,34 +111,37 @@ def test_arrivals_do_not_wait_for_answers(fake, target):
     fake.gate.set()
     player.join(20)
     assert [r.finish_reason for r in outcome[0].records] == [FinishReason.LENGTH] * 10
-    result = summarise(outcome[0].records)
+    result = summarise(outcome[0])
     assert result["max_concurrent_requests"] == 10
 
 
 def test_a_late_generator_is_reported(target, monkeypatch):
-    """The generator's clock runs ahead by 0.3 s while it prepares the second query: as if the process had been held up."""
+    """The generator's clock jumps by 0.3 s before the second query, as if the process had
+    stalled."""
     real, held = time.perf_counter, [0.0]
     monkeypatch.setattr(replay, "clock", lambda: real() + held[0])
 
     def hold(event: str) -> None:
         held[0] += 0.3 if event == "sent" and not held[0] else 0.0
 
-    outcome = replay_http(target, [query(i, arrival_s=i * 0.001) for i in range(5)], watch=hold)
+    load = [query(i, arrival_s=i * 0.001) for i in range(5)]
+    outcome = replay_http(target, load, ReplayOptions(on_request=hold))
     assert max(outcome.lag_s) >= 0.29
-    result = summarise(outcome.records, lag_s=outcome.lag_s)
+    result = summarise(outcome)
     assert result["degraded"] is True
 
 
 def test_warm_up_is_sent_first_and_not_counted(fake, target):
-    outcome = replay_http(target, [query(5)], warmup=[query(900), query(901)])
+    outcome = replay_http(target, [query(5)], ReplayOptions(warmup=[query(900), query(901)]))
     assert [body["prompt"][1] for body in fake.seen] == [900, 901, 5]
     assert [r.id for r in outcome.records] == ["q5"]
 
 
 def test_nobody_there_is_said_at_once():
+    nobody = HttpTarget("http://127.0.0.1:9", "m")
     with pytest.raises(ConnectionError, match="warm-up"):
-        replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)], warmup=[query(1)])
-    outcome = replay_http(HttpTarget("http://127.0.0.1:9", "m"), [query(0)])
+        replay_http(nobody, [query(0)], ReplayOptions(warmup=[query(1)]))
+    outcome = replay_http(nobody, [query(0)])
     assert outcome.records[0].finish_reason == FinishReason.ERROR
     assert "Connect" in outcome.errors["q0"]
 
@@ -165,7 +170,7 @@ def test_our_servers_figures_are_compared(fake, target, after, leaked):
     ]  # still busy at the first look after the load
     outcome = replay_http(target, [query(0)])
     assert outcome.pages_leaked == leaked
-    result = summarise(outcome.records, stats=outcome.after, stats_before=outcome.before)
+    result = summarise(outcome)
     assert result["split_share"][0]["seconds"] == pytest.approx(3.0)
 
 
@@ -178,7 +183,7 @@ def test_other_servers_have_no_figures(target):
 
 
 class Echo:
-    """An executor whose steps are done at once: every sampled token is 7. It remembers the prompts it was given."""
+    """An executor that finishes steps at once with token 7, and records the prompts."""
 
     def __init__(self, inbox: WallClockEventQueue, layers: int) -> None:
         self.inbox, self.layers = inbox, layers
@@ -236,13 +241,12 @@ def system(pages: int = 200):
 
 def test_an_engine_in_this_process_gives_the_same_outcome():
     engine, inbox, executor = system()
-    load = synthetic_queries(
+    load = SyntheticLoad(
         20, Lengths(60, "uniform"), Lengths(5, "uniform"), rate=400.0, groups=PrefixGroups(2, 0.8)
-    )
+    ).queries()
     events: list[str] = []
-    outcome = replay_engine(
-        engine, inbox, executor, load, tokens=TokenRange(100, 200), watch=events.append
-    )
+    options = ReplayOptions(tokens=TokenRange(100, 200), on_request=events.append)
+    outcome = replay_engine(engine, inbox, executor, load, options)
     assert [r.id for r in outcome.records] == [q.id for q in load]
     assert [len(r.token_s) for r in outcome.records] == [q.output_tokens for q in load]
     assert [r.prompt_tokens for r in outcome.records] == [q.prompt_tokens for q in load]
@@ -251,9 +255,7 @@ def test_an_engine_in_this_process_gives_the_same_outcome():
     assert all(r.arrival_s <= r.token_s[0] for r in outcome.records)
     assert outcome.pages_leaked == 0
     assert (events.count("sent"), events.count("done")) == (20, 20)
-    result = summarise(
-        outcome.records, stats=outcome.after, stats_before=outcome.before, lag_s=outcome.lag_s
-    )
+    result = summarise(outcome)
     assert result["completed"] == 20
     assert result["prefix_hit_share"] > 0.3
     assert "degraded" in result
@@ -268,9 +270,8 @@ def test_what_does_not_fit_is_a_failure_with_its_reason():
 
 def test_warm_up_in_this_process_is_not_counted():
     engine, inbox, executor = system()
-    outcome = replay_engine(
-        engine, inbox, executor, [query(0, tokens=3)], warmup=[query(50), query(51)]
-    )
+    options = ReplayOptions(warmup=[query(50), query(51)])
+    outcome = replay_engine(engine, inbox, executor, [query(0, tokens=3)], options)
     assert [r.id for r in outcome.records] == ["q0"]
     assert outcome.before is not None and outcome.before.generated_tokens == 8
     assert outcome.after is not None and outcome.after.generated_tokens == 11
@@ -286,7 +287,8 @@ def test_a_lost_device_ends_the_replay():
 def test_a_timeline_can_be_taken_of_it():
     engine, inbox, executor = system()
     timeline = Timeline(executor, inbox)
-    replay_engine(engine, inbox, executor, [query(0), query(1)], timeline=timeline)
+    options = ReplayOptions(timeline=timeline)
+    replay_engine(engine, inbox, executor, [query(0), query(1)], options)
     assert sum(span.prefill_tokens for span in timeline.spans) == 6
 
 

@@ -1,4 +1,4 @@
-"""Every metric against small cases worked out by hand."""
+"""Every metric, against small cases computed by hand."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import math
 
 import pytest
 
-from counterpoint.bench.report import bubble_shares, summarise, wilson_interval
+from counterpoint.bench.report import ReplayResult, bubble_shares, summarise, wilson_interval
 from counterpoint.stats import PolicyReport, Stats
 from counterpoint.types import FinishReason, Slo
+
+
+def summary(records, slo: Slo | dict[str, Slo] = Slo(), detailed=False, **fields):
+    return summarise(ReplayResult(records, **fields), slo, detailed)
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def three(record):
 
 
 def test_counts_and_rates_are_of_what_completed(three):
-    result = summarise(three)
+    result = summary(three)
     assert (result["num_prompts"], result["completed"], result["failed"]) == (3, 2, 1)
     assert result["duration"] == 2.0  # first arrival to last end, the failure's too
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (160, 5)
@@ -43,7 +47,7 @@ def test_counts_and_rates_are_of_what_completed(three):
 
 
 def test_latencies(three):
-    result = summarise(three)
+    result = summary(three)
     assert result["mean_ttft_ms"] == pytest.approx((500 + 200) / 2)
     assert result["mean_tpot_ms"] == pytest.approx(
         200
@@ -57,28 +61,26 @@ def test_latencies(three):
 
 
 def test_percentiles_are_linear_between_ranks(record):
-    result = summarise([record(str(i), 0.0, (i / 1000,)) for i in range(1, 102)])
+    result = summary([record(str(i), 0.0, (i / 1000,)) for i in range(1, 102)])
     assert [round(result[f"p{p}_ttft_ms"], 6) for p in (50, 90, 95, 99)] == [51, 91, 96, 100]
     assert result["median_ttft_ms"] == result["p50_ttft_ms"]
     assert result["max_ttft_ms"] == pytest.approx(101)
 
 
 def test_what_is_undefined_is_none_and_the_result_is_plain_json(record):
-    result = summarise([record("a", 0.0, (), finish=FinishReason.ERROR)], slo=Slo(ttft_s=1.0))
+    result = summary([record("a", 0.0, (), finish=FinishReason.ERROR)], slo=Slo(ttft_s=1.0))
     assert result["mean_ttft_ms"] is None
     assert result["p99_itl_ms"] is None
     assert result["request_throughput"] is None
     assert result["prefix_hit_share"] is None
     assert result["slo_attainment"] == 0.0
     json.dumps(result, allow_nan=False)
-    assert summarise([])["completed"] == 0
+    assert summary([])["completed"] == 0
 
 
 def test_result_is_plain_json(three):
     stats = Stats(split_s=((1, 1, 2.0),))
-    result = summarise(
-        three, slo=Slo(ttft_s=1.0), stats=stats, lag_s=(0.1, 0.2, 0.3), detailed=True
-    )
+    result = summary(three, slo=Slo(ttft_s=1.0), after=stats, lag_s=(0.1, 0.2, 0.3), detailed=True)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
@@ -88,21 +90,21 @@ def test_concurrency_and_busiest_second(record):
         record("b", 10.5, (11.1, 11.2), finished_s=11.2),
         record("c", 11.3, (11.9,), finished_s=11.9),  # arrives as a ends
     ]
-    result = summarise(records)
+    result = summary(records)
     assert result["max_concurrent_requests"] == 2
     assert result["max_output_tokens_per_s"] == 4  # 11.1, 11.2, 11.3, 11.9
 
 
 def test_the_busiest_second_of_a_load_of_many_years(record):
     records = [record("a", 0.0, (0.1, 0.2)), record("b", 1e300, (1e300,))]
-    assert summarise(records)["max_output_tokens_per_s"] == 2
+    assert summary(records)["max_output_tokens_per_s"] == 2
 
 
 # ---------------------------------------------------------------- SLO
 
 
 def test_goodput_and_attainment_are_over_everything_sent(three):
-    result = summarise(three, slo=Slo(ttft_s=0.3))
+    result = summary(three, slo=Slo(ttft_s=0.3))
     assert (
         result["slo_attainment"] == 1 / 3
     )  # b; a is late, c failed though its first token was early
@@ -117,7 +119,7 @@ def test_each_target_is_held(record):
     records = [record("a", 0.0, (0.5, 0.6, 1.1))]  # ttft 0.5, tpot 0.3, longest gap 0.5
 
     def attained(**targets: float) -> float:
-        return summarise(records, slo=Slo(**targets))["slo_attainment"]
+        return summary(records, slo=Slo(**targets))["slo_attainment"]
 
     assert attained(ttft_s=0.5, tpot_s=0.31, itl_s=0.51) == 1
     assert attained(ttft_s=0.49) == 0
@@ -126,7 +128,7 @@ def test_each_target_is_held(record):
 
 
 def test_one_token_replies_meet_targets_between_tokens(record):
-    result = summarise([record("a", 0.0, (0.5,))], slo=Slo(tpot_s=0.001, itl_s=0.001))
+    result = summary([record("a", 0.0, (0.5,))], slo=Slo(tpot_s=0.001, itl_s=0.001))
     assert result["slo_attainment"] == 1
     assert result["mean_tpot_ms"] is None
 
@@ -136,18 +138,18 @@ def test_aborted_requests_are_misses(record):
         record("a", 0.0, (0.1, 0.2), finish=FinishReason.ABORT),
         record("b", 0.0, (0.1, 0.2)),
     ]
-    result = summarise(records, slo=Slo(ttft_s=1.0))
+    result = summary(records, slo=Slo(ttft_s=1.0))
     assert (result["failed"], result["slo_attainment"]) == (1, 0.5)
 
 
 def test_targets_may_differ_by_request(record):
     records = [record("a", 0.0, (0.5,)), record("b", 0.0, (0.5,)), record("c", 0.0, (0.5,))]
-    result = summarise(records, slo={"a": Slo(ttft_s=0.4), "b": Slo(ttft_s=0.6)})
+    result = summary(records, slo={"a": Slo(ttft_s=0.4), "b": Slo(ttft_s=0.6)})
     assert result["slo_attainment"] == 2 / 3  # c has no target: answered is good
 
 
 def test_without_targets_there_is_no_goodput(record):
-    result = summarise([record("a", 0.0, (0.5,))])
+    result = summary([record("a", 0.0, (0.5,))])
     assert result["request_goodput"] is None
     assert result["slo_attainment"] is None
 
@@ -166,7 +168,7 @@ def test_wilson_interval():
     assert narrow and wide and narrow[1] - narrow[0] < wide[1] - wide[0]
 
 
-# ---------------------------------------------------------------- the engine's and the generator's side
+# ---------------------------------------------------------------- engine and load generator
 
 
 def test_split_shares_are_of_this_run_only(record):
@@ -174,7 +176,7 @@ def test_split_shares_are_of_this_run_only(record):
     after = Stats(
         split_s=((2, 0, 5.0), (1, 1, 3.0), (0, 1, 1.0), (0, 2, 1.0)), preemptions=5, resplits=14
     )
-    result = summarise([record("a", 0.0, (0.5,))], stats=after, stats_before=before)
+    result = summary([record("a", 0.0, (0.5,))], after=after, before=before)
     shares = {
         (s["prefill_units"], s["decode_units"]): (s["share"], s["share_while_both"])
         for s in result["split_share"]
@@ -185,22 +187,22 @@ def test_split_shares_are_of_this_run_only(record):
 
 def test_a_late_generator_says_so(record):
     records = [record("a", 0.0, (0.5,))]
-    punctual = summarise(records, lag_s=[0.001] * 100)
+    punctual = summary(records, lag_s=[0.001] * 100)
     assert punctual["degraded"] is False
     assert punctual["p50_send_lag_ms"] == pytest.approx(1)
-    late = summarise(records, lag_s=[0.001] * 95 + [0.2] * 5)
+    late = summary(records, lag_s=[0.001] * 95 + [0.2] * 5)
     assert late["degraded"] is True
     assert late["p99_send_lag_ms"] == pytest.approx(200)
 
 
 def test_details_keep_one_entry_per_request(three):
-    result = summarise(three, errors={"c": "HTTP 500"}, detailed=True)
+    result = summary(three, errors={"c": "HTTP 500"}, detailed=True)
     assert result["ids"] == ["a", "b", "c"]
     assert result["errors"] == ["", "", "HTTP 500"]
     assert result["output_lens"] == [4, 1, 2]
     assert result["itls"][0] == pytest.approx([0.1, 0.5])
     assert result["ttfts"] == pytest.approx([0.5, 0.2, 0.1])
-    assert "ids" not in summarise(three)
+    assert "ids" not in summary(three)
 
 
 def test_the_engines_inside_is_of_this_run_only(record):
@@ -223,7 +225,7 @@ def test_the_engines_inside_is_of_this_run_only(record):
             fallbacks={"fused gains more": 1},
         ),
     )
-    result = summarise([record("a", 0.0, (0.5,))], stats=after, stats_before=before)
+    result = summary([record("a", 0.0, (0.5,))], after=after, before=before)
     assert [(part["state"], part["seconds"], part["share"]) for part in result["lane_share"]] == [
         ("busy", 3.0, 0.75),
         ("memory", 1.0, 0.25),
@@ -237,9 +239,10 @@ def test_the_engines_inside_is_of_this_run_only(record):
     assert result["decisions"] == {"split": 2} and result["fallbacks"] == {"fused gains more": 1}
 
 
-def test_bubbles_are_units_that_nobody_has_while_somebody_waits(record):
-    """Requests are there in [0, 2) and [1, 4) and [6, 7): 5 s. One engine has all its 10 units for 2 s and 4 and 2 of them for 1 s;
-    the other, of the same size, mixed steps on all for 5 s."""
+def test_bubbles_are_idle_units_while_a_request_is_present(record):
+    """Requests are present in [0, 2), [1, 4) and [6, 7): 5 s. One engine uses all its 10 units
+    for 2 s, and 4 and 2 of them for 1 s; the other, of the same size, runs mixed steps on all
+    for 5 s."""
     there = [
         record("b", 1.0, (3.0,), finished_s=4.0),
         record("a", 0.0, (1.0,), finished_s=2.0),

@@ -1,4 +1,4 @@
-"""What the engine's thread is busy with, told apart."""
+"""How the time of the engine's thread is divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace files: each format, what their times mean, and errors that name the place."""
+"""Trace files: each format, what its times mean, and errors with the place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.bench.trace import TraceError, read_trace, write_queries
+from counterpoint.bench.trace import read_trace
+from counterpoint.bench.trace_formats import TraceError, write_queries
 from counterpoint.bench.workload import describe_load, prompt_ids
 from counterpoint.types import Slo
 
@@ -26,7 +27,7 @@ def test_azure(data):
     assert trace.notes == ()
 
 
-def test_burstgpt_leaves_out_empty_answers_and_says_so(data):
+def test_burstgpt_leaves_out_empty_answers_and_notes_it(data):
     trace = read_trace(str(data / "burstgpt.csv"))
     assert rows(trace) == [(472, 18), (1087, 230)]
     assert trace.queries[1].arrival_s == 40
@@ -51,7 +52,7 @@ def test_mooncake_blocks_become_shared_prefixes(data):
     assert [len(ids[i]) for i in range(5)] == [1200, 1500, 600, 2000, 400]
 
 
-def test_a_coarse_clock_is_jittered_inside_its_tick_and_said(data):
+def test_a_coarse_clock_is_jittered_within_its_tick_and_noted(data):
     trace = read_trace(str(data / "mooncake.jsonl"))
     assert [q.number for q in trace.queries] == [0, 1, 2, 3, 4]
     times = [q.arrival_s for q in trace.queries]
@@ -64,7 +65,7 @@ def test_a_coarse_clock_is_jittered_inside_its_tick_and_said(data):
     assert read_trace(str(data / "mooncake.jsonl")) == trace
 
 
-def test_no_jitter_keeps_the_bursts_and_says_so(data):
+def test_no_jitter_keeps_the_bursts_and_notes_it(data):
     trace = read_trace(str(data / "mooncake.jsonl"), jitter_s=0)
     assert [q.arrival_s for q in trace.queries] == pytest.approx([0, 0, 2.999, 6, 6])
     assert any("burst" in note for note in trace.notes)
@@ -109,7 +110,7 @@ def test_our_own_format(data):
 
 
 @pytest.mark.parametrize("name", ["queries.jsonl", "mooncake.jsonl", "azure.csv", "sharegpt.json"])
-def test_what_is_written_is_read_again(data, tmp_path, name):
+def test_a_written_load_is_read_back(data, tmp_path, name):
     before = read_trace(str(data / name), jitter_s=0).queries
     path = str(tmp_path / "load.jsonl")
     write_queries(path, before)
@@ -152,7 +153,8 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n", "no requests"),
         (
             "a.jsonl",
-            '{"timestamp": 0, "input_length": 5, "output_length": 1}\n{"timestamp": 0, "input_length": "5"}\n',
+            '{"timestamp": 0, "input_length": 5, "output_length": 1}\n'
+            '{"timestamp": 0, "input_length": "5"}\n',
             ":2: field input_length",
         ),
         ("a.jsonl", '{"timestamp": 0, "input_length": 5}\n', "output_length"),
@@ -163,7 +165,8 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
         ),
         (
             "a.jsonl",
-            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [99999999999999999999]}\n',
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, '
+            '"hash_ids": [99999999999999999999]}\n',
             "hash_ids",
         ),
         (
@@ -173,7 +176,8 @@ def test_what_is_written_is_read_again(data, tmp_path, name):
         ),
         (
             "a.jsonl",
-            '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [1], "block_tokens": 99999999999}\n',
+            '{"prompt_tokens": 5, "output_tokens": 1, "prefix_ids": [1], '
+            '"block_tokens": 99999999999}\n',
             "block_tokens is",
         ),
         ("a.jsonl", '{"ids": [-1], "output_tokens": 1}\n', ":1: field ids"),

@@ -1,4 +1,4 @@
-"""Made loads: what their numbers promise, and that prompts share tokens exactly where their blocks say so."""
+"""Synthetic loads: their statistics, and prompts that share tokens exactly as their blocks do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from counterpoint.bench.workload import (
     Lengths,
     PrefixGroups,
     Query,
+    SyntheticLoad,
     TokenRange,
     arrival_times,
     describe_load,
     offered_rate,
     prompt_ids,
     reusable_prefix_share,
-    synthetic_queries,
 )
 
 
@@ -61,14 +61,14 @@ def test_lengths_have_their_mean_and_bounds(kind):
 
 def test_a_load_follows_from_its_seed():
     def load(seed):
-        return synthetic_queries(
+        return SyntheticLoad(
             50,
             Lengths(80, "lognormal"),
             Lengths(20, "uniform"),
             rate=5.0,
             groups=PrefixGroups(3, 0.5),
             seed=seed,
-        )
+        ).queries()
 
     assert load(3) == load(3)
     assert load(3) != load(4)
@@ -83,9 +83,9 @@ def common(a, b):
 
 
 def test_groups_share_their_part_of_the_prompt():
-    load = synthetic_queries(
+    load = SyntheticLoad(
         40, Lengths(320, "uniform", 0.5), Lengths(4), groups=PrefixGroups(2, 0.5), seed=0
-    )
+    ).queries()
     for a in load:
         for b in load:
             if a is b:
@@ -126,8 +126,9 @@ def test_tokens_depend_on_the_seed_only():
     assert prompt_ids(query, seed=1) != prompt_ids(query, seed=2)
 
 
-def test_tokens_are_the_hash_that_is_written_down():
-    """The same by whole numbers, one token at a time: so a load means the same tokens on every machine and in every version."""
+def test_tokens_are_the_documented_hash():
+    """Recomputed with Python ints, one token at a time: a load has the same tokens on every machine
+    and in every version."""
 
     def mix(word):
         word = (word + 0x9E3779B97F4A7C15) % 2**64

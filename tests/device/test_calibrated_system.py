@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from counterpoint import build
-from counterpoint.bench.replay import replay_engine
+from counterpoint.bench.replay import ReplayOptions, replay_engine
 from counterpoint.bench.workload import Query, TokenRange
 from counterpoint.cli import run_command
 from counterpoint.config import Config
@@ -129,7 +129,7 @@ def test_another_engine_over_the_same_device(shape):
         assert system.rebuild is not None
         system = system.rebuild(config, inbox, Auto)
         queries = [Query(i, 0.0, 20, 4) for i in range(4)]
-        came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS)
+        came = replay_engine(system.engine, inbox, system.executor, queries, ReplayOptions(tokens=TOKENS))
         assert [len(record.token_s) for record in came.records] == [4] * 4
         assert came.pages_leaked == 0
     system.executor.close()
@@ -142,7 +142,8 @@ def test_requests_unfinished_at_the_time_limit_are_aborted(shape):
     )
     system = build.build_system(config, inbox, lambda _: None)
     queries = [Query(0, 0.0, 20, 4), Query(1, 0.0, 20, 480)]
-    came = replay_engine(system.engine, inbox, system.executor, queries, tokens=TOKENS, limit_s=0.0)
+    options = ReplayOptions(tokens=TOKENS, limit_s=0.0)
+    came = replay_engine(system.engine, inbox, system.executor, queries, options)
     system.executor.close()
     assert {str(record.finish_reason) for record in came.records} <= {"length", "abort"}
     assert str(came.records[1].finish_reason) == "abort"

@@ -53,7 +53,8 @@ class Machine:
 
     def __init__(self, decoder: Decoder, policy: Policy, deliver, storage=None) -> None:
         self.inbox = WallClockEventQueue()
-        self.kv = KVPool(TINY, PAGES, PAGE, decoder.kv_dtype, storage=storage)
+        pool = (TINY, PAGES, PAGE, decoder.kv_dtype)
+        self.kv = KVPool(*pool) if storage is None else KVPool.in_storage(*pool, storage)
         tables = SlotTables(MAX_RUNNING, TINY.max_context_tokens, PAGE, VOCAB, TINY.eos_token_ids)
         self.executor = CpuExecutor(decoder, self.kv, tables, policy.lanes, CORES, self.inbox)
         limits = EngineLimits(
@@ -282,7 +283,12 @@ def test_every_token_is_that_of_one_machine(decoder, kind, policies):
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_seen_as_bytes(dtype, by_head):
-    pool = KVPool(TINY, 6, PAGE, dtype, by_head=by_head)
+    pool = KVPool(TINY, 6, PAGE, dtype)
+    if by_head:
+        shape = (6, TINY.kv_heads, PAGE, TINY.head_dim)
+        pool.k, pool.v = (
+            tuple(layer.view(shape).transpose(1, 2) for layer in side) for side in (pool.k, pool.v)
+        )
     memory = pool_memory(pool)
     assert (memory.pages, memory.layers) == (6, TINY.layers)
     pool.v[2][3] = 1.5

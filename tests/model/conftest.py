@@ -13,7 +13,7 @@ from counterpoint.spec.source import ModelSource
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny passes gain nothing from a second thread, and wait for it on a busy machine."""
+    """A second thread does not help tiny passes, and delays them on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The quantiser: scales, the way there and back, rows that are zero, huge or not finite."""
+"""Quantised rows: scales, round trips, and rows that are zero, huge or not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a request comes to does not depend, in any bit, on what shares its passes, on how its prompt is cut, or on threads."""
+"""Batch invariance: a request's logits are the same to the bit whatever shares its passes, however
+its prompt is chunked, and with any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.config import Config, ConfigError
-from counterpoint.model import Decoder, cpu_ops, make_batch
+from counterpoint.model import Decoder, PassSegments, cpu_ops, make_batch
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.invariance import require_invariant_gemms
 from counterpoint.model.kv import KVPool
@@ -64,7 +66,7 @@ def decoder_of(spec: ModelSpec, dtype: str) -> Decoder:
 
 
 class Passes:
-    """Request 0 is watched; the others are random, and each pass takes some of them, a piece of each."""
+    """Request 0 is compared; the others are random. Each pass has a part of some of them."""
 
     def __init__(self, decoder: Decoder, company: int, seed: int) -> None:
         self.decoder = decoder
@@ -87,7 +89,8 @@ class Passes:
         self.done = [0] * len(self.tokens)
 
     def logits(self, chunk: int) -> Tensor:
-        """Of the watched request behind its prompt and each token of its answer, whose prompt is read in chunks."""
+        """Logits of request 0 after its prompt, read in chunks, and after each token of its
+        answer."""
         found = []
         while self.done[0] < PROMPT + ANSWER:
             count = min(chunk, PROMPT - self.done[0]) if self.done[0] < PROMPT else 1
@@ -120,9 +123,8 @@ class Passes:
             torch.tensor([n for _, n in pieces]),
             torch.ones(len(pieces), dtype=torch.bool),
         )
-        batch = make_batch(
-            torch.tensor(tokens), torch.tensor(start), counts, all_sampled, table_SP, PAGE, ops
-        )
+        segments = PassSegments(torch.tensor(start), counts, all_sampled, table_SP)
+        batch = make_batch(torch.tensor(tokens), segments, PAGE, ops)
         x_TD = self.decoder.run_layers(self.decoder.embed(batch), batch, self.kv, 0, layers)
         return self.decoder.logits(x_TD, batch)
 
@@ -138,7 +140,7 @@ def test_logits_are_the_same_to_the_bit(spec: ModelSpec, dtype: str):
 
 
 def test_products_that_depend_on_their_rows_are_found():
-    """Here by a product that is made so; MKL's float32 is so by itself on most CPUs."""
+    """With an artificial product; MKL's float32 products vary on most CPUs anyway."""
     honest = decoder_of(SPEC, "float16")
 
     def linear(x: Tensor, packed: object) -> Tensor:

@@ -1,10 +1,9 @@
-"""The CPU's ops against the reference, and what they promise beyond it."""
+"""The CPU's ops against the reference, and their batch invariance."""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,16 @@ from model_builders import PAGE, Run, prompts
 from torch import Tensor
 
 from counterpoint.config import ConfigError
-from counterpoint.model import Decoder, KVPool, Ops, cpu_ops, make_batch, native, reference_ops
+from counterpoint.model import (
+    Decoder,
+    KVPool,
+    Ops,
+    PassSegments,
+    cpu_ops,
+    make_batch,
+    native,
+    reference_ops,
+)
 from counterpoint.model import ops as reference
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.native import Kernels, load_kernels, plan_tiles
@@ -74,7 +82,7 @@ def test_a_pass_in_layer_groups_is_the_same_bit_for_bit(dtype: str, native: bool
 
 
 def test_what_shares_a_pass_does_not_matter_bit_for_bit(kernels: Path, compiled: Kernels):
-    """One request alone, token by token, in chunks, and among others of other lengths, on one thread and on two."""
+    """One request alone, token by token, in chunks, and beside others, on one thread and on two."""
     decoder = make("float16", kernels)
     requests = prompts(SPEC.vocab, 200, 37, 90, 3)
     alone = Run(decoder, requests).step((0, 0, 200))
@@ -208,7 +216,7 @@ def test_kernels_between_the_products(compiled: Kernels, rows: int, width: int):
 
 @pytest.mark.parametrize("native", [True, False], ids=["C kernels", "torch"])
 def test_a_failed_request_does_not_spoil_the_next_owner_of_its_pages(native: bool, kernels: Path):
-    """What is not a finite number stays with the request that made it."""
+    """NaN and infinity stay within the request that produced them."""
     decoder = make("float16", kernels if native else None)
     good = prompts(SPEC.vocab, 7)[0]
     want = Run(decoder, [good]).step((0, 0, 7))
@@ -233,16 +241,17 @@ def test_a_batch_is_the_segments_row_by_row():
     ops = dataclasses.replace(reference_ops(), plan_attention=lambda *plan: plan)
     start, tokens = torch.tensor([5, 0, 9]), torch.tensor([3, 1, 2])
     table = torch.tensor([[10, 11, 12], [20, 0, 0], [30, 31, 32]])
-    batch = make_batch(
-        torch.arange(6), start, tokens, torch.tensor([True, False, True]), table, PAGE, ops
-    )
+    sampled = torch.tensor([True, False, True])
+    segments = PassSegments(start, tokens, sampled, table)
+    batch = make_batch(torch.arange(6), segments, PAGE, ops)
     assert batch.positions_T.tolist() == [5, 6, 7, 0, 9, 10]
     assert batch.kv_rows_T.tolist() == [45, 46, 47, 80, 129, 130]
     assert batch.sample_rows_B.tolist() == [2, 5]
-    by_index = make_batch(torch.arange(6), start, tokens, torch.tensor([2, 0]), table, PAGE, ops)
+    some = segments._replace(sample_S=torch.tensor([2, 0]))
+    by_index = make_batch(torch.arange(6), some, PAGE, ops)
     assert by_index.sample_rows_B.tolist() == [5, 2]
     with pytest.raises(IndexError):
-        make_batch(torch.arange(6), start + 4, tokens, torch.tensor([0]), table, PAGE, ops)
+        make_batch(torch.arange(6), segments._replace(start_S=start + 4), PAGE, ops)
 
 
 def test_decodes_of_very_uneven_lengths_are_gathered_in_groups():
@@ -270,7 +279,9 @@ def test_without_a_compiler_torch_takes_over(
 
 
 def test_a_head_size_that_the_kernels_do_not_take(kernels: Path):
-    check: Callable[[int], Ops] = lambda dim: cpu_ops("float32", dim, cache=kernels)
+    def check(dim: int) -> Ops:
+        return cpu_ops("float32", dim, cache=kernels)
+
     assert check(24).attention is gathered_attention
     assert check(80).attention is not gathered_attention or isinstance(load_kernels(kernels), str)
 
@@ -288,26 +299,21 @@ def test_a_checkpoint_in_bfloat16_stays_so_where_the_cpu_multiplies_it(
     assert "bfloat16" not in cpu_ops("auto", checkpoint_dtype=torch.float32, cache=kernels).name
 
 
-def test_only_what_is_wanted_follows_the_last_attention():
-    """The rows asked for are as in a whole pass, in any order; with none of them the cache is written all the same."""
+def test_only_output_rows_are_computed_after_the_last_attention():
+    """The output rows equal those of a full pass, in any order. Without any, the cache is still
+    written."""
     decoder = build_decoder(SPEC, RandomCheckpoint(7, deviation=0.2), reference_ops())
     requests = prompts(SPEC.vocab, 21)
 
     def hidden(only: list[int] | None) -> tuple[Tensor, KVPool]:
         run = Run(decoder, requests)
         begin, end = torch.tensor([0]), torch.tensor([21])
-        batch = make_batch(
-            requests[0],
-            begin,
-            end,
-            torch.tensor([True]),
-            run.table,
-            run.kv.page_tokens,
-            decoder.ops,
-        )
-        only_B = None if only is None else torch.tensor(only, dtype=torch.int64)
-        x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2, None, only_B)
-        return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers, None, only_B), run.kv
+        segments = PassSegments(begin, end, torch.tensor([True]), run.table)
+        batch = make_batch(requests[0], segments, run.kv.page_tokens, decoder.ops)
+        rows_B = None if only is None else torch.tensor(only, dtype=torch.int64)
+        batch = dataclasses.replace(batch, output_rows_B=rows_B)
+        x_TD = decoder.run_layers(decoder.embed(batch), batch, run.kv, 0, 2)
+        return decoder.run_layers(x_TD, batch, run.kv, 2, SPEC.layers), run.kv
 
     whole, kv = hidden(None)
     for only in ([20], [3, 0, 20], []):

@@ -56,7 +56,7 @@ def draw(
 def kept_by_reference(
     row: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> set[int]:
-    """Min-p, then top-k, then top-p of what is left, over a sorted list."""
+    """Min-p, then top-k, then top-p of the rest, over a sorted list."""
     p = (row.double() / temperature).softmax(0).tolist()
     ranked = sorted(range(len(p)), key=lambda i: -p[i])
     ranked = [i for i in ranked if p[i] >= min_p * p[ranked[0]]]
@@ -250,7 +250,7 @@ def mixed_settings() -> SamplingTables:
 def reference_row(
     row: torch.Tensor, s: Sampling, tokens: list[int], eos: tuple[int, ...] = (2,)
 ) -> int:
-    """One request's next token, spelled out."""
+    """One request's next token, step by step."""
     x = row.clone().float()
     output = tokens[PROMPT:]
     for id in set(tokens):
@@ -355,7 +355,7 @@ def test_a_slot_forgets_its_last_request():
 
 
 def test_one_bias_of_one_row():
-    """The least there can be: torch takes no view of it unless its elements stand in line."""
+    """The smallest case: torch allows a view of it only if its elements are contiguous."""
     settings = SamplingTables(1, VOCAB)
     settings.set_row(0, Sampling(max_tokens=9, temperature=0.0, logit_bias=((7, 30.0),)), 1)
     one = torch.zeros(1, dtype=torch.int64)

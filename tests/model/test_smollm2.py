@@ -12,7 +12,7 @@ from model_builders import PAGE, load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from counterpoint.model import Decoder, KVPool, make_batch
+from counterpoint.model import Decoder, KVPool, PassSegments, make_batch
 from counterpoint.spec.source import DEFAULT_CACHE, find_pulled, resolve_model
 
 CACHE = Path(os.environ.get("COUNTERPOINT_CACHE") or DEFAULT_CACHE).expanduser()
@@ -57,7 +57,8 @@ def oracle() -> Oracle:
 
 
 def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
-    """All prompts prefilled in one pass, then decoded as one batch. The end of sequence is not chosen, as in the oracle."""
+    """All prompts prefilled in one pass, then decoded as one batch, without end of sequence as in
+    the oracle."""
     size = len(prompts)
     width = -(-(max(map(len, prompts)) + NEW_TOKENS) // PAGE)
     kv = KVPool(decoder.spec, size * width, PAGE, decoder.kv_dtype)
@@ -69,15 +70,9 @@ def greedy(decoder: Decoder, prompts: list[Tensor]) -> list[list[int]]:
     answers = []
     with torch.inference_mode():
         for _ in range(NEW_TOKENS):
-            batch = make_batch(
-                tokens_T,
-                start_S,
-                tokens_S,
-                torch.ones(size, dtype=torch.bool),
-                table,
-                PAGE,
-                decoder.ops,
-            )
+            sample_S = torch.ones(size, dtype=torch.bool)
+            segments = PassSegments(start_S, tokens_S, sample_S, table)
+            batch = make_batch(tokens_T, segments, PAGE, decoder.ops)
             x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, decoder.spec.layers)
             logits_BV = decoder.logits(x_TD, batch)
             logits_BV[:, list(decoder.spec.eos_token_ids)] = -torch.inf
@@ -106,9 +101,8 @@ def test_the_same_logits(oracle: Oracle):
     kv = KVPool(decoder.spec, 64, PAGE, decoder.kv_dtype)
     ones = torch.ones(1, dtype=torch.bool)
     table = torch.arange(64)[None]
-    batch = make_batch(
-        prompt, torch.tensor([0]), torch.tensor([len(prompt)]), ones, table, PAGE, decoder.ops
-    )
+    segments = PassSegments(torch.tensor([0]), torch.tensor([len(prompt)]), ones, table)
+    batch = make_batch(prompt, segments, PAGE, decoder.ops)
     x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, decoder.spec.layers)
     ours = decoder.logits(x_TD, batch, torch.arange(len(prompt)))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""From files to a decoder: every tensor in its place, and every mistake named."""
+"""From files to a decoder: every tensor in its place, and an error for every mistake."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ from counterpoint.core.engine import Engine
 from counterpoint.core.loop import run
 from counterpoint.core.request import Phase, Request
 from counterpoint.device.sim import Running, SimExecutor, VirtualInbox
-from counterpoint.stats import Stats
 from counterpoint.types import (
     NO_GRAMMAR,
     NOT_FINITE,
@@ -52,6 +51,7 @@ from counterpoint.types import (
     Sampling,
     Segment,
     Slo,
+    Stats,
     Step,
     StepDone,
     TokenLogprobs,

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from browser import Browser, NoBrowser
-from serve_process import Running
+from serve_process import Running, poll
 from tiny_model import TINY
+from tool_cases import TEMPLATE
+
+from counterpoint.serve.text.tokenizer_loader import make_byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +61,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(str(none))
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The echoing engine, with a tokeniser whose chat template knows tools and reasoning."""
+    folder = tmp_path_factory.mktemp("thinker")
+    make_byte_tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    running = Running(folder / "log", folder=str(folder))
+    try:
+        yield running.wait_ready()
+        poll(lambda: running.metric("counterpoint_requests_running") == 0)
+        assert running.stop() == 0
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from sim_builders import Constant
 
-from counterpoint.bench.workload import Lengths, Query, synthetic_queries
+from counterpoint.bench.workload import Lengths, Query, SyntheticLoad
 from counterpoint.config import Config, ConfigError, SchedulerConfig
 from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import make_policy
@@ -54,7 +54,7 @@ def test_a_load_that_is_never_served_in_time_has_no_rate():
 def one_server(service_s: float, wanted: float, ttft_s: float) -> PlanTask:
     """Constant arrivals at a server that takes `service_s` for each."""
     machine = Machine(H200.model, H200.device, host_s=0.0, depth=1, physics=Constant(service_s))
-    queries = synthetic_queries(200, Lengths(16), Lengths(1), arrivals="constant", rate=1.0)
+    queries = SyntheticLoad(200, Lengths(16), Lengths(1), arrivals="constant", rate=1.0).queries()
     return PlanTask(machine, Config().replace(ttft_s=ttft_s), tuple(queries), wanted)
 
 
@@ -81,7 +81,7 @@ def test_a_load_that_is_in_time_at_any_rate_is_refused():
 
 def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
     queries = tuple(
-        synthetic_queries(40, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0)
+        SyntheticLoad(40, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0).queries()
     )
     task = PlanTask(H200, Config().replace(ttft_s=0.3, tpot_s=0.02), queries, precision=0.1)
     modes = parse_modes("serial,chunked:512", H200)
@@ -93,12 +93,12 @@ def test_the_same_is_found_by_any_number_of_processes_and_from_any_start():
 PLAN = """
 import multiprocessing, os, signal, sys
 from counterpoint.simulator import plan
-from counterpoint.cli import status_of
+from counterpoint.cli import run_command
 multiprocessing.set_start_method("fork")  # so that its processes have this too:
 play = plan.play
 plan.play = lambda task, rate: (print(os.getpid(), flush=True), play(task, rate))[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-sys.exit(status_of(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
+sys.exit(run_command(["plan", "--requests", "20000", "--jobs", "2", "--modes", "serial,auto,multiplex"]))
 """
 
 
@@ -161,7 +161,7 @@ def test_beside_pools_the_others_have_as_many_machines():
     modes = parse_modes("chunked:512,pools:1:2,pools:2:1", H200)
     assert [Config().replace(**mode.settings).cluster.workers for mode in modes] == [3, 3, 3]
     queries = tuple(
-        synthetic_queries(60, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0)
+        SyntheticLoad(60, Lengths(800, "lognormal"), Lengths(30, "lognormal"), rate=1.0).queries()
     )
     task = PlanTask(H200, Config().replace(ttft_s=0.3, tpot_s=0.02), queries, precision=0.1)
     alone, three = (

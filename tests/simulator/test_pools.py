@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from sim_builders import Constant
 
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic_queries
+from counterpoint.bench.workload import Lengths, PrefixGroups, Query, SyntheticLoad
 from counterpoint.config import Config
 from counterpoint.simulator.machine import Machine, kv_token_bytes
 from counterpoint.simulator.simulate import SimFiles, SimResult, simulate
@@ -25,13 +25,13 @@ ONE_ONE = {"prefill": 1, "decode": 1, "local_tokens": 0}
 
 def load(count: int, rate: float, prompt: int = 400, output: int = 40) -> list[Query]:
     groups = PrefixGroups(5, 0.5)
-    return synthetic_queries(
+    return SyntheticLoad(
         count,
         Lengths(prompt, "lognormal", 0.8),
         Lengths(output, "lognormal", 0.8),
         rate=rate,
         groups=groups,
-    )
+    ).queries()
 
 
 def check_whole(queries: list[Query], came: SimResult) -> None:

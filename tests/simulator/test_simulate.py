@@ -15,7 +15,7 @@ import pytest
 from sim_builders import Constant
 
 from counterpoint.bench.trace import read_trace
-from counterpoint.bench.workload import Lengths, PrefixGroups, Query, synthetic_queries
+from counterpoint.bench.workload import Lengths, PrefixGroups, Query, SyntheticLoad
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.loop import read_log, replay
 from counterpoint.device.sim import SimExecutor
@@ -35,14 +35,14 @@ TRACES = Path(__file__).parents[3] / "shared" / "traces"
 def load(
     count: int, rate: float, prompt: int = 400, output: int = 40, groups: bool = True, seed: int = 0
 ) -> list[Query]:
-    return synthetic_queries(
+    return SyntheticLoad(
         count,
         Lengths(prompt, "lognormal", 0.8),
         Lengths(output, "lognormal", 0.8),
         rate=rate,
         groups=PrefixGroups(5, 0.5) if groups else None,
         seed=seed,
-    )
+    ).queries()
 
 
 def check_whole(queries: list[Query], came) -> None:
@@ -128,7 +128,7 @@ def test_a_recorded_log_gives_the_same_commands_again(policy, tmp_path, monkeypa
 def test_waiting_is_that_of_a_queue_with_constant_service():
     """One server, Poisson arrivals at load p, constant service D: mean wait p D / (2 (1 - p)) (Pollaczek, Khinchine)."""
     service_s, share = 0.1, 0.7
-    queries = synthetic_queries(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5)
+    queries = SyntheticLoad(6000, Lengths(16), Lengths(1), rate=share / service_s, seed=5).queries()
     config = Config().replace(policy="serial", max_pass_tokens=16, prefix_cache=False)
     machine = Machine(LLAMA, H200.device, host_s=0.0, depth=1, physics=Constant(service_s))
     came = simulate(machine, queries, config)

@@ -1,4 +1,4 @@
-"""What MODEL may be, and how a named one is fetched."""
+"""What MODEL may be, and how a named model is fetched."""
 
 from __future__ import annotations
 

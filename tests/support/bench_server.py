@@ -1,12 +1,13 @@
-"""A small server of the completions API for the replay tests. It answers as the request's own text says, and is paced by events,
-never by sleeping: the test decides when tokens come.
+"""A small server of the completions API for the replay tests.
+
+Its answer depends on the first prompt id. Events, never sleeps, decide when tokens come:
 
     prompt ids [0, ...]   max_tokens tokens, each in a chunk with a count
     prompt ids [1, ...]   HTTP 400
     prompt ids [2, ...]   an error event after the first token
     prompt ids [3, ...]   the connection breaks after the first token
     prompt ids [4, ...]   one token too few
-    prompt ids [5, ...]   waits for `Fake.gate` before the first token
+    prompt ids [5, ...]   waits for `FakeServer.gate` before the first token
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 
-class Fake:
-    """`seen` has the body of each request in order of arrival; `arrived` is told of each. `metrics` is the page to show."""
+class FakeServer:
+    """`seen`: request bodies in order of arrival. `all_here` is set once `expected` have arrived.
+    `metrics`: pages of /metrics to show, one after the other; the last stays."""
 
     def __init__(self) -> None:
         self.seen: list[dict] = []
@@ -79,7 +81,7 @@ class Fake:
 
 
 @contextmanager
-def running(fake: Fake) -> Iterator[str]:
+def running(fake: FakeServer) -> Iterator[str]:
     """The server's address while it runs in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(fake.app, log_level="critical", lifespan="off"))

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the DevTools protocol: enough of it for the page's tests."""
+"""A headless Chromium, driven over the DevTools protocol, for the dashboard's tests."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ FLAGS = [
 
 
 class NoBrowser(Exception):
-    """There is none here, or what is called so is none (a stand-in of a package that is not installed, say)."""
+    """There is no Chromium, or only a stub of a package that is not installed."""
 
 
 class Browser:
-    """`folder` must be fresh: it becomes the profile."""
+    """`folder` must be empty: it becomes the profile."""
 
     def __init__(self, folder: Path) -> None:
         if CHROMIUM is None:
@@ -53,11 +53,11 @@ class Browser:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        told = folder / "DevToolsActivePort"
-        poll(lambda: told.exists() or self.process.poll() is not None, 60, "Chromium's port")
-        if not told.exists():
+        port_file = folder / "DevToolsActivePort"
+        poll(lambda: port_file.exists() or self.process.poll() is not None, 60, "Chromium's port")
+        if not port_file.exists():
             raise NoBrowser(f"{CHROMIUM} ends at once, with status {self.process.returncode}")
-        port = poll(lambda: told.read_text().partition("\n")[0])
+        port = poll(lambda: port_file.read_text().partition("\n")[0])
         self.tabs = f"http://127.0.0.1:{port}/json"
 
     def tab(self, url: str, **screen: Any) -> Tab:
@@ -70,7 +70,7 @@ class Browser:
 
 
 class Tab:
-    """One page. `problems` has every uncaught error, console error and refused request so far."""
+    """One page. `problems`: its uncaught errors, console errors and failed requests so far."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Tab:
         self._socket = self._open.enter_context(connect(debugger, max_size=None))
         self._ids = itertools.count(1)
         self.problems: list[str] = []
-        self.asked: list[str] = []
+        self.requested_urls: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
             self.send(f"{domain}.enable")
         self.send(
@@ -125,7 +125,7 @@ class Tab:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
-            self.asked.append(params["request"]["url"])
+            self.requested_urls.append(params["request"]["url"])
 
     # ------------------------------------------------------------ looking and doing
 
@@ -144,11 +144,11 @@ class Tab:
         return poll(lambda: self.run(f"Boolean({expression})"), seconds, expression)
 
     def click(self, id: str) -> None:
-        """With the mouse, where the element is."""
-        where = f"(() => {{ const e = document.getElementById({json.dumps(id)}); e.scrollIntoView({{block: 'center'}}); "
+        """Clicks the middle of the element with the mouse."""
         x, y = self.run(
-            where
-            + "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+            f"""(() => {{ const e = document.getElementById({json.dumps(id)});
+            e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();
+            return [r.x + r.width / 2, r.y + r.height / 2] }})()"""
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -168,7 +168,7 @@ class Tab:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def wait(self, seconds: float) -> None:
-        """Lets the page live on, reading what it tells."""
+        """Waits, then reads the page's pending events."""
         time.sleep(seconds)
         self.run("0")
 

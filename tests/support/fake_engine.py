@@ -1,8 +1,9 @@
-"""An engine for the server's tests: the real core, and a device that says again what it was told.
+"""An engine for the server's tests: the real core, and a device that echoes its prompt.
 
-Tokens are bytes (the tokeniser of a model without files). The answer to a chat is its last user message; to a completion, its
-prompt; then comes the end of the turn, or the same again under ignore_eos. With a temperature, and a prompt in which "random"
-stands, each token is a letter drawn from (seed, position). Some words make the device fail: see `EchoExecutor`.
+Tokens are bytes, as for a model without tokenizer files. The answer to a chat is its last user
+message; to a completion, its prompt. Then the turn ends, or the text repeats under ignore_eos. With
+a temperature and "random" in the prompt, each token is a letter drawn from (seed, position). Some
+words in a prompt make the device fail or wait: see EchoExecutor.submit and run_lane.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ SPEC = ModelSpec(
 )
 
 
-def system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+def system(config: Config, event_queue: WallClockEventQueue, progress: object = None) -> System:
     pages = config.device.kv_pages or 1024
     limits = make_limits(config, SPEC, pages, units=1)
     policy = make_policy(config.scheduler, DeviceShape(1, SPEC.layers))
     return System(
         engine=Engine(limits, policy),
-        executor=EchoExecutor(inbox, policy.lanes),
+        executor=EchoExecutor(event_queue, policy.lanes),
         spec=SPEC,
         source=ModelSource("spec", "", "echo"),
         limits=limits,
@@ -70,8 +71,10 @@ def system(config: Config, inbox: WallClockEventQueue, progress: object = None) 
     )
 
 
-def two_lane_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
-    """Two units and four layers, so that every policy does what it can."""
+def two_lane_system(
+    config: Config, event_queue: WallClockEventQueue, progress: object = None
+) -> System:
+    """Two units and four layers, enough for every policy."""
     spec = dataclasses.replace(SPEC, layers=4)
     limits = make_limits(config, spec, config.device.kv_pages or 1024, units=2)
     key = CalibrationKey(
@@ -83,7 +86,7 @@ def two_lane_system(config: Config, inbox: WallClockEventQueue, progress: object
         kernels="none",
     )
     policy, _ = cpu_policy(config, spec, key, Roofline(spec, cpu_device(2), "float16", "float16"))
-    executor = EchoExecutor(inbox, policy.lanes, spec.layers)
+    executor = EchoExecutor(event_queue, policy.lanes, spec.layers)
     return System(
         Engine(limits, policy),
         executor,
@@ -104,30 +107,30 @@ class Row:
     def prompt(self) -> tuple[int, ...]:
         return self.tokens[: self.prompt_tokens]
 
-    def reply(self) -> list[int]:
-        """What is said again: the last whole turn's content, or the prompt."""
+    def echo_tokens(self) -> list[int]:
+        """The tokens to echo: the content of the last complete turn, or the prompt."""
         prompt = list(self.prompt)
         if TURN not in prompt or END not in prompt[prompt.index(TURN) :]:
             return prompt
         end = len(prompt) - 1 - prompt[::-1].index(END)
         begin = max(i for i in range(end) if prompt[i] == TURN)
-        said = prompt[begin + 1 : end]
-        return said[said.index(ord("\n")) + 1 :] if ord("\n") in said else said
+        text = prompt[begin + 1 : end]
+        return text[text.index(ord("\n")) + 1 :] if ord("\n") in text else text
 
-    def says(self, word: str) -> bool:
+    def contains(self, word: str) -> bool:
         return word.encode() in bytes(t for t in self.prompt if t < BYTES)
 
     @property
-    def held_by(self) -> str:
+    def hold_file(self) -> str:
         """A prompt "HOLD UNTIL path" waits for that file."""
-        return self._behind("HOLD UNTIL ")
+        return self._path_after("HOLD UNTIL ")
 
     @property
-    def sticks_by(self) -> str:
-        """A prompt "STICK UNTIL path" holds up the engine's loop until that file is there."""
-        return self._behind("STICK UNTIL ")
+    def block_file(self) -> str:
+        """A prompt "STICK UNTIL path" blocks the engine's loop until that file exists."""
+        return self._path_after("STICK UNTIL ")
 
-    def _behind(self, words: str) -> str:
+    def _path_after(self, words: str) -> str:
         text = bytes(t for t in self.prompt if t < BYTES).decode(errors="replace")
         return text.partition(words)[2].partition(" ")[0]
 
@@ -136,10 +139,10 @@ class Row:
         forced = [token for token, bias in sampling.logit_bias if bias >= 100]
         if forced:
             return forced[0]
-        if sampling.temperature and self.says("random"):
+        if sampling.temperature and self.contains("random"):
             return ord("a") + hashlib.blake2b(f"{sampling.seed} {n}".encode()).digest()[0] % 26
-        said = [*self.reply(), END]
-        token = said[n % len(said)]
+        text = [*self.echo_tokens(), END]
+        token = text[n % len(text)]
         if token == END and (n < sampling.min_tokens or sampling.ignore_eos):
             token = ord(".")
         while dict(sampling.logit_bias).get(token, 0) <= -100:
@@ -147,26 +150,28 @@ class Row:
         return token
 
     def logprobs(self, token: int, top: int) -> TokenLogprobs:
-        unspelled = [VOCAB - 2, VOCAB - 1] if self.says("ALIKE") else []  # two ids without any text
+        unspelled = (
+            [VOCAB - 2, VOCAB - 1] if self.contains("ALIKE") else []
+        )  # two ids without any text
         others = [token, *unspelled, *((token + i) % BYTES for i in range(1, top))][:top]
         return TokenLogprobs(-0.25, tuple(others), tuple(-0.25 * (i + 1) for i in range(top)))
 
 
 class EchoExecutor:
-    """A thread for each lane."""
+    """One thread per lane."""
 
     def __init__(
-        self, inbox: WallClockEventQueue, lanes: Sequence[Lane], layers: int = SPEC.layers
+        self, event_queue: WallClockEventQueue, lanes: Sequence[Lane], layers: int = SPEC.layers
     ) -> None:
-        self.inbox = inbox
+        self.event_queue = event_queue
         self.layers = layers
         self.rows: dict[int, Row] = {}
-        self.over = threading.Event()
+        self.closed = threading.Event()
         self.steps: dict[int, queue.SimpleQueue[Step | None]] = {
             lane.id: queue.SimpleQueue() for lane in lanes
         }
         self.threads = [
-            threading.Thread(target=self.work, args=(steps,), daemon=True)
+            threading.Thread(target=self.run_lane, args=(steps,), daemon=True)
             for steps in self.steps.values()
         ]
         for thread in self.threads:
@@ -175,65 +180,64 @@ class EchoExecutor:
     def submit(self, command: Command) -> None:
         if isinstance(command, InitSlot):
             row = Row(command.tokens, command.prompt_tokens, command.sampling)
-            if row.says("LOSE THE DEVICE"):
+            if row.contains("LOSE THE DEVICE"):
                 raise RuntimeError("the device is lost, as asked")
-            while row.sticks_by and not os.path.exists(
-                row.sticks_by
-            ):  # which an executor must never do
+            # A real executor must not block here.
+            while row.block_file and not os.path.exists(row.block_file):
                 time.sleep(STEP_S)
             self.rows[command.slot] = row
         elif isinstance(command, Step):
             self.steps[command.lane].put(command)
 
     def close(self) -> None:
-        self.over.set()
+        self.closed.set()
         for steps in self.steps.values():
             steps.put(None)
         for thread in self.threads:
             thread.join()
 
-    def work(self, steps: queue.SimpleQueue[Step | None]) -> None:
+    def run_lane(self, steps: queue.SimpleQueue[Step | None]) -> None:
         while (step := steps.get()) is not None:
-            started_s = self.inbox.clock()
+            started_s = self.event_queue.clock()
             slow = any(
-                self.rows[segment.slot].says("TAKE LONG") and not segment.start
+                self.rows[segment.slot].contains("TAKE LONG") and not segment.start
                 for segment in step.segments
             )
-            self.over.wait(LONG_STEP_S if slow else STEP_S)
+            self.closed.wait(LONG_STEP_S if slow else STEP_S)
             for path in {
-                row.held_by for row in (self.rows[s.slot] for s in step.segments) if row.held_by
+                row.hold_file for row in (self.rows[s.slot] for s in step.segments) if row.hold_file
             }:
-                while not os.path.exists(path) and not self.over.wait(STEP_S):
+                while not os.path.exists(path) and not self.closed.wait(STEP_S):
                     pass
-            self.inbox.put(self.answer(step, started_s))
+            self.event_queue.put(self.run_step(step, started_s))
 
-    def answer(self, step: Step, started_s: float) -> StepDone:
-        """What goes wrong in a step is its error, as with the executors that compute."""
+    def run_step(self, step: Step, started_s: float) -> StepDone:
+        """An exception in a step becomes its error, as in the real executors."""
         try:
-            return self.done(step, started_s)
+            return self.compute(step, started_s)
         except Exception as error:
             return StepDone(
                 step.id,
                 step.lane,
                 started_s=started_s,
-                ended_s=self.inbox.clock(),
+                ended_s=self.event_queue.clock(),
                 units=step.units,
                 error=repr(error),
             )
 
-    def done(self, step: Step, started_s: float) -> StepDone:
+    def compute(self, step: Step, started_s: float) -> StepDone:
         if step.last_layer < self.layers:
             return StepDone(
                 step.id,
                 step.lane,
                 started_s=started_s,
-                ended_s=self.inbox.clock(),
+                ended_s=self.event_queue.clock(),
                 units=step.units,
             )
         rows = [(segment, self.rows[segment.slot]) for segment in step.segments]
         sampled = [(s, row) for s, row in rows if s.sample]
         tokens = tuple(
-            -1 if row.says("GIVE NAN") else row.token(s.start + s.tokens) for s, row in sampled
+            -1 if row.contains("GIVE NAN") else row.token(s.start + s.tokens) for s, row in sampled
         )
         return StepDone(
             step=step.id,
@@ -245,16 +249,16 @@ class EchoExecutor:
                 else row.logprobs(token, row.sampling.logprobs)
                 for token, (_, row) in zip(tokens, sampled, strict=True)
             ),
-            prompt_logprobs=tuple(self.about_prompt(s, row) for s, row in rows),
+            prompt_logprobs=tuple(self.prompt_logprobs(s, row) for s, row in rows),
             started_s=started_s,
-            ended_s=self.inbox.clock(),
+            ended_s=self.event_queue.clock(),
             units=step.units,
             error="a failed step, as asked"
-            if any(row.says("FAIL THE STEP") for _, row in rows)
+            if any(row.contains("FAIL THE STEP") for _, row in rows)
             else "",
         )
 
-    def about_prompt(self, segment: Segment, row: Row) -> tuple[TokenLogprobs, ...] | None:
+    def prompt_logprobs(self, segment: Segment, row: Row) -> tuple[TokenLogprobs, ...] | None:
         top = row.sampling.prompt_logprobs
         if top is None or segment.start >= row.prompt_tokens:
             return None
@@ -262,16 +266,22 @@ class EchoExecutor:
         return tuple(row.logprobs(token, top) for token in row.tokens[segment.start + 1 : last + 1])
 
 
-def waiting_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+def waiting_system(
+    config: Config, event_queue: WallClockEventQueue, progress: object = None
+) -> System:
     """Loads until the file `timeline` exists."""
     while not os.path.exists(config.server.timeline or ""):
         time.sleep(0.02)
-    return system(config, inbox)
+    return system(config, event_queue)
 
 
-def refusing_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+def refusing_system(
+    config: Config, event_queue: WallClockEventQueue, progress: object = None
+) -> System:
     raise ConfigError("page_tokens is 16: it must be something else, says the test")
 
 
-def broken_system(config: Config, inbox: WallClockEventQueue, progress: object = None) -> System:
+def broken_system(
+    config: Config, event_queue: WallClockEventQueue, progress: object = None
+) -> System:
     raise RuntimeError("a fault, as asked")

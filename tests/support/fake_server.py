@@ -1,5 +1,7 @@
-"""`python fake_server.py '{"port": 0, …}'`: the real server over the engine of fake_engine.py, with flat settings;
-`folder` is one of tokeniser files, if it is not to have its own."""
+"""`python fake_server.py '{"port": 0, ...}'`: the real server over the engine of fake_engine.py.
+
+The argument has flat settings. `folder`: one of tokenizer files, instead of byte tokens.
+"""
 
 import json
 import sys

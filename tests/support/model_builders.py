@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from counterpoint.config import ModelConfig
-from counterpoint.model import Decoder, KVPool, load_decoder, make_batch
+from counterpoint.model import Decoder, KVPool, PassSegments, load_decoder, make_batch
 from counterpoint.model.checkpoint import gguf_name
+from counterpoint.model.ops_cpu import CpuOptions
 from counterpoint.spec.source import ModelSource
 
 PAGE = 4
@@ -97,12 +98,13 @@ def save(model: PreTrainedModel, folder: Path) -> ModelSource:
     return ModelSource("hf", str(folder), folder.name)
 
 
-def load(source: ModelSource, dtype: str = "float32", **how: Any) -> Decoder:
-    return load_decoder(source, ModelConfig(dtype=dtype), **how)
+def load(source: ModelSource, dtype: str = "float32", **options: Any) -> Decoder:
+    """`options` are those of CpuOptions."""
+    return load_decoder(source, ModelConfig(dtype=dtype), cpu=CpuOptions(**options))
 
 
 class Run:
-    """A decoder with a KV pool, whose pages are dealt in a scrambled order, and the tokens of some requests."""
+    """A decoder, a KV pool whose pages are assigned in random order, and the tokens of requests."""
 
     def __init__(self, decoder: Decoder, requests: list[Tensor], pages: int = 256) -> None:
         self.decoder = decoder
@@ -115,13 +117,15 @@ class Run:
         self.requests = requests
 
     def step(self, *segments: tuple[int, int, int], groups: tuple[int, ...] = ()) -> Tensor:
-        """Compute positions [start, stop) of each (request, start, stop); the logits of each one's last position. `groups` are the
-        layers at which the pass is cut."""
+        """Compute positions [start, stop) of each (request, start, stop); returns the logits of
+        each last position. `groups`: the layers at which layer groups start."""
         index, start, stop = (torch.tensor(column) for column in zip(*segments, strict=True))
         tokens_T = torch.cat([self.requests[r][a:b] for r, a, b in segments])
         sample = torch.ones(len(segments), dtype=torch.bool)
         ops = self.decoder.ops
-        batch = make_batch(tokens_T, start, stop - start, sample, self.table[index], PAGE, ops)
+        batch = make_batch(
+            tokens_T, PassSegments(start, stop - start, sample, self.table[index]), PAGE, ops
+        )
         x_TD = self.decoder.embed(batch)
         edges = (0, *groups, self.decoder.spec.layers)
         for first, last in itertools.pairwise(edges):
@@ -146,7 +150,8 @@ def write_gguf(
     quantise: GGMLQuantizationType = GGMLQuantizationType.F32,
     **extra: Tensor,
 ) -> ModelSource:
-    """The model as a GGUF file as llama.cpp's converter would write it; matrices in `quantise`, beside them tensors `extra`."""
+    """The model as a GGUF file as llama.cpp's converter writes it, with matrices in `quantise`, and
+    the tensors `extra`."""
     config = model.config
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, architecture)

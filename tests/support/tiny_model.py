@@ -1,4 +1,4 @@
-"""The shape of a model that is small enough for a process to start at once."""
+"""The config of a model so small that a process starts at once."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ import bisect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -115,8 +115,9 @@ class EagerPass:
         last_layer: int,
         last_rows_B: Tensor | None,
     ) -> Tensor | None:
-        layers = (first_layer, last_layer, self._angles, last_rows_B)
-        self._x_TD = self._decoder.run_layers(self._x_TD, self._batch, self._kv, *layers)
+        batch = replace(self._batch, angles=self._angles, output_rows_B=last_rows_B)
+        layers = (first_layer, last_layer)
+        self._x_TD = self._decoder.run_layers(self._x_TD, batch, self._kv, *layers)
         return self._x_TD if last_layer == self._decoder.spec.layers else None
 
 

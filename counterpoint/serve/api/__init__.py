@@ -1,1 +1,1 @@
-"""The HTTP APIs: OpenAI chat, completions and responses, Anthropic messages; their limits and streams."""
+"""HTTP APIs: OpenAI chat, completions and responses, Anthropic messages."""

@@ -1,8 +1,7 @@
-"""/v1/messages, as clients of Anthropic's API write it: blocks, made into the chat that they are, and that API's errors.
+"""Requests of Anthropic's /v1/messages, and their translation into chats.
 
-Owns: the request's fields and what they mean as a chat; the error envelope under its path. Promises: a request that passes is one
-that chat takes; kinds of blocks that the model cannot see (images, documents) are refused by name.
-Must not: render, tokenise, or shape an answer (messages_reply.py does).
+Promises: a request that passes translates into a valid chat. Blocks of kinds that the model can't
+read (images, documents) are refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from counterpoint.serve.api.openai import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
-    ApiError,
     CalledFunction,
     ChatMessage,
     ChatRequest,
@@ -28,49 +26,40 @@ from counterpoint.serve.api.openai import (
     ModelRequest,
     ResponseFormat,
     SampledRequest,
-    Stop,
-    Strict,
+    StopString,
+    StrictModel,
     Tokens,
     Tool,
     ToolCall,
     ToolChoice,
-    texts,
+    to_text_parts,
 )
 
-PATH = "/v1/messages"
-ERROR_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
-
-class TextBlock(Strict):
+class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictModel):
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] = ""
 
 
-def role_of(turn: Any) -> str:
+def get_role(turn: Any) -> str:
     role = turn.get("role") if isinstance(turn, dict) else getattr(turn, "role", None)
     return role if isinstance(role, str) else repr(role)[:50]
 
@@ -79,17 +68,17 @@ UserBlock = Annotated[TextBlock | ToolResultBlock, Discriminator("type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Discriminator("type")]
 
 
-class UserTurn(Strict):
+class UserTurn(StrictModel):
     role: Literal["user"]
     content: str | list[UserBlock]
 
 
-class AssistantTurn(Strict):
+class AssistantTurn(StrictModel):
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
 
 
-class SystemTurn(Strict):
+class SystemTurn(StrictModel):
     role: Literal["system"]
     content: str | list[TextBlock]
 
@@ -98,50 +87,53 @@ Turn = Annotated[
     Annotated[UserTurn, Tag("user")]
     | Annotated[AssistantTurn, Tag("assistant")]
     | Annotated[SystemTurn, Tag("system")],
-    Discriminator(role_of, "unknown_role", "role: Input should be 'user', 'assistant' or 'system'"),
+    Discriminator(
+        get_role, "unknown_role", "role: Input should be 'user', 'assistant' or 'system'"
+    ),
 ]
 
 
 Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
 
 
-class Thinking(Strict):
-    """Whether the model shall think, where its template can be told. A budget is no limit: `max_tokens` is."""
+class Thinking(StrictModel):
+    """Whether the model should reason, if its template has that option. `budget_tokens` is no
+    limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Tokens | None = None
     display: Literal["summarized"] | None = None
 
 
-class Metadata(Strict):
+class Metadata(StrictModel):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
-class OutputFormat(Strict):
+class OutputFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict):
-    """`effort` is heeded by no model that we know."""
+class OutputConfig(StrictModel):
+    """`effort` has no effect on the models known so far."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CustomTool(Strict):
+class CustomTool(StrictModel):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 
-    def tool(self) -> Tool:
+    def to_tool(self) -> Tool:
         described = self.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
         return Tool(type="function", function=Function(**described, parameters=self.input_schema))
 
 
-class AnthropicToolChoice(Strict):
+class AnthropicToolChoice(StrictModel):
     type: Literal["auto", "any", "none", "tool"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -149,23 +141,23 @@ class AnthropicToolChoice(Strict):
     @pydantic.model_validator(mode="after")
     def _name_fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name stands beside type tool, and only there")
+            raise ValueError("name goes with type tool, and only with it")
         return self
 
-    def tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice:
+    def to_tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice:
         if self.name is not None:
             return ToolChoice(type="function", function=FunctionChoice(name=self.name))
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 
 
 Tools = Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)]
 
 
 class CountTokensRequest(ModelRequest):
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     messages: Turns
     system: str | list[TextBlock] | None = None
@@ -178,9 +170,9 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(SampledRequest):
     """Beside Anthropic's own fields: those of SampledRequest, and `chat_template_kwargs`."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
-        SampledRequest.refused
-        | REFUSED
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = (
+        SampledRequest.unsupported
+        | UNSUPPORTED
         | {
             "n": (None, 1),
             "prompt_logprobs": (None,),
@@ -188,17 +180,17 @@ class MessagesRequest(SampledRequest):
             "stop": (None, []),
         }
     )
-    instead: ClassVar[dict[str, str]] = {
+    unsupported_hints: ClassVar[dict[str, str]] = {
         "n": "send the request several times",
         "response_format": "use output_config.format",
         "stop": "use stop_sequences",
     }
-    names: ClassVar[dict[str, str]] = {"response_format": "output_config"}
+    names_of_chat_fields: ClassVar[dict[str, str]] = {"response_format": "output_config"}
 
     max_tokens: Tokens
     messages: Turns
     system: str | list[TextBlock] | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
     tools: Tools | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -207,8 +199,8 @@ class MessagesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def chat_of(request: MessagesRequest) -> ChatRequest:
-    """The same, asked of /v1/chat/completions; `max_tokens` is for the caller to heed."""
+def to_chat_request(request: MessagesRequest) -> ChatRequest:
+    """The same request as a chat, without `max_tokens`, which the caller applies."""
     shared = {name: getattr(request, name) for name in SampledRequest.model_fields}
     form = request.output_config.format if request.output_config is not None else None
     wanted = (
@@ -219,87 +211,70 @@ def chat_of(request: MessagesRequest) -> ChatRequest:
     choice = request.tool_choice or AnthropicToolChoice(type="auto")
     return ChatRequest(
         **shared,
-        **conversation_of(request),
+        **to_chat_fields(request),
         stop=request.stop_sequences,
         response_format=wanted,
-        tool_choice=choice.tool_choice(),
+        tool_choice=choice.to_tool_choice(),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
     )
 
 
-def conversation_of(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
-    """The fields of a chat that say what there is to read."""
-    messages = list(messages_of(request.system, request.messages))
+def to_chat_fields(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
+    """The fields of a chat that determine its prompt."""
+    messages = list(to_chat_messages(request.system, request.messages))
     options = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
         options.setdefault("enable_thinking", request.thinking.type != "disabled")
-    shown = request.tool_choice is None or request.tool_choice.type != "none"
+    has_tools = request.tool_choice is None or request.tool_choice.type != "none"
     return {
         "messages": messages,
-        "tools": [tool.tool() for tool in request.tools or ()] if shown else None,
+        "tools": [tool.to_tool() for tool in request.tools or ()] if has_tools else None,
         "chat_template_kwargs": options or None,
-        # an answer that the client has begun is gone on with
+        # a last turn of the assistant is continued
         "continue_final_message": messages[-1].role == "assistant"
         and messages[-1].tool_calls is None,
     }
 
 
-def messages_of(
+def to_chat_messages(
     system: str | list[TextBlock] | None, turns: Sequence[UserTurn | AssistantTurn | SystemTurn]
 ) -> Iterator[ChatMessage]:
     if system:
-        yield ChatMessage(role="system", content=texts(system))
+        yield ChatMessage(role="system", content=to_text_parts(system))
     for turn in turns:
         if isinstance(turn.content, str):
             yield ChatMessage(role=turn.role, content=turn.content)
         elif isinstance(turn, AssistantTurn):
-            yield assistant_message(turn.content)
+            yield to_assistant_message(turn.content)
         else:
-            yield from user_messages(turn.role, turn.content)
+            yield from to_user_messages(turn.role, turn.content)
 
 
-def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> ChatMessage:
+def to_assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> ChatMessage:
     calls = [
         ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    said = [block for block in blocks if isinstance(block, TextBlock)]
-    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    text_blocks = [block for block in blocks if isinstance(block, TextBlock)]
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     return ChatMessage(
         role="assistant",
-        content=texts(said) if said else None,
-        reasoning_content=thought or None,
+        content=to_text_parts(text_blocks) if text_blocks else None,
+        reasoning_content=thinking or None,
         tool_calls=calls or None,
     )
 
 
-def user_messages(
+def to_user_messages(
     role: Literal["user", "system"], blocks: Sequence[TextBlock | ToolResultBlock]
 ) -> Iterator[ChatMessage]:
-    """A tool's results each make a turn, and come first."""
+    """Tool results become turns of their own, before the text."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
-    said = [block for block in blocks if isinstance(block, TextBlock)]
+    text_blocks = [block for block in blocks if isinstance(block, TextBlock)]
     for result in results:
         yield ChatMessage(
-            role="tool", content=texts(result.content), tool_call_id=result.tool_use_id
+            role="tool", content=to_text_parts(result.content), tool_call_id=result.tool_use_id
         )
-    if said or not results:
-        yield ChatMessage(role=role, content=texts(said))
-
-
-def envelope(path: str, error: ApiError) -> dict[str, Any]:
-    """The body of an error, as clients of what is at `path` read it."""
-    if path != PATH and not path.startswith(PATH + "/"):
-        return error.body()
-    return anthropic_error(error)
-
-
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = ERROR_KINDS.get(
-        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
-    )
-    message = str(error)
-    if error.param and error.param not in message:  # there is no other place for it
-        message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    if text_blocks or not results:
+        yield ChatMessage(role=role, content=to_text_parts(text_blocks))

@@ -1,8 +1,7 @@
-"""The answers of /v1/messages: blocks, whole or as the events by which they grow.
+"""Responses of /v1/messages: content blocks, whole or as stream events.
 
-Owns: the shape of a message and the order of its events. Promises: one block at a time, each started, grown and stopped; a whole
-answer has the blocks of a stream, as both are made alike.
-Must not: wait for anything, or decide what is shown.
+Promises: one block is open at a time; each is started, extended and stopped. Whole and streamed
+responses hold the same blocks, because both are built the same way.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Literal
 import msgspec
 import pydantic_core
 
-from counterpoint.serve.api.messages import MessagesRequest, anthropic_error
-from counterpoint.serve.api.openai import ApiError, split_fields
+from counterpoint.serve.api.errors import ApiError, anthropic_error
+from counterpoint.serve.api.messages import MessagesRequest
+from counterpoint.serve.api.request_parsing import split_fields
 from counterpoint.serve.api.response_format import Json, make_usage, sse_event
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
@@ -22,11 +22,11 @@ from counterpoint.serve.output_parsing.output_parser import (
     ContentDelta,
     ReasoningDelta,
 )
+from counterpoint.serve.text.engine_requests import PreparedRequest
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
-from counterpoint.serve.text.preprocess import PreparedRequest
 
-Kind = Literal["text", "thinking", "tool_use"]
-DELTAS: dict[Kind, tuple[str, str]] = {
+BlockKind = Literal["text", "thinking", "tool_use"]
+DELTAS: dict[BlockKind, tuple[str, str]] = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -34,26 +34,26 @@ DELTAS: dict[Kind, tuple[str, str]] = {
 
 
 class ContentBlock:
-    """One block while it grows. `facts`: what is known of it from the start (a call's id and name)."""
+    """A block under construction. `attributes`: fields known at its start (a call's id)."""
 
-    def __init__(self, kind: Kind, index: int, **facts: str) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: BlockKind, index: int, **attributes: str) -> None:
+        self.kind: BlockKind = kind
         self.index = index
-        self.facts = facts
+        self.attributes = attributes
         self._texts: list[str] = []
 
-    def body(self) -> Json:
+    def to_json(self) -> Json:
         text = "".join(self._texts)
         if self.kind == "tool_use":
-            return {"type": "tool_use"} | self.facts | {"input": object_of(text)}
+            return {"type": "tool_use"} | self.attributes | {"input": parse_arguments(text)}
         return {"type": self.kind, self.kind: text} | (
             {"signature": ""} if self.kind == "thinking" else {}
         )
 
-    def started(self) -> Json:
-        return {"type": "content_block_start", "index": self.index, "content_block": self.body()}
+    def start_event(self) -> Json:
+        return {"type": "content_block_start", "index": self.index, "content_block": self.to_json()}
 
-    def grown(self, text: str) -> Json:
+    def delta_event(self, text: str) -> Json:
         self._texts.append(text)
         kind, name = DELTAS[self.kind]
         return {
@@ -62,12 +62,13 @@ class ContentBlock:
             "delta": {"type": kind, name: text},
         }
 
-    def stopped(self) -> Json:
+    def stop_event(self) -> Json:
         return {"type": "content_block_stop", "index": self.index}
 
 
-def object_of(arguments: str) -> Json | msgspec.Raw:
-    """A call's arguments as the model wrote them; of a text that was cut short, as much as can be read."""
+def parse_arguments(arguments: str) -> Json | msgspec.Raw:
+    """A call's arguments as the model wrote them; if they were cut short, what can be parsed of
+    them."""
     try:
         split_fields(arguments)
         return msgspec.Raw(arguments.encode())
@@ -81,123 +82,118 @@ def object_of(arguments: str) -> Json | msgspec.Raw:
 
 
 class MessageFormatter:
-    def __init__(self, ask: PreparedRequest, request: MessagesRequest) -> None:
-        self.prepared = ask
+    def __init__(self, prepared: PreparedRequest, request: MessagesRequest) -> None:
+        self.prepared = prepared
         self.request = request
         self._started = False
-        self._done: list[Json] = []
+        self._finished_blocks: list[Json] = []
         self._block: ContentBlock | None = None
-        self._last = OutputPiece()
+        self._last_piece = OutputPiece()
 
-    # ------------------------------------------------------------ as a Reply
+    # ------------------------------------------------------------ as a ResponseFormatter
 
     def full_response(
-        self, answers: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
+        self, processors: Sequence[OutputProcessor], pieces: Sequence[Sequence[OutputPiece]]
     ) -> Json:
         for piece in pieces[0]:
-            for _ in self._take(piece):
+            for _ in self._block_events(piece):
                 pass
-        return self._message(self._done, answers) | self._stop(answers[0])
+        return self._message(self._finished_blocks, processors) | self._stop_fields(processors[0])
 
-    def beginning(self) -> Iterator[bytes]:
+    def start_events(self) -> Iterator[bytes]:
         return iter(())
 
-    def step(
-        self, choice: int, piece: OutputPiece, answers: Sequence[OutputProcessor]
+    def delta_events(
+        self, choice: int, piece: OutputPiece, processors: Sequence[OutputProcessor]
     ) -> Iterator[bytes]:
-        if not self._started and (
-            piece.num_tokens or piece.finish_reason
-        ):  # all is known of the prompt
+        # The first token comes with the count of cached prompt tokens.
+        if not self._started and (piece.num_tokens or piece.finish_reason):
             self._started = True
-            message = self._message([], answers) | {"stop_reason": None, "stop_sequence": None}
-            yield named({"type": "message_start", "message": message})
-        yield from map(named, self._take(piece))
+            message = self._message([], processors) | {"stop_reason": None, "stop_sequence": None}
+            yield message_event({"type": "message_start", "message": message})
+        yield from map(message_event, self._block_events(piece))
 
-    def ending(self, answers: Sequence[OutputProcessor]) -> Iterator[bytes]:
-        yield named(
-            {
-                "type": "message_delta",
-                "delta": self._stop(answers[0]),
-                "usage": self._usage(answers),
-            }
-        )
-        yield named({"type": "message_stop"})
+    def end_events(self, processors: Sequence[OutputProcessor]) -> Iterator[bytes]:
+        delta = self._stop_fields(processors[0])
+        usage = self._usage(processors)
+        yield message_event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield message_event({"type": "message_stop"})
 
-    def failure(self, error: ApiError) -> bytes:
-        return named(anthropic_error(error))
+    def error_event(self, error: ApiError) -> bytes:
+        return message_event(anthropic_error(error))
 
     # ------------------------------------------------------------ blocks
 
-    def _take(self, piece: OutputPiece) -> Iterator[Json]:
+    def _block_events(self, piece: OutputPiece) -> Iterator[Json]:
         for part in piece.parts:
             match part:
                 case ContentDelta(text):
-                    yield from self._grow("text", text)
+                    yield from self._extend_block("text", text)
                 case ReasoningDelta(text):
-                    yield from self._grow("thinking", text)
+                    yield from self._extend_block("thinking", text)
                 case CallStart(_, id, name):
-                    yield from self._open("tool_use", id=id, name=name)
+                    yield from self._open_block("tool_use", id=id, name=name)
                 case CallArguments(_, text):
-                    yield from self._grow("tool_use", text)
+                    yield from self._extend_block("tool_use", text)
         if piece.finish_reason:
-            self._last = piece
-            if self._block is None and not self._done:
-                yield from self._open("text")
-            yield from self._close()
+            self._last_piece = piece
+            if self._block is None and not self._finished_blocks:
+                yield from self._open_block("text")
+            yield from self._close_block()
 
-    def _grow(self, kind: Kind, text: str) -> Iterator[Json]:
+    def _extend_block(self, kind: BlockKind, text: str) -> Iterator[Json]:
         if self._block is None or self._block.kind != kind:
-            yield from self._open(kind)
+            yield from self._open_block(kind)
         assert self._block is not None
-        yield self._block.grown(text)
+        yield self._block.delta_event(text)
 
-    def _open(self, kind: Kind, **facts: str) -> Iterator[Json]:
-        yield from self._close()
-        self._block = ContentBlock(kind, len(self._done), **facts)
-        yield self._block.started()
+    def _open_block(self, kind: BlockKind, **attributes: str) -> Iterator[Json]:
+        yield from self._close_block()
+        self._block = ContentBlock(kind, len(self._finished_blocks), **attributes)
+        yield self._block.start_event()
 
-    def _close(self) -> Iterator[Json]:
+    def _close_block(self) -> Iterator[Json]:
         if self._block is not None:
-            yield self._block.stopped()
-            self._done.append(self._block.body())
+            yield self._block.stop_event()
+            self._finished_blocks.append(self._block.to_json())
             self._block = None
 
     # ------------------------------------------------------------ the message
 
-    def _message(self, content: list[Json], answers: Sequence[OutputProcessor]) -> Json:
+    def _message(self, content: list[Json], processors: Sequence[OutputProcessor]) -> Json:
         return {
             "id": self.prepared.id,
             "type": "message",
             "role": "assistant",
             "model": self.prepared.model,
             "content": content,
-            "usage": self._usage(answers),
+            "usage": self._usage(processors),
         }
 
-    def _usage(self, answers: Sequence[OutputProcessor]) -> Json:
-        """`input_tokens` are those that were not in the prefix cache."""
-        usage = make_usage(self.prepared, answers)
+    def _usage(self, processors: Sequence[OutputProcessor]) -> Json:
+        """`input_tokens` excludes those from the prefix cache."""
+        usage = make_usage(self.prepared, processors)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": answers[0].reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": processors[0].reasoning_tokens},
         }
 
-    def _stop(self, answer: OutputProcessor) -> Json:
-        by = self._last.stop_reason
+    def _stop_fields(self, processor: OutputProcessor) -> Json:
+        stop_reason = self._last_piece.stop_reason
         reason, sequence = "end_turn", None
-        if self._last.finish_reason == "length":
-            full = len(answer.token_ids) < self.request.max_tokens
-            reason = "model_context_window_exceeded" if full else "max_tokens"
-        elif isinstance(by, str):
-            reason, sequence = "stop_sequence", by
-        elif answer.calls:
+        if self._last_piece.finish_reason == "length":
+            cut_by_context = len(processor.token_ids) < self.request.max_tokens
+            reason = "model_context_window_exceeded" if cut_by_context else "max_tokens"
+        elif isinstance(stop_reason, str):
+            reason, sequence = "stop_sequence", stop_reason
+        elif processor.num_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def named(body: Json) -> bytes:
+def message_event(body: Json) -> bytes:
     return sse_event(body, body["type"])

@@ -1,18 +1,15 @@
-"""What clients of the OpenAI API send: the requests as types, and the errors.
+"""Requests of the OpenAI API as types: every field's type, range and default.
 
-Owns: every field's type, range and default, and the error envelope. Promises: a request that passes is safe to act on, whatever a
-client put into it; one that does not is answered 400 with the field's name; unknown fields are ignored, as OpenAI does, but one
-that is known, would change the answer and is not supported is refused.
-Must not: know the model (its vocabulary and context are checked in intake.py).
+Promises: a request that passes is safe to act on. Unknown fields are ignored, as OpenAI does; a
+known field that would change the answer and is not supported is an error. Must not: know the model;
+vocabulary and context are checked in text/engine_requests.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,52 +17,22 @@ MAX_CHOICES = 128
 MAX_CHOICE_TEXTS = 4096
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2**14
-MAX_PROMPT_TOKENS = 2**21  # beyond any context: what is longer is not even looked at
+MAX_PROMPT_TOKENS = 2**21  # longer than any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
 MAX_TOOLS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TARGET_S = 86_400
-MAX_TEXT_CHARACTERS = (
-    2**22
-)  # of a text to tokenise, whatever the context: bounds the memory that its tokens take
+MAX_TEXT_CHARACTERS = 2**22  # of a text for /tokenize: bounds the memory of its tokens
 MAX_TOKENS = 2**31 - 1
-ERRORS_TOLD = 3
-HARMLESS_BYTES = 100  # the values under which an unsupported field does nothing are short
-
-
-class ApiError(ValueError):
-    """An answer other than success, in OpenAI's envelope. Mostly, the request is wrong."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        kinds = {
-            401: "authentication_error",
-            404: "not_found_error",
-            503: "service_unavailable_error",
-            504: "timeout_error",
-        }
-        kind = kinds.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Target = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
-Share = Annotated[float, Field(ge=0, le=1)]
+TargetSeconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
@@ -77,30 +44,30 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class Strict(BaseModel):
-    """Takes no value for one of another type, and no number that JSON has not."""
+class StrictModel(BaseModel):
+    """Converts no value to another type, and accepts no number that JSON does not have."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SloFields(Strict):
-    """Latency targets of one request, in seconds; what is not given is as the server was told. A wrong name is refused: it would
-    be a target that nobody heeds."""
+class SloFields(StrictModel):
+    """Latency targets of one request in seconds; the server's defaults hold where there is none. An
+    unknown name is an error, since that target would have no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ttft_s: Target | None = None
-    tpot_s: Target | None = None
-    itl_s: Target | None = None
+    ttft_s: TargetSeconds | None = None
+    tpot_s: TargetSeconds | None = None
+    itl_s: TargetSeconds | None = None
 
 
-class JsonSchema(Strict):
-    """`strict` false: what can't be held to is passed over."""
+class JsonSchema(StrictModel):
+    """With `strict` false, keywords that can't be enforced are ignored."""
 
     schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = None
@@ -108,23 +75,24 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """`schema` beside json_object is what some clients send for a json_schema."""
+class ResponseFormat(StrictModel):
+    """Some clients send `schema` beside json_object, as others send a json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @pydantic.model_validator(mode="after")
-    def _schema_is_there(self) -> ResponseFormat:
+    def _schema_fits_type(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands beside type json_schema, and only there")
+            raise ValueError("json_schema goes with type json_schema, and only with it")
         return self
 
 
-class StructuredOutputs(Strict):
-    """One of these is what the answer must be: JSON by a schema (an object, or its JSON text), a text that a pattern matches as a
-    whole, one of some texts, a text by a grammar (llguidance's Lark or GBNF), any JSON object."""
+class StructuredOutputs(StrictModel):
+    """The answer must be one of: JSON by a schema (an object or its JSON text), a full match of a
+    regular expression, one of several texts, a text of a grammar (llguidance's Lark or GBNF), any
+    JSON object."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -135,26 +103,26 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
-class ModelRequest(Strict):
-    """What every endpoint takes."""
+class ModelRequest(StrictModel):
+    """The base of every request."""
 
     model_config = ConfigDict(extra="ignore")
-    # known fields that would change the answer, with the values under which they do not
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    instead: ClassVar[dict[str, str]] = {}  # of some of these, what to do instead
-    names: ClassVar[
-        dict[str, str]
-    ] = {}  # what this API calls fields that have another name in /v1/chat/completions
+    # Known fields that would change the answer: name -> values that do not change it.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # What to do instead, by the name of an unsupported field.
+    unsupported_hints: ClassVar[dict[str, str]] = {}
+    # Field of /v1/chat/completions -> its name in this API, where it differs.
+    names_of_chat_fields: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
 
 
 class SampledRequest(ModelRequest):
-    """What every request for an answer takes, whichever API it speaks. Beside OpenAI's own fields: top_k, min_p,
-    repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output, skip_special_tokens, priority,
-    cache_salt, slo, and the ways to say what an answer must look like (see StructuredOutputs), of which one may be used."""
+    """The fields of every request that generates, in any API. Beside OpenAI's own: top_k, min_p,
+    repetition_penalty, stop_token_ids, ignore_eos, min_tokens, include_stop_str_in_output,
+    skip_special_tokens, priority, cache_salt, slo, and one structure (see StructuredOutputs)."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (None, []),
         "bad_words": (None, []),
         "chat_template": (None,),
@@ -170,9 +138,9 @@ class SampledRequest(ModelRequest):
     stream: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -200,25 +168,25 @@ class SampledRequest(ModelRequest):
 
 
 class GenerationRequest(SampledRequest):
-    """What chat and completions take."""
+    """The base of chat and completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     response_format: ResponseFormat | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _fields_fit_the_stream(self) -> GenerationRequest:
+    def _fields_fit_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are told in whole answers alone: leave stream out")
+            raise ValueError("prompt_logprobs can't be streamed: leave stream out")
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -226,11 +194,11 @@ class GenerationRequest(SampledRequest):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def usage_always(self) -> bool:
+    def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -239,8 +207,8 @@ class HasText(Protocol):
     text: str
 
 
-def texts(content: str | Sequence[HasText]) -> str | list[TextPart]:
-    """As chat has them, whatever another API calls the parts."""
+def to_text_parts(content: str | Sequence[HasText]) -> str | list[TextPart]:
+    """Text parts of another API as those of chat."""
     return (
         content
         if isinstance(content, str)
@@ -248,21 +216,21 @@ def texts(content: str | Sequence[HasText]) -> str | list[TextPart]:
     )
 
 
-class CalledFunction(Strict):
-    """`arguments`: a text that is JSON, as OpenAI has it, or an object."""
+class CalledFunction(StrictModel):
+    """`arguments`: JSON text, as OpenAI has it, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Function(Strict):
-    """A tool. `parameters` is a JSON schema; none is as good as one for an object without members."""
+class Function(StrictModel):
+    """A tool. `parameters` is a JSON schema; None means an object without members."""
 
     name: FunctionName
     description: str | None = None
@@ -270,25 +238,25 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionChoice(Strict):
+class FunctionChoice(StrictModel):
     name: FunctionName
 
 
-class ToolChoice(Strict):
-    """One tool by its name."""
+class ToolChoice(StrictModel):
+    """Forces the tool of that name."""
 
     type: Literal["function"]
     function: FunctionChoice
 
 
-class ChatMessage(Strict):
-    """One turn. `content` may be null beside tool calls; parts other than text are refused. What was thought is `reasoning_content`
-    or `reasoning`."""
+class ChatMessage(StrictModel):
+    """One turn. `content` may be null beside tool calls; its parts must be text. Reasoning comes as
+    `reasoning_content` or `reasoning`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -298,8 +266,8 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates want it: content one string, and no role that older ones do not know."""
+    def to_template_message(self) -> dict[str, Any]:
+        """As chat templates expect it: content is one string, "developer" becomes "system"."""
         content = (
             self.content
             if isinstance(self.content, str | None)
@@ -308,8 +276,8 @@ class ChatMessage(Strict):
         if content is None and self.tool_calls is None:
             content = ""
         role = "system" if self.role == "developer" else self.role
-        thought = self.reasoning_content or self.reasoning
-        known = {"reasoning_content": thought} if thought else {}
+        reasoning = self.reasoning_content or self.reasoning
+        known = {"reasoning_content": reasoning} if reasoning else {}
         return (
             self.model_dump(exclude_none=True, exclude={"reasoning"})
             | known
@@ -318,10 +286,11 @@ class ChatMessage(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """`separate_reasoning` false leaves reasoning, with its marks, in the content, where stop strings count; `include_reasoning`
-    false drops it from the answer. `reasoning_effort` is told to the chat template, which may know nothing of it."""
+    """`separate_reasoning` false leaves reasoning and its markers in the content, where stop
+    strings apply. `include_reasoning` false drops it from the response. `reasoning_effort` goes to
+    the chat template, which may ignore it."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "audio": (None,),
         "documents": (None, []),
         "function_call": (None, "none", "auto"),
@@ -356,7 +325,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.refused | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "best_of": (None, 1),
         "prompt_embeds": (None,),
         "suffix": (None, ""),
@@ -367,14 +336,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _told_once(self) -> CompletionRequest:
+    def _no_duplicate_logprobs(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: echo with logprobs tells them already, leave it out")
+            raise ValueError(
+                "prompt_logprobs: echo with logprobs returns them already, leave it out"
+            )
         return self
 
 
 class TokenizeRequest(ModelRequest):
-    """A text, or a conversation as the model would be given it."""
+    """A text, or a conversation that the chat template renders."""
 
     prompt: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] | None = None
     messages: (
@@ -387,10 +358,10 @@ class TokenizeRequest(ModelRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (None,)}
 
     @pydantic.model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
+    def _prompt_or_messages(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
@@ -398,84 +369,3 @@ class TokenizeRequest(ModelRequest):
 
 class DetokenizeRequest(ModelRequest):
     tokens: TokenIds
-
-
-Request = TypeVar("Request", bound=ModelRequest)
-
-
-def parse_request(kind: type[Request], body: bytes) -> Request:
-    """The request in `body`. Raises ApiError (400) naming the first fields that are wrong."""
-    try:
-        request = kind.model_validate_json(body)
-        fields = split_fields(body)
-    except pydantic.ValidationError as error:
-        raise refusal_of(error, kind) from None
-    except msgspec.DecodeError as error:  # NaN in a field that is not looked at, say
-        raise ApiError(400, f"Invalid JSON: {error}") from None
-    for name, harmless in kind.refused.items():
-        raw = bytes(fields.get(name, b"null"))
-        if len(raw) > HARMLESS_BYTES or msgspec.json.decode(raw) not in harmless:
-            instead = f": {kind.instead[name]}" if name in kind.instead else ""
-            raise ApiError(
-                400,
-                f"{name} is not supported by this server{instead}",
-                param=name,
-                code="unsupported_parameter",
-            )
-    return request
-
-
-@contextlib.contextmanager
-def errors_in_terms_of(kind: type[ModelRequest]) -> Iterator[None]:
-    """What is wrong with the chat that a request of `kind` was made into is an ApiError, and names the field as its API does."""
-    try:
-        yield
-    except pydantic.ValidationError as error:
-        raise renamed(refusal_of(error, ChatRequest), kind) from None
-    except ApiError as error:
-        raise renamed(error, kind) from None
-
-
-def renamed(error: ApiError, kind: type[ModelRequest]) -> ApiError:
-    return ApiError(
-        error.status,
-        str(error),
-        param=kind.names.get(error.param or "", error.param),
-        code=error.code,
-    )
-
-
-split_fields = msgspec.json.Decoder(
-    dict[str, msgspec.Raw]
-).decode  # takes no time for what is in them
-
-
-def refusal_of(error: pydantic.ValidationError, kind: type[ModelRequest]) -> ApiError:
-    """Names places, never values: a body is not sent back to where it came from. What is wrong between fields is said with one of
-    them first."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [f"{place(e['loc'])}: {e['msg']}" if e["loc"] else e["msg"] for e in found[:ERRORS_TOLD]]
-    if len(found) > ERRORS_TOLD:
-        told.append(f"and {len(found) - ERRORS_TOLD} more")
-    message = "; ".join(told)[:1000].replace("Value error, ", "")
-    first = message.split(maxsplit=1)[0].rstrip(":")
-    param = (
-        str(found[0]["loc"][0])
-        if found[0]["loc"]
-        else first
-        if first in kind.model_fields
-        else None
-    )
-    return ApiError(400, message, param=param)
-
-
-def place(location: tuple[int | str, ...]) -> str:
-    """messages[2].role; the names that pydantic gives to the arms of a union are left out."""
-    words = [
-        part
-        for part in location
-        if isinstance(part, int) or (part.isidentifier() and part != "str")
-    ]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in words).lstrip(
-        "."
-    )[:200]

@@ -1,8 +1,7 @@
-"""/v1/responses, as its clients write it: a conversation of items, made into the chat that it is.
+"""Requests of OpenAI's /v1/responses, and their translation into chats.
 
-Owns: the request's fields and what they mean as a chat. Promises: a request that passes is one that chat takes; what would need a
-store (earlier responses, work in the background) is refused with what to do instead.
-Must not: render, tokenise, or shape an answer (responses_reply.py does).
+Promises: a request that passes translates into a valid chat. What needs storage (earlier responses,
+background work) is refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -28,86 +27,86 @@ from counterpoint.serve.api.openai import (
     JsonSchema,
     ResponseFormat,
     SampledRequest,
-    Stop,
-    Strict,
+    StopString,
+    StrictModel,
     Tokens,
     Tool,
     ToolCall,
     ToolChoice,
-    texts,
+    to_text_parts,
 )
 
-LOGPROBS = "message.output_text.logprobs"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
 NOTHING_STORED = "nothing is stored here, send the earlier turns in input"
 Identifier = Annotated[str, Field(max_length=512)]
 
 
-class ItemText(Strict):
+class ItemText(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class MessageItem(Strict):
-    """A message. Only its text is looked at: ids and states that were sent back with it mean nothing here."""
+class MessageItem(StrictModel):
+    """A message. Its ids and states, echoed from earlier responses, are ignored."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ItemText]
 
 
-class FunctionCallItem(Strict):
+class FunctionCallItem(StrictModel):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutputItem(Strict):
+class FunctionCallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[ItemText]
 
 
-class ReasoningText(Strict):
+class ReasoningText(StrictModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(Strict):
-    """What the model thought. `content` if there is any, else `summary`."""
+class ReasoningItem(StrictModel):
+    """Earlier reasoning: `content` if there is any, else `summary`."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = []
     content: list[ReasoningText] | None = None
 
 
-def kind_of_item(item: Any) -> str:
+def item_type(item: Any) -> str:
     kind = (
         item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     )
     return kind if isinstance(kind, str) else repr(kind)[:50]
 
 
-def kind_of_input(given: Any) -> str:
+def input_kind(given: Any) -> str:
     return "<text>" if isinstance(given, str) else "<items>"
 
 
-KINDS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(kind_of_item, "unknown_item", f"type: Input should be {KINDS}"),
+    Discriminator(item_type, "unknown_item", f"type: Input should be {ITEM_TYPES}"),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
 Input = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>")], Discriminator(kind_of_input)
+    Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>")], Discriminator(input_kind)
 ]
 
 
-class TextFormat(Strict):
-    """Of these, `schema` and what follows stand beside json_schema."""
+class TextFormat(StrictModel):
+    """`schema` and the fields after it belong to json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -118,10 +117,10 @@ class TextFormat(Strict):
     @pydantic.model_validator(mode="after")
     def _schema_is_there(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema stands beside type json_schema, and only there")
+            raise ValueError("schema goes with type json_schema, and only with it")
         return self
 
-    def response_format(self) -> ResponseFormat:
+    def to_response_format(self) -> ResponseFormat:
         schema = None
         if self.schema_ is not None:
             schema = JsonSchema(
@@ -133,43 +132,43 @@ class TextFormat(Strict):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Strict):
+class ReasoningOptions(StrictModel):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
+    def to_tool(self) -> Tool:
         return Tool(
             type="function",
             function=Function(**self.model_dump(exclude={"type"}, exclude_unset=True)),
         )
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     type: Literal["function"]
     name: FunctionName
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(SampledRequest):
     """Beside OpenAI's own fields: those of SampledRequest, `stop` and `chat_template_kwargs`."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.refused | {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = SampledRequest.unsupported | {
         "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
@@ -181,7 +180,7 @@ class ResponsesRequest(SampledRequest):
         "response_format": (None, {"type": "text"}),
         "truncation": (None, "disabled"),
     }
-    instead: ClassVar[dict[str, str]] = {
+    unsupported_hints: ClassVar[dict[str, str]] = {
         "background": "leave it out, and stream what takes long",
         "conversation": NOTHING_STORED,
         "max_tokens": "use max_output_tokens",
@@ -191,7 +190,7 @@ class ResponsesRequest(SampledRequest):
         "response_format": "use text.format",
         "truncation": "send what fits into the context",
     }
-    names: ClassVar[dict[str, str]] = {
+    names_of_chat_fields: ClassVar[dict[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "response_format": "text",
@@ -200,7 +199,7 @@ class ResponsesRequest(SampledRequest):
     input: Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -217,59 +216,61 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_chat_request(self) -> ChatRequest:
-        """The same, asked of /v1/chat/completions."""
+        """The same request as a chat."""
         shared = {name: getattr(self, name) for name in SampledRequest.model_fields}
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             choice = ToolChoice(type="function", function=FunctionChoice(name=choice.name))
         return ChatRequest(
             **shared,
-            messages=list(self._messages()),
+            messages=list(self._chat_messages()),
             max_completion_tokens=self.max_output_tokens,
-            response_format=self.text.format.response_format()
+            response_format=self.text.format.to_response_format()
             if self.text and self.text.format
             else None,
             stop=self.stop,
-            tools=[tool.tool() for tool in self.tools or ()],
+            tools=[tool.to_tool() for tool in self.tools or ()],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            logprobs=LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
+            logprobs=INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def _messages(self) -> Iterator[ChatMessage]:
+    def _chat_messages(self) -> Iterator[ChatMessage]:
         if self.instructions:
             yield ChatMessage(role="system", content=self.instructions)
         if isinstance(self.input, str):
             yield ChatMessage(role="user", content=self.input)
         else:
-            yield from messages_of(self.input)
+            yield from to_chat_messages(self.input)
 
 
-def messages_of(
+def to_chat_messages(
     items: Iterable[MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem],
 ) -> Iterator[ChatMessage]:
-    """The turns that `items` are: what the model thought, said and called in a row is one turn of it."""
-    turn: ChatMessage | None = None  # the assistant's, while it may go on
+    """Consecutive reasoning, content and calls of the model become one assistant turn."""
+    turn: ChatMessage | None = None  # of the assistant, while it may continue
     for item in items:
-        said = isinstance(item, MessageItem) and item.role == "assistant"
-        if turn is not None and not goes_on(turn, item):
+        from_assistant = isinstance(item, MessageItem) and item.role == "assistant"
+        if turn is not None and not continues_turn(turn, item):
             yield turn
             turn = None
         if isinstance(item, FunctionCallOutputItem):
-            yield ChatMessage(role="tool", content=texts(item.output), tool_call_id=item.call_id)
-        elif isinstance(item, MessageItem) and not said:
-            yield ChatMessage(role=item.role, content=texts(item.content))
+            yield ChatMessage(
+                role="tool", content=to_text_parts(item.output), tool_call_id=item.call_id
+            )
+        elif isinstance(item, MessageItem) and not from_assistant:
+            yield ChatMessage(role=item.role, content=to_text_parts(item.content))
         else:
             turn = turn or ChatMessage(role="assistant")
-            add(turn, item)
+            add_to_turn(turn, item)
     if turn is not None:
         yield turn
 
 
-def goes_on(
+def continues_turn(
     turn: ChatMessage, item: MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 ) -> bool:
     if isinstance(item, FunctionCallItem):
@@ -279,9 +280,9 @@ def goes_on(
     return False
 
 
-def add(turn: ChatMessage, item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
+def add_to_turn(turn: ChatMessage, item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
     if isinstance(item, MessageItem):
-        turn.content = texts(item.content)
+        turn.content = to_text_parts(item.content)
     elif isinstance(item, ReasoningItem):
         turn.reasoning_content = "".join(thought.text for thought in item.content or item.summary)
     else:

@@ -1,7 +1,7 @@
 """The page at `/`.
 
-Owns: the files beside this one, sent as one. Promises: one document that asks for nothing from elsewhere, under a content
-security policy that lets nothing else run. Must not: know what the page shows.
+Promises: one document that loads nothing else, under a content security policy that allows no other
+script. Must not: know what the page shows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from starlette.responses import Response
 SCRIPTS = ("page.js", "score.js", "chat.js")
 
 
-def page() -> Response:
+def make_page() -> Response:
     here = files(__name__)
-    frame, style, *scripts = (
+    html, style, *scripts = (
         (here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
     )
     script = "\n".join(scripts)
-    body = frame.replace("{{style}}", style).replace("{{script}}", script)
+    body = html.replace("{{style}}", style).replace("{{script}}", script)
     policy = (
-        f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}; "
+        "connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {

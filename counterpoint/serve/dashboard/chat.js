@@ -1,33 +1,33 @@
-// A conversation with /v1/chat/completions, and the button that lets both voices play.
+// A chat over /v1/chat/completions, and a button that loads prefill and decode together.
 
 const chat = { messages: [], running: null };
-function say(kind, text) {
+function addLine(kind, text) {
   const line = Object.assign(document.createElement("p"), { className: kind, textContent: text });
   $("talk").append(line);
   $("talk").scrollTop = $("talk").scrollHeight;
   return line;
 }
-function busy(running) {
+function setRunning(running) {
   chat.running = running;
   $("send").textContent = running ? "Stop" : "Send";
   $("send").classList.toggle("stop", Boolean(running));
   $("talk").setAttribute("aria-busy", String(Boolean(running)));
 }
 
-async function converse(text) {
+async function sendMessage(text) {
   const control = new AbortController(), messages = [...chat.messages, { role: "user", content: text }];
-  busy(control);
-  say("user", text);
-  const thoughts = say("thoughts", ""), line = say("model", ""), told = say("told", "…");
+  setRunning(control);
+  addLine("user", text);
+  const thoughts = addLine("thoughts", ""), line = addLine("model", ""), told = addLine("told", "…");
   const begun = performance.now();
   let answer = "", first = 0, last = 0, tokens = 0, usage = null, end = "";
-  const facts = () => [first && `first token ${words((first - begun) / 1000)}`, tokens > 1 && last > first && `${few((1000 * (tokens - 1)) / (last - first))} tokens/s`, tokens && `${number(tokens)} tokens`, end].filter(Boolean).join(" · ");
+  const facts = () => [first && `first token ${formatSeconds((first - begun) / 1000)}`, tokens > 1 && last > first && `${formatRate((1000 * (tokens - 1)) / (last - first))} tokens/s`, tokens && `${formatCount(tokens)} tokens`, end].filter(Boolean).join(" · ");
   try {
     const body = { messages, stream: true, stream_options: { include_usage: true }, max_tokens: Number($("most").value) || 256, temperature: Number($("temperature").value) };
-    for await (const data of eventsOf(await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: control.signal }))) {
+    for await (const data of readEvents(await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: control.signal }))) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Refused(chunk.error.code, chunk.error.message);
+      if (chunk.error) throw new HttpError(chunk.error.code, chunk.error.message);
       usage = chunk.usage || usage;
       const choice = chunk.choices[0], part = choice?.delta?.content, thought = choice?.delta?.reasoning_content;
       if (choice?.finish_reason === "length") end = "cut at the limit";
@@ -48,13 +48,13 @@ async function converse(text) {
     else {
       end = error.message;
       told.classList.add("error");
-      if (error.status === 401) unlock();
+      if (error.status === 401) askForKey();
     }
   }
   told.textContent = facts() || "no answer";
   $("talk").scrollTop = $("talk").scrollHeight;
   if (answer) chat.messages = [...messages, { role: "assistant", content: answer }];
-  busy(null);
+  setRunning(null);
 }
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -62,7 +62,7 @@ $("form").addEventListener("submit", (event) => {
   const text = $("ask").value.trim();
   if (!text) return;
   $("ask").value = "";
-  converse(text);
+  sendMessage(text);
 });
 $("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -84,7 +84,7 @@ $("fresh").addEventListener("click", () => {
   $("ask").focus();
 });
 
-// ---------------------------------------------------------------- both voices
+// ---------------------------------------------------------------- load of both phases
 
 const THEMES = ["Tell a long story about a lighthouse.", "Explain how bread is made.", "Describe a city on a river."];
 const SYLLABLES = ["ba", "lo", "ri", "men", "tu", "so", "ka", "vel", "dor", "in"];
@@ -93,9 +93,9 @@ let playing = null;
 async function play() {
   const control = new AbortController(), { signal } = control;
   playing = control;
-  $("play").textContent = "Stop playing";
+  $("play").textContent = "Stop";
   $("play").classList.add("on");
-  const whole = async (path, body) => (await ask(path, { method: "POST", body: JSON.stringify(body), signal })).text();
+  const whole = async (path, body) => (await request(path, { method: "POST", body: JSON.stringify(body), signal })).text();
   const after = (seconds, work) => new Promise((go) => setTimeout(go, 1000 * seconds)).then(() => !signal.aborted && work());
   const size = Math.min(unitWord() === "SMs" ? 5000 : 500, Math.floor((view.frame?.about.context_tokens || 1000) / 12)); // words, of some tokens each
   const read = () => whole("v1/completions", { prompt: Array.from({ length: size }, word).join(" "), max_tokens: 4 });
@@ -108,9 +108,9 @@ async function play() {
   };
   const writing = Promise.allSettled(THEMES.map((content, i) => after(0.4 * i, () => write(content))));
   const failed = [...await writing, ...await reading].find((job) => job.status === "rejected" && !signal.aborted);
-  if (failed) say("told error", failed.reason.message);
+  if (failed) addLine("told error", failed.reason.message);
   playing = null;
-  $("play").textContent = "Let both play";
+  $("play").textContent = "Run both phases";
   $("play").classList.remove("on");
 }
 $("play").addEventListener("click", () => (playing ? playing.abort() : play()));

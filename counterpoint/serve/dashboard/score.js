@@ -1,15 +1,15 @@
-// The picture of the two lanes, on a canvas: `view` (page.js) has what is drawn.
+// Draws the lanes' steps, the requests and the KV cache of `view` (page.js) on a canvas.
 
 const canvas = $("strip"), pen = canvas.getContext("2d");
 let ink = {};
-function colours() {
+function readColours() {
   const style = getComputedStyle(document.documentElement);
   for (const name of ["paper", "card", "ink", "faint", "line", "prefill", "decode", "serif", "sans"]) ink[name] = style.getPropertyValue(`--${name}`).trim();
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours(); draw(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); draw(); });
 new ResizeObserver(() => draw()).observe(canvas);
 
-/** Where everything stands: the staff of the two voices, then the rows of requests and KV. */
+/** Positions in CSS pixels: the lanes, then the rows of requests and KV cache. */
 function layout() {
   const width = canvas.clientWidth, height = canvas.clientHeight, narrow = width < 560;
   const gutter = narrow ? 58 : 74, row = narrow ? 38 : 46, top = 34;
@@ -28,22 +28,22 @@ function draw() {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, box.width, box.height);
   const span = Number($("span").value), clock = performance.now() / 1000 + (view.skew ?? 0);
-  const now = (view.paused ?? (still.matches && view.frame ? view.frame.now_s : clock)) - LATE_S;
+  const now = (view.paused ?? (reducedMotion.matches && view.frame ? view.frame.now_s : clock)) - DELAY_S;
   const scale = (box.right - box.left) / span, x = (at) => box.right - (now - at) * scale;
   view.shown = { box, now, scale };
-  staff(box, now, span, x);
+  drawGrid(box, now, span, x);
   pen.save();
   pen.beginPath();
   pen.rect(box.left, 0, box.right - box.left, box.height);
   pen.clip();
-  if (view.frame) notes(box, now, span, x);
-  if (view.frame?.state === "ready" && !view.frame.playing.length && !(view.newest > now - span)) rest(box);
-  rows(box, now, x);
+  if (view.frame) drawSteps(box, now, span, x);
+  if (view.frame?.state === "ready" && !view.frame.playing.length && !(view.newest > now - span)) drawIdle(box);
+  drawLoad(box, now, x);
   pen.restore();
-  edges(box, span);
+  drawLabels(box, span);
 }
 
-function staff(box, now, span, x) {
+function drawGrid(box, now, span, x) {
   const units = view.frame?.about.units || 2, lines = units <= 16 ? units : 8;
   pen.strokeStyle = ink.line;
   pen.lineWidth = 1;
@@ -66,9 +66,9 @@ function staff(box, now, span, x) {
   pen.stroke();
 }
 
-/** Nothing is to be seen. */
-function rest(box) {
-  const text = "Both voices rest.", middle = (box.left + box.right) / 2, y = box.staff.y + box.staff.h / 2;
+/** Text in place of steps when nothing runs. */
+function drawIdle(box) {
+  const text = "Both lanes are idle.", middle = (box.left + box.right) / 2, y = box.staff.y + box.staff.h / 2;
   pen.font = `italic 17px ${ink.serif}`;
   const half = pen.measureText(text).width / 2 + 12;
   pen.fillStyle = ink.card;
@@ -78,20 +78,20 @@ function rest(box) {
   pen.fillText(text, middle, y + 6);
 }
 
-/** [y, height] of a step: prefill has the low end of the device (above), decode the high end (below). A pool's workers have a band each. */
-function place(step, box) {
+/** [y, height] of a step: prefill uses the low units (top), decode the high ones. Each worker of a pool has a band. */
+function stepBox(step, box) {
   const about = view.frame.about, units = about.units || 1, [first, count] = about.bands[step[0]] ?? [0, units];
   const unit = box.staff.h / units, h = unit * Math.min(step[4], count), top = box.staff.y + unit * first;
   return [about.roles[step[0]] === "decode" ? top + unit * count - h : top, h];
 }
 
-function notes(box, now, span, x) {
+function drawSteps(box, now, span, x) {
   const passes = new Map(), drawn = new Map(), from = now - span;
   let batch = 0, told = -1e9;
   const one = (step, running) => {
     const end = running ? now : Math.min(step[3], now);
     if (end < from || step[2] >= now) return;
-    const [y, h] = place(step, box), left = x(step[2]), right = Math.max(x(end), left + 1);
+    const [y, h] = stepBox(step, box), left = x(step[2]), right = Math.max(x(end), left + 1);
     if (step[5]) {
       const pass = passes.get(step[1]);
       if (pass) { pass.right = right; pass.steps++; } else passes.set(step[1], { left, right, y, h, steps: 1, tokens: step[5], mixed: step[6], running });
@@ -99,7 +99,7 @@ function notes(box, now, span, x) {
     const drawnTo = drawn.get(step[0]) ?? -1e9;
     if (right - drawnTo < 0.75) return;
     drawn.set(step[0], right);
-    bar(Math.max(left, drawnTo > left + 1 ? drawnTo : left), y, right, h, step, running);
+    drawBar(Math.max(left, drawnTo > left + 1 ? drawnTo : left), y, right, h, step, running);
     const much = step[6] >= 1.5 * batch || step[6] <= batch / 1.5;
     if (step[6] && step[6] !== batch && left - told > (much ? 30 : 90) && left < box.right - 20) {
       batch = step[6];
@@ -114,10 +114,10 @@ function notes(box, now, span, x) {
   for (const step of view.steps) one(step, false);
   for (const step of view.frame.playing) one(step, true);
   pen.globalAlpha = 1;
-  if (!view.frame.about.bands.length) for (const pass of passes.values()) bow(pass, box);
+  if (!view.frame.about.bands.length) for (const pass of passes.values()) drawPassArc(pass, box);
 }
 
-function bar(left, y, right, h, step, running) {
+function drawBar(left, y, right, h, step, running) {
   const gap = right - left > 3 ? 1 : right - left > 1.5 ? 0.4 : 0, width = Math.max(right - left - gap, 0.8), round = Math.min(5, width / 2, h / 2);
   const part = (colour, top, height, strength) => {
     pen.globalAlpha = strength;
@@ -134,9 +134,9 @@ function bar(left, y, right, h, step, running) {
   else part(ink.decode, y, h, loud);
 }
 
-/** Over the steps of one prompt's pass, with its size. */
-function bow(pass, box) {
-  const width = pass.right - pass.left, text = number(pass.tokens), middle = (Math.max(pass.left, box.left) + pass.right) / 2;
+/** An arc over the steps of one prefill pass, with its token count. */
+function drawPassArc(pass, box) {
+  const width = pass.right - pass.left, text = formatCount(pass.tokens), middle = (Math.max(pass.left, box.left) + pass.right) / 2;
   pen.strokeStyle = pen.fillStyle = ink.prefill;
   pen.font = `italic 13px ${ink.serif}`;
   pen.textAlign = "center";
@@ -152,7 +152,7 @@ function bow(pass, box) {
   } else if (width > room && !pass.mixed) pen.fillText(text, middle, box.staff.y - 8);
 }
 
-function rows(box, now, x) {
+function drawLoad(box, now, x) {
   const most = Math.max(4, ...view.samples.map((s) => s.running + s.waiting));
   const area = (row, value, strength) => {
     const shown = view.samples;
@@ -179,7 +179,7 @@ function rows(box, now, x) {
   area(box.kv, (s) => s.used, 0.4);
 }
 
-function edges(box, span) {
+function drawLabels(box, span) {
   const name = (text, y, colour, font) => {
     pen.fillStyle = colour;
     pen.font = font;
@@ -188,7 +188,7 @@ function edges(box, span) {
   const serif = `italic ${box.narrow ? 15 : 17}px ${ink.serif}`, sans = `12px ${ink.sans}`;
   pen.textAlign = "left";
   const roles = view.frame?.about.roles || [];
-  if (view.frame?.workers.length) bands(box, name, serif);
+  if (view.frame?.workers.length) drawWorkerBands(box, name, serif);
   else if (roles.length === 1) {
     name("prefill", box.staff.y + box.staff.h / 2 - 4, ink.prefill, serif);
     name("decode", box.staff.y + box.staff.h / 2 + 18, ink.decode, serif);
@@ -200,8 +200,8 @@ function edges(box, span) {
   name("KV cache", box.kv.y + box.kv.h - 3, ink.faint, sans);
   const last = view.samples.at(-1);
   if (last) {
-    name(number(last.running + last.waiting), box.requests.y + box.requests.h - 19, ink.ink, sans);
-    name(percent(last.used), box.kv.y + box.kv.h - 19, ink.ink, sans);
+    name(formatCount(last.running + last.waiting), box.requests.y + box.requests.h - 19, ink.ink, sans);
+    name(formatPercent(last.used), box.kv.y + box.kv.h - 19, ink.ink, sans);
   }
   pen.strokeStyle = ink.faint;
   pen.lineWidth = 1;
@@ -220,8 +220,8 @@ function edges(box, span) {
   pen.fillText("now", box.right + 7, y);
 }
 
-/** The names of a pool's workers, and lines between them. */
-function bands(box, name, serif) {
+/** Names of a pool's workers and the lines between their bands. */
+function drawWorkerBands(box, name, serif) {
   const about = view.frame.about, unit = box.staff.h / (about.units || 1);
   view.frame.workers.forEach((worker, i) => {
     const [first, count] = about.bands[2 * i] ?? [0, 1], top = box.staff.y + unit * first;
@@ -240,20 +240,20 @@ canvas.addEventListener("pointermove", (event) => {
   if (!shown || !view.frame) return;
   const at = shown.now - (shown.box.right - event.offsetX) / shown.scale;
   const hit = view.steps.findLast?.((s) => {
-    const [y, h] = place(s, shown.box);
+    const [y, h] = stepBox(s, shown.box);
     return s[2] <= at && at < s[3] && y <= event.offsetY && event.offsetY < y + h;
   });
-  put("pointed", hit ? `${[hit[5] && `prefill of ${number(hit[5])} tokens`, hit[6] && `decode of ${hit[6]}`].filter(Boolean).join(" with ")}, ${hit[4]} ${unitWord()}, ${words(hit[3] - hit[2])}` : "");
+  putText("pointed", hit ? `${[hit[5] && `prefill of ${formatCount(hit[5])} tokens`, hit[6] && `decode of ${hit[6]}`].filter(Boolean).join(" with ")}, ${hit[4]} ${unitWord()}, ${formatSeconds(hit[3] - hit[2])}` : "");
 });
-canvas.addEventListener("pointerleave", () => put("pointed", ""));
+canvas.addEventListener("pointerleave", () => putText("pointed", ""));
 
 let drawnAt = 0;
-function turn(at) {
-  if (!still.matches && view.paused === null && at - drawnAt > 30) {
+function animate(at) {
+  if (!reducedMotion.matches && view.paused === null && at - drawnAt > 30) {
     drawnAt = at;
     draw();
   }
-  requestAnimationFrame(turn);
+  requestAnimationFrame(animate);
 }
 $("pause").addEventListener("click", () => {
   view.paused = view.paused === null ? performance.now() / 1000 + view.skew : null;

@@ -21,19 +21,11 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from counterpoint.config import ConfigError, name_file_in_errors, require_writable
-from counterpoint.serve.api.openai import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    errors_in_terms_of,
-    parse_request,
-)
-from counterpoint.serve.api.response_format import (
-    ChatFormatter,
-    CompletionFormatter,
-    Json,
-    ResponseFormatter,
-)
+from counterpoint.serve.api.errors import ApiError
+from counterpoint.serve.api.openai import ChatRequest, CompletionRequest
+from counterpoint.serve.api.openai_format import ChatFormatter, CompletionFormatter
+from counterpoint.serve.api.request_parsing import errors_in_terms_of, parse_request
+from counterpoint.serve.api.response_format import Json, ResponseFormatter
 from counterpoint.serve.api.responses import ResponsesRequest
 from counterpoint.serve.api.responses_format import ResponsesFormatter
 from counterpoint.serve.offline.engine import FinishedRequest, OfflineEngine

@@ -20,7 +20,8 @@ from counterpoint import build
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
 from counterpoint.device.event_queue import WallClockEventQueue
-from counterpoint.serve.api.openai import ChatRequest, CompletionRequest, parse_request
+from counterpoint.serve.api.openai import ChatRequest, CompletionRequest
+from counterpoint.serve.api.request_parsing import parse_request
 from counterpoint.serve.structured_output.checker import GrammarChecker
 from counterpoint.serve.text.output_processor import OutputPiece, OutputProcessor
 from counterpoint.serve.text.preprocess import PreparedRequest, Preprocessor

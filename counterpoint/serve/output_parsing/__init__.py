@@ -1,1 +1,1 @@
-"""What a model says, told apart: what it thinks, what it tells the user, which tools it calls; and how it is told of tools."""
+"""Splits a model's output into reasoning, content and tool calls; renders tools into prompts."""

@@ -1,8 +1,8 @@
-"""Dialects: how models spell reasoning and tool calls.
+"""How models spell reasoning and tool calls: one response template for each known family.
 
-Owns: one response template for each known family, as data in the form of `transformers` (docs: chat response parsing), and which of
-them a model speaks: its tokeniser's own if it has one, else the one whose marks its chat template writes.
-Must not: parse (splitter.py, calls.py).
+Response templates are data in the form of `transformers` (docs: chat response parsing). A model's
+own one, from its tokenizer files, comes first; else the chat template's markers select one. Must
+not: parse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from counterpoint.serve.output_parsing.template_capabilities import (
-    PLAIN,
+    NO_TOOLS,
     TemplateCapabilities,
     detect_capabilities,
 )
@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 log = logging.getLogger("counterpoint")
 
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names that templates give to what is thought
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates
 CALLS, CONTENT = "tool_calls", "content"
 TRANSFORM = {"type": "function", "function": "{content}"}
 NAMED_TRANSFORM = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -54,7 +50,8 @@ QWEN_XML: Json = {
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
     "content_args": {
-        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?"
+        r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
     },
     "repeats": True,
     "transform": NAMED_TRANSFORM,
@@ -91,7 +88,7 @@ DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END = (
 DEEPSEEK: Json = {
     "open_pattern": rf"(?:{DEEPSEEK_BEGIN}\s*)?{DEEPSEEK_CALL}"
     rf"(?:function{DEEPSEEK_SEP}{NAME}\s*```json\n|(?!function){NAME}{DEEPSEEK_SEP})",
-    # what may come next is all spelled out: a pattern that ends in something optional would match before it has come
+    # Spells out all that may follow: an optional end would match before it has arrived.
     "close_pattern": rf"(?:\s*```)?\s*{DEEPSEEK_CALL_END}"
     rf"(?:\s*{DEEPSEEK_END}|(?=\s*(?:{DEEPSEEK_CALL}|[^\s<]|<[^｜]))|\s*\Z)",
     "content": "json",
@@ -102,9 +99,11 @@ DEEPSEEK: Json = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written down in this dialect (tools.py makes a grammar of it): `before`, calls with `between` between two of
-    them, `after`. A call: `start`, in which NAME_HERE is the tool's name, the arguments, `end`. `between` None: there is but one
-    call."""
+    """How calls are written, for grammars: `before`, calls with `between` between them, `after`.
+
+    A call is `start` (with NAME_PLACEHOLDER as the tool's name), the arguments, `end`. If `between`
+    is None, there can be one call only.
+    """
 
     start: str
     end: str
@@ -113,12 +112,12 @@ class CallFormat:
     between: str | None = None
 
 
-NAME_HERE = "NAME"
-HERMES_FORM = CallFormat(
+NAME_PLACEHOLDER = "NAME"
+HERMES_CALL_FORMAT = CallFormat(
     '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"
 )
-FORMS: list[tuple[Json, CallFormat | None]] = [
-    (HERMES, HERMES_FORM),
+CALL_FORMATS: list[tuple[Json, CallFormat | None]] = [
+    (HERMES, HERMES_CALL_FORMAT),
     (QWEN_XML, None),
     (LLAMA, CallFormat('{"name": "NAME", "parameters": ', "}")),
     (
@@ -143,68 +142,75 @@ FORMS: list[tuple[Json, CallFormat | None]] = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """`template` is what `transformers` made of the response template `spec`, `special` the special tokens of its marks. `form` is
-    how to write a call down, if that is known. `own`: the spec came with the model. `manners`: those of the chat template."""
+    """`template` is compiled from the response template `spec`. `special_tokens`: (id, text) of
+    those in its markers. `call_format`: how to write a call, if known. `from_tokenizer`: the spec
+    came with the model. `capabilities`: of the chat template."""
 
     spec: Json
     template: ResponseTemplate
-    form: CallFormat | None = None
-    special: tuple[tuple[int, str], ...] = ()
-    own: bool = False
-    manners: TemplateCapabilities = PLAIN
+    call_format: CallFormat | None = None
+    special_tokens: tuple[tuple[int, str], ...] = ()
+    from_tokenizer: bool = False
+    capabilities: TemplateCapabilities = NO_TOOLS
 
-    def marks(self, fields: Iterable[ResponseTemplateField]) -> frozenset[int]:
-        """The special tokens that tell of these fields."""
-        sources = [source for field in fields for source in sources_of(field)]
+    def marker_token_ids(self, fields: Iterable[ResponseTemplateField]) -> frozenset[int]:
+        """The special tokens in the markers of these fields."""
+        sources = [source for field in fields for source in marker_patterns(field)]
         return frozenset(
-            token for token, name in self.special if any(name in source for source in sources)
+            token
+            for token, name in self.special_tokens
+            if any(name in source for source in sources)
         )
 
-    def writable(self) -> ChatFormat:
-        """This one if it is known how calls are written in it, else one with the same reasoning and the calls of HERMES."""
-        if self.form is not None:
+    def with_known_call_format(self) -> ChatFormat:
+        """This one if its `call_format` is known, else one with the same reasoning and HERMES
+        calls."""
+        if self.call_format is not None:
             return self
         spec = self.spec | {"fields": self.spec["fields"] | {CALLS: HERMES}}
-        return dataclasses.replace(self, spec=spec, template=load(spec), form=HERMES_FORM)
+        return dataclasses.replace(
+            self, spec=spec, template=load_template(spec), call_format=HERMES_CALL_FORMAT
+        )
 
 
-def load(spec: Json) -> ResponseTemplate:
+def load_template(spec: Json) -> ResponseTemplate:
     """Raises ValueError."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     return load_response_template(spec)
 
 
-def find_chat_format(text: ModelTokenizer) -> ChatFormat:
-    """What the model speaks. One whose chat template knows no tools will be told to call as HERMES has it."""
-    source, manners = text.chat_template or "", detect_capabilities(text)
-    thoughts = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
-    calls = calls_of(source)
-    spec, own = spec_of(thoughts, calls), False
-    if text.response_template is not None:
+def find_chat_format(tokenizer: ModelTokenizer) -> ChatFormat:
+    """The model's format. If its chat template does not support tools, it is told to call as
+    HERMES."""
+    source, capabilities = tokenizer.chat_template or "", detect_capabilities(tokenizer)
+    reasoning = THINK if "</think>" in source else THINK_BRACKETS if "[/THINK]" in source else None
+    calls = find_call_spec(source)
+    spec, from_tokenizer = make_spec(reasoning, calls), False
+    if tokenizer.response_template is not None:
         try:
-            load(text.response_template)
-            spec, own = text.response_template, True
+            load_template(tokenizer.response_template)
+            spec, from_tokenizer = tokenizer.response_template, True
         except ValueError as error:
             log.warning("the tokeniser's response_template is not used: %s", error)
-    form = (
-        next(form for known, form in FORMS if known is calls)
-        if manners.native and not own
-        else None
+    call_format = None
+    if capabilities.supports_tools and not from_tokenizer:
+        call_format = next(written for known, written in CALL_FORMATS if known is calls)
+    template = load_template(spec)
+    markers = "\n".join(
+        source for field in template.fields.values() for source in marker_patterns(field)
     )
-    template = load(spec)
-    marks = "\n".join(source for field in template.fields.values() for source in sources_of(field))
     special = tuple(
         (id, token.content)
-        for id, token in text.added.items()
-        if token.special and token.content in marks
+        for id, token in tokenizer.added_tokens.items()
+        if token.special and token.content in markers
     )
-    found = ChatFormat(spec, template, form, special, own, manners)
-    return found if manners.native else found.writable()
+    found = ChatFormat(spec, template, call_format, special, from_tokenizer, capabilities)
+    return found if capabilities.supports_tools else found.with_known_call_format()
 
 
-def calls_of(source: str) -> Json:
-    """By the marks in a chat template's source."""
+def find_call_spec(source: str) -> Json:
+    """By the markers in a chat template's source."""
     if "<tool_call>" in source:
         return QWEN_XML if "<function=" in source else HERMES
     if "[TOOL_CALLS]" in source:
@@ -216,40 +222,44 @@ def calls_of(source: str) -> Json:
     return HERMES
 
 
-def spec_of(thoughts: Json | None, calls: Json | None) -> Json:
+def make_spec(reasoning: Json | None, calls: Json | None) -> Json:
     fields: Json = {CONTENT: {}}
-    if thoughts is not None:
-        fields[REASONING[0]] = thoughts
+    if reasoning is not None:
+        fields[REASONING_FIELDS[0]] = reasoning
     if calls is not None:
         fields[CALLS] = calls
     return {"start_anchor_pattern": r"\A", "fields": fields}
 
 
-def kind_of(name: str) -> str:
-    """What a template's field is to us: "reasoning", "content", "call", or "" for what is not shown."""
-    return "reasoning" if name in REASONING else {CALLS: "call", CONTENT: "content"}.get(name, "")
+def field_kind(name: str) -> str:
+    """ "reasoning", "content", "call", or "" for a field that is not shown."""
+    if name in REASONING_FIELDS:
+        return "reasoning"
+    return {CALLS: "call", CONTENT: "content"}.get(name, "")
 
 
-def thought_marks(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
-    """What opens and closes reasoning, if it is among the fields and these are known."""
+def find_reasoning_markers(fields: Iterable[ResponseTemplateField]) -> tuple[str, str] | None:
+    """The literals that open and close reasoning, if known."""
     for field in fields:
-        if kind_of(field.name) == "reasoning" and field.open_literals and field.close_literals:
+        if field_kind(field.name) == "reasoning" and field.open_literals and field.close_literals:
             return field.open_literals[0], field.close_literals[0]
     return None
 
 
-def sources_of(field: ResponseTemplateField) -> Iterator[str]:
-    """The patterns of its marks, without what only guards a character from being taken for syntax."""
+def marker_patterns(field: ResponseTemplateField) -> Iterator[str]:
+    """The patterns of its markers, without backslashes that only escape punctuation."""
     for pattern in (field.open_re, field.close_re):
         if pattern is not None:
             yield re.sub(r"\\(?=\W)", "", pattern.pattern)
 
 
-def begun_by(dialect: ChatFormat, prompt: str, continued: str | None) -> str:
-    """What a prompt has of the answer already. `continued`: the message that the answer goes on with, if it does."""
-    if dialect.own:
-        return dialect.template.truncate_past_last_anchor(prompt)
+def find_answer_prefix(chat_format: ChatFormat, prompt: str, continued: str | None) -> str:
+    """What the prompt holds of the answer. `continued`: the message that the answer continues, if
+    any."""
+    if chat_format.from_tokenizer:
+        return chat_format.template.truncate_past_last_anchor(prompt)
     if continued is not None:
         return continued
-    marks = thought_marks(dialect.template.fields.values())
-    return marks[0] if marks is not None and prompt.rstrip().endswith(marks[0]) else ""
+    markers = find_reasoning_markers(chat_format.template.fields.values())
+    begun = markers is not None and prompt.rstrip().endswith(markers[0])
+    return markers[0] if markers is not None and begun else ""

@@ -1,15 +1,15 @@
-"""Speech: what a model says, told apart: what it thinks, what it tells the user, which tools it calls. For any API.
+"""The parts of a model's output: reasoning, content, tool calls; and the interface of a parser.
 
-Owns: the parts of an answer as plain structs, and how they are put together again. Promises: parts in the order in which they were
-said, joined, are the whole answer, so a stream and a whole answer are equal. Must not: know how a model spells any of it
-(splitter.py), or how an API does.
+Promises: parts in order, joined, are the whole output, so streamed and whole responses are equal.
+Must not: know how a model or an API spells any of it.
 
-How they stream. A `Piece` has a tuple of parts, maybe empty. Text comes as `ReasoningDelta` or `ContentDelta`, each to be put behind what
-came before of its kind. A call comes as one `CallStart`, then any number of `CallArguments` with its index, which joined are the
-JSON text of its arguments. Calls are numbered from 0 within a choice and never overlap: a block (a run of reasoning, a run of
-content, a call) goes on until a part of another block comes, or the piece with `finish`. No text is empty.
-Arguments are as the model wrote them: JSON if the answer was not cut short and the model did not err. The answer's `finish` is
-"stop" beside calls too; an API that has another word for it looks at `Answer.calls`.
+An OutputPiece has a tuple of parts, maybe empty. Text comes as `ReasoningDelta` or `ContentDelta`,
+to be appended to earlier text of its kind. A call is one `CallStart`, then any number of
+`CallArguments` with its index, which joined are the JSON text of its arguments. Calls are numbered
+from 0 within a choice and never overlap: a block (a run of reasoning, a run of content, a call)
+lasts until a part of another block or the piece with `finish_reason`. No text is empty. Arguments
+are as the model wrote them: JSON unless the output was cut short or the model erred. The finish
+reason is "stop" after calls too; APIs with another word look at `num_calls`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """All that a choice said."""
+    """The whole output of a choice."""
 
     content: str = ""
     reasoning: str = ""
@@ -63,35 +63,35 @@ class ParsedOutput:
 
 
 class OutputParser(Protocol):
-    """Tells apart what one choice says. `held`: characters that are kept back, as more must be known. `reasoning`: it is thinking.
-    `over`: nothing that follows is wanted."""
+    """Parses one choice. `num_held`: characters held back until more is known. `in_reasoning`: the
+    text is reasoning now. `done`: nothing that follows is wanted."""
 
     @property
-    def held(self) -> int: ...
+    def num_held(self) -> int: ...
 
     @property
-    def reasoning(self) -> bool: ...
+    def in_reasoning(self) -> bool: ...
 
     @property
-    def over(self) -> bool: ...
+    def done(self) -> bool: ...
 
     def feed(self, text: str) -> list[OutputPart]: ...
 
-    def end(self, whole: bool) -> list[OutputPart]:
-        """What was kept back, when no more comes; `whole`: the model ended by itself."""
+    def end(self, complete: bool) -> list[OutputPart]:
+        """Releases what is held back at the end. `complete`: the model ended by itself."""
         ...
 
 
 class PlainParser:
-    """All of it is content."""
+    """All text is content."""
 
-    held = 0
-    reasoning = over = False
+    num_held = 0
+    in_reasoning = done = False
 
     def feed(self, text: str) -> list[OutputPart]:
         return [ContentDelta(text)] if text else []
 
-    def end(self, whole: bool) -> list[OutputPart]:
+    def end(self, complete: bool) -> list[OutputPart]:
         return []
 
 
@@ -100,7 +100,7 @@ def new_call_id() -> str:
 
 
 def merge_parts(parts: Iterable[OutputPart]) -> ParsedOutput:
-    """The whole of what was said in `parts`."""
+    """The whole output in `parts`."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[CallStart] = []
@@ -124,7 +124,7 @@ def merge_parts(parts: Iterable[OutputPart]) -> ParsedOutput:
 
 
 def join_parts(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
-    """The same in as few parts as can be."""
+    """The same with adjacent deltas joined."""
     out: list[OutputPart] = []
     for part in parts:
         match out[-1] if out else None, part:

@@ -1,8 +1,8 @@
-"""Listener: the Voice that tells a choice's reasoning, content and calls apart.
+"""The OutputParser for chat formats: separates reasoning, content and calls as text streams in.
 
-Owns: what becomes of each region of the text, and of the blanks between them. Promises: parts, joined, are the same however the
-text arrives; text without any region comes out to the letter; blanks that only set regions apart are dropped.
-Must not: know tokens, stop strings or any API.
+Promises: parts, joined, do not depend on how the text is cut; text without regions passes
+unchanged; whitespace that only separates regions is dropped. Must not: know tokens, stop strings or
+any API.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from counterpoint.serve.output_parsing.chat_formats import CALLS, ChatFormat, kind_of
-from counterpoint.serve.output_parsing.marker_splitter import Body, Closed, Event, Opened, Splitter
+from counterpoint.serve.output_parsing.chat_formats import CALLS, ChatFormat, field_kind
+from counterpoint.serve.output_parsing.marker_splitter import (
+    MarkerSplitter,
+    RegionClosed,
+    RegionOpened,
+    RegionText,
+    SplitEvent,
+)
 from counterpoint.serve.output_parsing.output_parser import (
     CallStart,
     ContentDelta,
@@ -22,8 +28,8 @@ from counterpoint.serve.output_parsing.output_parser import (
 from counterpoint.serve.output_parsing.tool_call_parser import (
     AllowedTools,
     CallReader,
-    ToolCallParser,
-    reader_of,
+    ToolCallState,
+    make_call_reader,
 )
 
 if TYPE_CHECKING:
@@ -32,50 +38,59 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParserConfig:
-    """What is listened for in the answers to one request, and the Voice of each. `inside`: the prompt ends within this region.
-    No `offer`: no calls are."""
+    """What to parse in the choices of one request; calling it makes a parser. `initial_field`: the
+    region in which the prompt ends. Without `allowed_tools`, calls are not parsed."""
 
-    dialect: ChatFormat
+    chat_format: ChatFormat
     fields: tuple[ResponseTemplateField, ...]
-    offer: AllowedTools | None
-    implicit: str  # the kind of text that is in no region
-    inside: ResponseTemplateField | None = None
+    allowed_tools: AllowedTools | None
+    default_kind: str  # of text outside all regions
+    initial_field: ResponseTemplateField | None = None
 
     def __call__(self) -> StreamingParser:
         return StreamingParser(self)
 
 
 def make_parser_config(
-    dialect: ChatFormat, offer: AllowedTools | None, reasoning: bool, begun: str
+    chat_format: ChatFormat,
+    allowed_tools: AllowedTools | None,
+    separate_reasoning: bool,
+    answer_prefix: str,
 ) -> ParserConfig | None:
-    """`reasoning`: it is told apart. `begun`: what the prompt has of the answer already. None if there is nothing to listen for."""
-    template = dialect.template
-    wanted = {"content": True, "reasoning": reasoning, "call": offer is not None, "": dialect.own}
+    """`answer_prefix`: what the prompt holds of the answer already. None if there is nothing to
+    parse."""
+    template = chat_format.template
+    wanted = {
+        "content": True,
+        "reasoning": separate_reasoning,
+        "call": allowed_tools is not None,
+        "": chat_format.from_tokenizer,
+    }
     fields = tuple(
         field
         for name, field in template.fields.items()
-        if wanted[kind_of(name)] and field.open_re is not None
+        if wanted[field_kind(name)] and field.open_re is not None
     )
     if not fields:
         return None
-    splitter = Splitter([field for field in fields if field.name != CALLS])
-    for _ in splitter.feed(begun):
+    splitter = MarkerSplitter([field for field in fields if field.name != CALLS])
+    for _ in splitter.feed(answer_prefix):
         pass
-    implicit = kind_of(template.implicit) if template.implicit is not None else ""
-    return ParserConfig(dialect, fields, offer, implicit, splitter.inside)
+    default_kind = field_kind(template.implicit) if template.implicit is not None else ""
+    return ParserConfig(chat_format, fields, allowed_tools, default_kind, splitter.region)
 
 
-class Blanks:
-    """Holds back the blanks at the end of a text that grows by parts, and drops those at its beginning if `fresh`."""
+class WhitespaceFilter:
+    """Holds back trailing whitespace of a growing text; drops leading one if `strip_leading`."""
 
     def __init__(self) -> None:
-        self.fresh = False
+        self.strip_leading = False
         self.held = ""
 
     def feed(self, text: str) -> str:
-        if self.fresh:
+        if self.strip_leading:
             text = text.lstrip()
-            self.fresh = not text
+            self.strip_leading = not text
         text = self.held + text
         out = text.rstrip()
         self.held = text[len(out) :]
@@ -83,101 +98,99 @@ class Blanks:
 
 
 class StreamingParser:
-    def __init__(self, hearing: ParserConfig) -> None:
-        self.hearing = hearing
-        self._splitter = Splitter(hearing.fields, hearing.inside)
-        self._calls = ToolCallParser(hearing.offer or AllowedTools(()))
-        self._reader: CallReader | None = None
-        self._content = Blanks()
-        self._thought = Blanks()
-        self._kind = hearing.implicit
-        self._after_region = False  # there was one behind the last content
-        self._silent = True  # no content yet
-        if hearing.inside is not None:
-            self._enter(hearing.inside)
+    def __init__(self, config: ParserConfig) -> None:
+        self.config = config
+        self._splitter = MarkerSplitter(config.fields, config.initial_field)
+        self._call_state = ToolCallState(config.allowed_tools or AllowedTools(()))
+        self._call_reader: CallReader | None = None
+        self._content_whitespace = WhitespaceFilter()
+        self._reasoning_whitespace = WhitespaceFilter()
+        self._kind = config.default_kind
+        self._after_region = False  # since the last content
+        self._no_content_yet = True
+        if config.initial_field is not None:
+            self._enter_region(config.initial_field)
 
     @property
-    def held(self) -> int:
-        return self._splitter.held
+    def num_held(self) -> int:
+        return self._splitter.num_held
 
     @property
-    def reasoning(self) -> bool:
+    def in_reasoning(self) -> bool:
         return self._kind == "reasoning"
 
     @property
-    def over(self) -> bool:
-        return self._calls.over
+    def done(self) -> bool:
+        return self._call_state.done
 
     def feed(self, text: str) -> list[OutputPart]:
-        return self._hear(self._splitter.feed(text)) if text else []
+        return self._process(self._splitter.feed(text)) if text else []
 
-    def end(self, whole: bool) -> list[OutputPart]:
-        said = self._hear(self._splitter.end())
-        if self._reader is not None and not self.over:
-            self._tell(self._reader.end("", whole), said)
-        if self._content.held and not self._after_region:
-            said.append(ContentDelta(self._content.held))
-        return said
+    def end(self, complete: bool) -> list[OutputPart]:
+        parts = self._process(self._splitter.end())
+        if self._call_reader is not None and not self.done:
+            self._emit(self._call_reader.end("", complete), parts)
+        if self._content_whitespace.held and not self._after_region:
+            parts.append(ContentDelta(self._content_whitespace.held))
+        return parts
 
-    def _hear(self, events: Iterable[Event]) -> list[OutputPart]:
-        said: list[OutputPart] = []
+    def _process(self, events: Iterable[SplitEvent]) -> list[OutputPart]:
+        parts: list[OutputPart] = []
         for event in events:
-            if self.over:
+            if self.done:
                 continue
             match event:
-                case Opened():
-                    self._open(event, said)
-                case Body(text):
-                    self._body(text, said)
-                case Closed(mark):
-                    self._close(mark, said)
-        return said
+                case RegionOpened():
+                    self._open_region(event, parts)
+                case RegionText(text):
+                    self._add_text(text, parts)
+                case RegionClosed(mark):
+                    self._close_region(mark, parts)
+        return parts
 
-    def _open(self, opened: Opened, said: list[OutputPart]) -> None:
+    def _open_region(self, opened: RegionOpened, parts: list[OutputPart]) -> None:
         field = opened.field
         if field.name == CALLS:
-            spec = self.hearing.dialect.spec["fields"][CALLS]
-            self._kind, self._reader = (
-                "call",
-                reader_of(self._calls, field, spec, opened.mark, opened.names),
-            )
-            self._tell(self._reader.feed(""), said)
+            spec = self.config.chat_format.spec["fields"][CALLS]
+            self._kind = "call"
+            self._call_reader = make_call_reader(self._call_state, field, spec, opened)
+            self._emit(self._call_reader.feed(""), parts)
         else:
-            self._enter(field)
+            self._enter_region(field)
 
-    def _enter(self, field: ResponseTemplateField) -> None:
-        self._kind = kind_of(field.name)
-        if self.reasoning:
-            self._thought.fresh = not self._thought.held
+    def _enter_region(self, field: ResponseTemplateField) -> None:
+        self._kind = field_kind(field.name)
+        if self.in_reasoning:
+            self._reasoning_whitespace.strip_leading = not self._reasoning_whitespace.held
             self._leave_content()
 
     def _leave_content(self) -> None:
-        """Blanks from here on are between a region and what follows it."""
+        """Whitespace from here on lies between a region and what follows it."""
         self._after_region = True
-        self._content.fresh = self._silent
+        self._content_whitespace.strip_leading = self._no_content_yet
 
-    def _body(self, text: str, said: list[OutputPart]) -> None:
-        if self._reader is not None:
-            self._tell(self._reader.feed(text), said)
-        elif self.reasoning:
-            if out := self._thought.feed(text):
-                said.append(ReasoningDelta(out))
+    def _add_text(self, text: str, parts: list[OutputPart]) -> None:
+        if self._call_reader is not None:
+            self._emit(self._call_reader.feed(text), parts)
+        elif self.in_reasoning:
+            if out := self._reasoning_whitespace.feed(text):
+                parts.append(ReasoningDelta(out))
         elif self._kind == "content":
-            self._tell([ContentDelta(text)], said)
+            self._emit([ContentDelta(text)], parts)
 
-    def _close(self, mark: str, said: list[OutputPart]) -> None:
-        if self._reader is not None:
-            reader, self._reader = self._reader, None
-            self._tell(reader.end(mark, whole=True), said)
-        self._kind = self.hearing.implicit
+    def _close_region(self, mark: str, parts: list[OutputPart]) -> None:
+        if self._call_reader is not None:
+            reader, self._call_reader = self._call_reader, None
+            self._emit(reader.end(mark, complete=True), parts)
+        self._kind = self.config.default_kind
 
-    def _tell(self, parts: Iterable[OutputPart], said: list[OutputPart]) -> None:
+    def _emit(self, parts: Iterable[OutputPart], out_parts: list[OutputPart]) -> None:
         for part in parts:
             if isinstance(part, CallStart):
                 self._leave_content()
             if isinstance(part, ContentDelta):
-                if out := self._content.feed(part.text):
-                    said.append(ContentDelta(out))
-                    self._after_region = self._silent = False
+                if out := self._content_whitespace.feed(part.text):
+                    out_parts.append(ContentDelta(out))
+                    self._after_region = self._no_content_yet = False
             else:
-                said.append(part)
+                out_parts.append(part)

@@ -1,8 +1,8 @@
-"""Manners: how a chat template wants tools, calls and results put before it.
+"""Probes a chat template: how it wants tools, calls and results.
 
-Owns: a small conversation that is rendered in each way that templates of known models want, until one shows all of it.
-Promises: what is found is what the template does, whatever its source looks like; a template that shows no tools, or can't show a
-call, is said to know none. Must not: know a request.
+Renders a small conversation in each way that templates of known models want, until one shows all of
+it. A template that shows no tools or no call is reported as not supporting tools. Must not: know a
+request.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
 
 Json = dict[str, Any]
-NoContent = Literal["left out", "null", "empty"]
-NO_CONTENT: tuple[NoContent, ...] = ("left out", "null", "empty")
-ID = "abcdef012"  # nine letters or digits: some want no other
-TOOL: Json = {
+EmptyContent = Literal["left out", "null", "empty"]
+EMPTY_CONTENTS: tuple[EmptyContent, ...] = ("left out", "null", "empty")
+PROBE_ID = "abcdef012"  # some templates accept only nine letters or digits
+PROBE_TOOL: Json = {
     "type": "function",
     "function": {
         "name": "tool",
@@ -30,58 +30,62 @@ TOOL: Json = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """`native`: the template shows tools, calls and results. `text_arguments`: it wants arguments as text, not as an object.
-    `no_content`: what it wants beside calls if nothing is said. `single`: it shows but one call in a turn. `short_ids`: it wants
-    ids of nine letters or digits."""
+    """`supports_tools`: the template shows tools, calls and results. `string_arguments`: it wants
+    arguments as text, not as an object. `empty_content`: what it wants beside calls without
+    content. `single_call`: it shows one call per turn. `short_ids`: ids must be nine letters or
+    digits."""
 
-    native: bool = False
-    text_arguments: bool = False
-    no_content: NoContent = "left out"
-    single: bool = False
+    supports_tools: bool = False
+    string_arguments: bool = False
+    empty_content: EmptyContent = "left out"
+    single_call: bool = False
     short_ids: bool = False
 
 
-PLAIN = TemplateCapabilities()
+NO_TOOLS = TemplateCapabilities()
 
 
-def detect_capabilities(text: ModelTokenizer) -> TemplateCapabilities:
-    if text.chat_template is None:
-        return PLAIN
-    for text_arguments, no_content in itertools.product((False, True), NO_CONTENT):
-        manners = TemplateCapabilities(True, text_arguments, no_content)
-        if shows(text, manners, ["first"]):
-            single = not shows(text, manners, ["first", "second"])
+def detect_capabilities(tokenizer: ModelTokenizer) -> TemplateCapabilities:
+    if tokenizer.chat_template is None:
+        return NO_TOOLS
+    for string_arguments, empty_content in itertools.product((False, True), EMPTY_CONTENTS):
+        capabilities = TemplateCapabilities(True, string_arguments, empty_content)
+        if renders_calls(tokenizer, capabilities, ["first"]):
+            single = not renders_calls(tokenizer, capabilities, ["first", "second"])
             return dataclasses.replace(
-                manners,
-                single=single,
-                short_ids=not shows(text, manners, ["first"], "call_0123456789"),
+                capabilities,
+                single_call=single,
+                short_ids=not renders_calls(tokenizer, capabilities, ["first"], "call_0123456789"),
             )
-    return PLAIN
+    return NO_TOOLS
 
 
-def shows(
-    text: ModelTokenizer, manners: TemplateCapabilities, said: Sequence[str], id: str = ID
+def renders_calls(
+    tokenizer: ModelTokenizer,
+    capabilities: TemplateCapabilities,
+    words: Sequence[str],
+    id: str = PROBE_ID,
 ) -> bool:
-    """All that is in a conversation with calls that have these arguments."""
-    calls = [call_of(f"called-{word}", id, manners) for word in said]
-    results = [{"role": "tool", "tool_call_id": id, "content": f"gave-{word}"} for word in said]
-    turns = [{"role": "user", "content": "asked"}, turn_of(calls, manners), *results]
+    """Whether the prompt shows all of a conversation with calls of these arguments."""
+    calls = [make_call(f"called-{word}", id, capabilities) for word in words]
+    results = [{"role": "tool", "tool_call_id": id, "content": f"gave-{word}"} for word in words]
+    turns = [{"role": "user", "content": "asked"}, make_call_turn(calls, capabilities), *results]
     try:
-        prompt = text.apply_chat_template(turns, tools=[TOOL])
+        prompt = tokenizer.apply_chat_template(turns, tools=[PROBE_TOOL])
     except TokenizerError:
         return False
-    wanted = ["told-of-it", *(f"{what}-{word}" for what in ("called", "gave") for word in said)]
+    wanted = ["told-of-it", *(f"{what}-{word}" for what in ("called", "gave") for word in words)]
     return all(word in prompt for word in wanted) and "None" not in prompt
 
 
-def turn_of(calls: list[Json], manners: TemplateCapabilities) -> Json:
-    """The turn of one who calls and says nothing."""
+def make_call_turn(calls: list[Json], capabilities: TemplateCapabilities) -> Json:
+    """An assistant's turn of calls without content."""
     content: Json = {"left out": {}, "null": {"content": None}, "empty": {"content": ""}}[
-        manners.no_content
+        capabilities.empty_content
     ]
     return {"role": "assistant", **content, "tool_calls": calls}
 
 
-def call_of(word: str, id: str, manners: TemplateCapabilities) -> Json:
-    arguments = f'{{"word": "{word}"}}' if manners.text_arguments else {"word": word}
+def make_call(word: str, id: str, capabilities: TemplateCapabilities) -> Json:
+    arguments = f'{{"word": "{word}"}}' if capabilities.string_arguments else {"word": word}
     return {"id": id, "type": "function", "function": {"name": "tool", "arguments": arguments}}

@@ -1,9 +1,9 @@
-"""Calls: from the text of a call's region to the call.
+"""Parses tool calls from the text of a call's region.
 
-Owns: how a name and arguments are read out of JSON as it comes, or by `transformers` once a region is whole. Promises: the same
-calls however the text arrives, and never one of a tool that was not offered; arguments of JSON go out as they come; what turns out
-to be no call is given back as content, to the letter, with the mark that opened it.
-Must not: look for marks (splitter.py).
+JSON is parsed as it streams; other forms by `transformers` once the region is complete. Promises:
+the calls do not depend on how the text is cut; every call is of an allowed tool; JSON arguments
+stream as they come. Text that is no call returns as content, unchanged, with its marker. Must not:
+look for markers (marker_splitter.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import regex
 
+from counterpoint.serve.output_parsing.marker_splitter import RegionOpened
 from counterpoint.serve.output_parsing.output_parser import (
     CallArguments,
     CallStart,
@@ -28,89 +29,87 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 Json = dict[str, Any]
-MOST_CHARACTERS = 2**18  # of a call that is read only once it is whole
-HEAD = regex.compile(
+MAX_CALL_CHARACTERS = 2**18  # of a call that can't be streamed
+# The start of a call, up to its arguments.
+CALL_HEAD = regex.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:'
-)  # then its arguments follow
+)
 BRACKETS = regex.compile(r'["{}\[\]]')
 QUOTES = regex.compile(r'["\\]')
 QUOTED_OR_NESTED = '"{['
-HEAD_CHARACTERS = 1024  # of HEAD: bounds the work of looking for it
+MAX_HEAD_CHARACTERS = 1024  # bounds the work for CALL_HEAD
 SEPARATORS = " \t\r\n,;[]"
 ENDS_OF_WORDS = " \t\r\n,}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """The tools of a request. `tools`: as the API has them. Not `parallel`: one call, and the answer is over."""
+    """The tools of a request, as the API has them. Without `parallel`, the answer ends after one
+    call."""
 
     tools: tuple[Json, ...]
     parallel: bool = True
-    new_id: Callable[[], str] = new_call_id
+    make_call_id: Callable[[], str] = new_call_id
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-class ToolCallParser:
-    """The calls of one choice, so far."""
+class ToolCallState:
+    """The calls of one choice so far."""
 
-    def __init__(self, offer: AllowedTools) -> None:
-        self.offer = offer
+    def __init__(self, allowed_tools: AllowedTools) -> None:
+        self.allowed_tools = allowed_tools
         self.count = 0
-        self.over = False
-        self._names = offer.names
+        self.done = False
+        self._names = allowed_tools.names
 
-    def knows(self, name: object) -> bool:
+    def is_allowed(self, name: object) -> bool:
         return isinstance(name, str) and name in self._names
 
-    def start(self, name: str) -> CallStart:
+    def start_call(self, name: str) -> CallStart:
         self.count += 1
-        return CallStart(self.count - 1, self.offer.new_id(), name)
+        return CallStart(self.count - 1, self.allowed_tools.make_call_id(), name)
 
-    def more(self, arguments: str) -> CallArguments:
-        """Of the call that was started last."""
+    def add_arguments(self, arguments: str) -> CallArguments:
+        """To the call that was started last."""
         return CallArguments(self.count - 1, arguments)
 
-    def finish(self) -> None:
-        self.over = self.over or not self.offer.parallel
+    def finish_call(self) -> None:
+        self.done = self.done or not self.allowed_tools.parallel
 
 
 class CallReader(Protocol):
-    """Reads one region. After `end` it is not used again."""
+    """Reads one region. Not used again after `end`."""
 
     def feed(self, text: str) -> list[OutputPart]: ...
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
-        """The region ends with `mark`, or with the answer; `whole`: as it should."""
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
+        """The region ends with `mark`, or with the output. `complete`: it ends as it should."""
         ...
 
 
-def reader_of(
-    calls: ToolCallParser,
-    field: ResponseTemplateField,
-    spec: Json,
-    mark: str,
-    names: dict[str, str],
+def make_call_reader(
+    calls: ToolCallState, field: ResponseTemplateField, spec: Json, opened: RegionOpened
 ) -> CallReader:
-    """For a region of `field`, whose data in the template is `spec`, opened by `mark` with these `names`."""
+    """For the region `opened` of `field`, with `spec` in the template."""
     if field.content != "json" or set(field.content_args) - {"allow_non_json"}:
-        return WholeReader(calls, spec, mark, must_close=field.close_re is not None)
-    return JsonReader(calls, mark, names.get("name"))
+        return BufferedCallReader(calls, spec, opened.mark, must_close=field.close_re is not None)
+    return JsonCallReader(calls, opened.mark, opened.names.get("name"))
 
 
 class JsonState(enum.Enum):
     BETWEEN = "between objects"
     HEAD = "an object, up to its arguments"
-    OBJECT = "an object that is not in the usual order: it must be whole"
+    OBJECT = "an object in another order, which must be complete"
     VALUE = "the arguments"
-    TAIL = "what of the object is behind the arguments"
+    TAIL = "the rest of the object after the arguments"
     TEXT = "no call: all of it is content"
 
 
 class CallObject(msgspec.Struct):
-    """A call as models write it. Both names of the arguments are in use."""
+    """A call as models write it, with either name of the arguments."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"")
@@ -120,16 +119,17 @@ class CallObject(msgspec.Struct):
 decode_call = msgspec.json.Decoder(CallObject).decode
 
 
-class Nesting:
-    """Finds the end of a JSON value, by brackets and quotes."""
+class JsonScanner:
+    """Finds the end of a JSON value by its brackets and quotes."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
         self._quoted = False
-        self._skip = 0  # of the next text: a backslash was the last of this one
+        self._skip = 0  # of the next text, after a backslash at the end of this one
 
-    def end(self, text: str) -> int:
-        """The place behind the value's end; -1 if it is not in `text`. Each text is behind the one before."""
+    def find_end(self, text: str) -> int:
+        """The position after the value's end, -1 if it is not in `text`. Each text follows the one
+        before."""
         at, self._skip = self._skip, 0
         while (found := (QUOTES if self._quoted else BRACKETS).search(text, at)) is not None:
             at = found.end()
@@ -148,160 +148,167 @@ class Nesting:
         return -1
 
 
-class JsonReader:
-    """Calls as JSON objects with a name and arguments, one behind another or in a list. With `name`, the text begins with the
-    arguments of that tool."""
+class JsonCallReader:
+    """Calls as JSON objects with name and arguments, in sequence or in a list. With `name`, the
+    text begins with the arguments of that tool."""
 
-    def __init__(self, calls: ToolCallParser, mark: str, name: str | None = None) -> None:
+    def __init__(self, calls: ToolCallState, mark: str, name: str | None = None) -> None:
         self.calls = calls
         self.state = JsonState.BETWEEN
-        self._given = mark  # what is given back if no call comes of it
-        self._held = ""  # of the object or value at hand: what is not decided yet
-        self._nesting = Nesting()
-        self._named = name is not None
-        self._first = ""  # character of the arguments
-        self._called = False
-        self._begun: list[OutputPart] = []
+        self._returned_text = mark  # content if this is no call
+        self._pending = ""  # undecided text of the current object or value
+        self._scanner = JsonScanner()
+        self._name_in_marker = name is not None
+        self._first_character = ""  # of the arguments
+        self._any_call = False
+        self._queued_parts: list[OutputPart] = []
         if name is not None:
-            self._begin(name, "", self._begun)
+            self._start_call(name, "", self._queued_parts)
 
     def feed(self, text: str) -> list[OutputPart]:
-        said, self._begun = self._begun, []
-        while text and not self.calls.over:
-            text = self._step(text, said)
-        return said
+        parts, self._queued_parts = self._queued_parts, []
+        while text and not self.calls.done:
+            text = self._read(text, parts)
+        return parts
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
-        said, self._begun = self._begun, []
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
+        parts, self._queued_parts = self._queued_parts, []
         if self.state in (JsonState.VALUE, JsonState.TAIL):
-            if (
-                self.state is JsonState.VALUE and self._first != "{"
-            ):  # an object has gone out as it came
-                whole = whole or bool(mark)
-                said.append(self.calls.more(arguments_of(self._held) if whole else self._held))
-            self.calls.finish()
-        elif not self._called or self._held:
-            said.append(ContentDelta(self._given + self._held + mark))
+            # An object has been streamed already; another value has not.
+            if self.state is JsonState.VALUE and self._first_character != "{":
+                ended = complete or bool(mark)
+                value = normalise_arguments(self._pending) if ended else self._pending
+                parts.append(self.calls.add_arguments(value))
+            self.calls.finish_call()
+        elif not self._any_call or self._pending:
+            parts.append(ContentDelta(self._returned_text + self._pending + mark))
         return [
-            part for part in said if not isinstance(part, ContentDelta | CallArguments) or part.text
+            part
+            for part in parts
+            if not isinstance(part, ContentDelta | CallArguments) or part.text
         ]
 
-    def _step(self, text: str, said: list[OutputPart]) -> str:
-        """Read some of `text`; what of it is left to read."""
+    def _read(self, text: str, parts: list[OutputPart]) -> str:
+        """Reads some of `text`; returns the rest."""
         match self.state:
             case JsonState.BETWEEN:
-                return self._between(text, said)
+                return self._read_between(text, parts)
             case JsonState.HEAD:
-                return self._head(text, said)
+                return self._read_head(text, parts)
             case JsonState.OBJECT:
-                return self._object(text, said)
+                return self._read_object(text, parts)
             case JsonState.VALUE:
-                return self._value(text, said)
+                return self._read_value(text, parts)
             case JsonState.TAIL:
-                return self._tail(text)
+                return self._read_tail(text)
             case JsonState.TEXT:
-                return self._give_back(text, said)
+                return self._return_as_content(text, parts)
 
-    def _between(self, text: str, said: list[OutputPart]) -> str:
+    def _read_between(self, text: str, parts: list[OutputPart]) -> str:
         rest = text.lstrip(SEPARATORS)
-        self._given += text[: len(text) - len(rest)]
+        self._returned_text += text[: len(text) - len(rest)]
         if not rest:
             return ""
         if rest[0] != "{":
-            return self._give_back(rest, said)
-        self.state, self._nesting = JsonState.HEAD, Nesting()
+            return self._return_as_content(rest, parts)
+        self.state, self._scanner = JsonState.HEAD, JsonScanner()
         return rest
 
-    def _head(self, text: str, said: list[OutputPart]) -> str:
-        text, self._held = self._held + text, ""
-        found = HEAD.match(text, partial=True)
-        if found is None or found.end() > HEAD_CHARACTERS:
+    def _read_head(self, text: str, parts: list[OutputPart]) -> str:
+        text, self._pending = self._pending + text, ""
+        found = CALL_HEAD.match(text, partial=True)
+        if found is None or found.end() > MAX_HEAD_CHARACTERS:
             self.state = JsonState.OBJECT
             return text
         if found.partial:
-            self._held = text
+            self._pending = text
             return ""
         try:
             name = msgspec.json.decode(found[1])
         except msgspec.DecodeError:
             name = ""
-        return text[found.end() :] if self._begin(name, text, said) else ""
+        return text[found.end() :] if self._start_call(name, text, parts) else ""
 
-    def _begin(self, name: str, text: str, said: list[OutputPart]) -> bool:
-        """The call of `name`, if there is such a tool; else `text` is given back."""
-        if not self.calls.knows(name):
-            self._give_back(text, said)
+    def _start_call(self, name: str, text: str, parts: list[OutputPart]) -> bool:
+        """Starts the call if the tool is allowed; else returns `text` as content."""
+        if not self.calls.is_allowed(name):
+            self._return_as_content(text, parts)
             return False
-        said.append(self.calls.start(name))
-        self._called, self._given, self._first, self.state = True, "", "", JsonState.VALUE
-        self._nesting = Nesting()
+        parts.append(self.calls.start_call(name))
+        self._any_call = True
+        self._returned_text = self._first_character = ""
+        self.state, self._scanner = JsonState.VALUE, JsonScanner()
         return True
 
-    def _object(self, text: str, said: list[OutputPart]) -> str:
-        end = self._nesting.end(text)
+    def _read_object(self, text: str, parts: list[OutputPart]) -> str:
+        end = self._scanner.find_end(text)
         if end < 0:
-            self._held += text
-            return "" if len(self._held) <= MOST_CHARACTERS else self._give_back("", said)
-        whole, self._held = self._held + text[:end], ""
+            self._pending += text
+            if len(self._pending) > MAX_CALL_CHARACTERS:
+                return self._return_as_content("", parts)
+            return ""
+        whole, self._pending = self._pending + text[:end], ""
         try:
             call = decode_call(whole)
         except (msgspec.DecodeError, RecursionError):
-            return self._give_back(whole + text[end:], said)
-        if not self._begin(call.name, whole + text[end:], said):
+            return self._return_as_content(whole + text[end:], parts)
+        if not self._start_call(call.name, whole + text[end:], parts):
             return ""
-        said.append(
-            self.calls.more(arguments_of(bytes(call.arguments or call.parameters).decode()))
-        )
+        arguments = bytes(call.arguments or call.parameters).decode()
+        parts.append(self.calls.add_arguments(normalise_arguments(arguments)))
         self.state = JsonState.BETWEEN
-        self.calls.finish()
+        self.calls.finish_call()
         return text[end:]
 
-    def _value(self, text: str, said: list[OutputPart]) -> str:
-        if not self._first:
+    def _read_value(self, text: str, parts: list[OutputPart]) -> str:
+        if not self._first_character:
             text = text.lstrip()
-            self._first = text[:1]
+            self._first_character = text[:1]
             if not text:
                 return ""
-        end = self._nesting.end(text) if self._first in QUOTED_OR_NESTED else end_of_word(text)
+        end = (
+            self._scanner.find_end(text)
+            if self._first_character in QUOTED_OR_NESTED
+            else find_word_end(text)
+        )
         part = text if end < 0 else text[:end]
-        if self._first == "{":
-            said.append(self.calls.more(part))
+        if self._first_character == "{":
+            parts.append(self.calls.add_arguments(part))
         else:
-            self._held += part
+            self._pending += part
         if end < 0:
             return ""
-        if self._first != "{":
-            said.append(self.calls.more(arguments_of(self._held)))
-        self._held = ""
-        self.state, self._nesting = JsonState.TAIL, Nesting(depth=1)
-        if self._named:
+        if self._first_character != "{":
+            parts.append(self.calls.add_arguments(normalise_arguments(self._pending)))
+        self._pending = ""
+        self.state, self._scanner = JsonState.TAIL, JsonScanner(depth=1)
+        if self._name_in_marker:
             self.state = JsonState.BETWEEN
-            self.calls.finish()
+            self.calls.finish_call()
         return text[end:]
 
-    def _tail(self, text: str) -> str:
-        end = self._nesting.end(text)
+    def _read_tail(self, text: str) -> str:
+        end = self._scanner.find_end(text)
         if end < 0:
             return ""
         self.state = JsonState.BETWEEN
-        self.calls.finish()
+        self.calls.finish_call()
         return text[end:]
 
-    def _give_back(self, text: str, said: list[OutputPart]) -> str:
-        """No call, from here to the region's end."""
-        said.append(ContentDelta(self._given + self._held + text))
-        self._given = self._held = ""
+    def _return_as_content(self, text: str, parts: list[OutputPart]) -> str:
+        """There is no call from here to the region's end."""
+        parts.append(ContentDelta(self._returned_text + self._pending + text))
+        self._returned_text = self._pending = ""
         self.state = JsonState.TEXT
         return ""
 
 
-def end_of_word(text: str) -> int:
+def find_word_end(text: str) -> int:
     return next((at for at, character in enumerate(text) if character in ENDS_OF_WORDS), -1)
 
 
-def arguments_of(value: str) -> str:
-    """The arguments as a client wants them, if they are anything but an object: some models write them as a string that holds JSON,
-    and none at all as null."""
+def normalise_arguments(value: str) -> str:
+    """Some models write arguments as a string that holds JSON, and none as null."""
     if not value.strip() or value == "null":
         return "{}"
     if not value.startswith('"'):
@@ -312,70 +319,66 @@ def arguments_of(value: str) -> str:
         return value
 
 
-class WholeReader:
-    """Regions in any other form: read once they are whole, by `transformers`, which casts arguments as the tools' schemas say."""
+class BufferedCallReader:
+    """Reads regions of any other form once complete. `transformers` casts arguments by the tools'
+    schemas."""
 
-    def __init__(self, calls: ToolCallParser, spec: Json, mark: str, must_close: bool) -> None:
+    def __init__(self, calls: ToolCallState, spec: Json, mark: str, must_close: bool) -> None:
         self.calls = calls
         self._spec = {"start_anchor_pattern": r"\A", "fields": {"content": {}, "tool_calls": spec}}
         self._text = mark
         self._must_close = must_close
-        self._given_back = False
+        self._returned = False
 
     def feed(self, text: str) -> list[OutputPart]:
-        if self._given_back:
+        if self._returned:
             return [ContentDelta(text)]
         self._text += text
-        if len(self._text) <= MOST_CHARACTERS:
+        if len(self._text) <= MAX_CALL_CHARACTERS:
             return []
-        self._given_back = True
+        self._returned = True
         return [ContentDelta(self._text)]
 
-    def end(self, mark: str, whole: bool) -> list[OutputPart]:
-        text = mark if self._given_back else self._text + mark
-        calls = (
-            []
-            if self._given_back or not (whole or mark or not self._must_close)
-            else self._read(text)
-        )
+    def end(self, mark: str, complete: bool) -> list[OutputPart]:
+        text = mark if self._returned else self._text + mark
+        ended = complete or mark or not self._must_close
+        calls = self._parse(text) if ended and not self._returned else []
         if not calls:
             return [ContentDelta(text)] if text else []
-        said: list[OutputPart] = []
+        parts: list[OutputPart] = []
         for name, arguments in calls:
-            if not self.calls.over:
-                said += [self.calls.start(name), self.calls.more(arguments)]
-                self.calls.finish()
-        return said
+            if not self.calls.done:
+                parts += [self.calls.start_call(name), self.calls.add_arguments(arguments)]
+                self.calls.finish_call()
+        return parts
 
-    def _read(self, text: str) -> list[tuple[str, str]]:
-        """Empty if it is anything but calls of known tools."""
+    def _parse(self, text: str) -> list[tuple[str, str]]:
+        """Empty unless the text is calls of allowed tools and nothing else."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
             message = parse_response(
-                text, self._spec, prefix="", tools=list(self.calls.offer.tools)
+                text, self._spec, prefix="", tools=list(self.calls.allowed_tools.tools)
             )
             found = [
                 (call["function"]["name"], call["function"]["arguments"])
-                for call in flat(message.get("tool_calls"))
+                for call in flatten(message.get("tool_calls"))
             ]
-            written = [(name, encode(arguments or {}).decode()) for name, arguments in found]
-        except Exception:  # a template is a program that runs on what the model wrote
+            calls = [(name, encode(arguments or {}).decode()) for name, arguments in found]
+        except Exception:  # a template may fail in any way on what the model wrote
             return []
-        return (
-            []
-            if message.get("content") or not all(self.calls.knows(name) for name, _ in written)
-            else written
-        )
+        if message.get("content") or not all(self.calls.is_allowed(name) for name, _ in calls):
+            return []
+        return calls
 
 
 encode = msgspec.json.encode
 
 
-def flat(value: Any) -> Iterator[Any]:
-    """The calls in what a template made of them: one, a list, or lists in a list."""
+def flatten(value: Any) -> Iterator[Any]:
+    """The calls that a template made: one, a list, or nested lists."""
     if isinstance(value, list):
         for one in value:
-            yield from flat(one)
+            yield from flatten(one)
     elif value is not None:
         yield value

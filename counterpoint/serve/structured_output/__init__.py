@@ -1,1 +1,1 @@
-"""What an answer must look like: from a request's word for it to a grammar that has been tried."""
+"""Structured output: from a request's schema, pattern or grammar to a checked grammar."""

@@ -1,9 +1,8 @@
-"""Structure, checked: from what a request says to a grammar that has been tried.
+"""Finds the structure that a request asks for, and checks its grammar in another process.
 
-Owns: which fields ask for a structure; a process that tries grammars (process.py). Promises: what is wrong, or costs too
-much, is a 400 that names the field; nothing a client sends is compiled in this process, or holds up its event loop; a server that
-never sees a structure never starts the process; a process that dies is replaced.
-Must not: know how a grammar is written (grammar.py does).
+Promises: an invalid or too costly structure is a 400 that names the field. Client input is compiled
+only in checker_process.py, which starts with the first structure and is restarted when it dies; the
+event loop never waits for it. Must not: write grammars (grammar.py does).
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.serve.api.limits import Overloaded
-from counterpoint.serve.api.openai import ApiError, GenerationRequest, SampledRequest
+from counterpoint.serve.api.errors import ApiError, Overloaded
+from counterpoint.serve.api.openai import GenerationRequest, SampledRequest
 from counterpoint.serve.structured_output.grammar import (
     JSON_OBJECT,
     MAX_CHARACTERS,
     CheckerSetup,
     CheckRequest,
     CheckResult,
-    Kind,
+    StructureKind,
 )
 from counterpoint.spec.source import ModelSource
 
-FIELDS: dict[str, Kind] = {
+STRUCTURE_FIELDS: dict[str, StructureKind] = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "lark",
@@ -42,130 +41,123 @@ FIELDS: dict[str, Kind] = {
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
-PARTS: dict[str, Kind] = {
+# By member of structured_outputs.
+STRUCTURED_OUTPUTS_KINDS: dict[str, StructureKind] = {
     "json_": "json",
     "regex": "regex",
     "choice": "choice",
     "grammar": "lark",
-}  # of structured_outputs
-WAITING = 64  # checks that may wait for others
-KNOWN = 64  # verdicts that are kept
+}
+MAX_WAITING = 64  # checks
+MAX_CACHED = 64  # results
 TOO_COSTLY = "compiling it takes too much time or memory, or it nests too deeply"
 log = logging.getLogger(__name__)
 encode = msgspec.json.encode
 
 
 class WantedStructure(msgspec.Struct, frozen=True):
-    """What an answer must look like, as the field `param` says it. `value`: for "json" a schema, or its JSON text; for "choice" the
-    texts. `after`: what it comes after, as grammar.py's `following` has it."""
+    """The structure of an answer, as the field `param` has it. `value`: for "json" a schema or its
+    JSON text, for "choice" the texts. `outer_grammar`: see grammar.embed_answer."""
 
-    kind: Kind
+    kind: StructureKind
     value: Any
     param: str
     strict: bool = True
-    after: str = ""
+    outer_grammar: str = ""
 
 
-def wanted_of(request: SampledRequest) -> WantedStructure | None:
-    """Raises ApiError if it is said in two ways."""
-    # Not by model_dump: it copies, and a schema may be large.
+def find_structure(request: SampledRequest) -> WantedStructure | None:
+    """Raises ApiError if more than one is given."""
+    # model_dump would copy, and a schema may be large.
     found = [
-        WantedStructure(FIELDS[name], value, name)
+        WantedStructure(STRUCTURE_FIELDS[name], value, name)
         for name, value in request
-        if name in FIELDS and (value or value == {})
+        if name in STRUCTURE_FIELDS and (value or value == {})
     ]
     for name, value in request.structured_outputs or ():
         if name == "json_object" and value:
             found.append(WantedStructure("json", JSON_OBJECT, "structured_outputs"))
-        elif name in PARTS and value is not None:
-            found.append(WantedStructure(PARTS[name], value, "structured_outputs"))
+        elif name in STRUCTURED_OUTPUTS_KINDS and value is not None:
+            found.append(
+                WantedStructure(STRUCTURED_OUTPUTS_KINDS[name], value, "structured_outputs")
+            )
     if isinstance(request, GenerationRequest) and request.response_format is not None:
         form = request.response_format
         if form.json_schema is not None and form.type == "json_schema":
-            found.append(
-                WantedStructure(
-                    "json",
-                    form.json_schema.schema_,
-                    "response_format",
-                    form.json_schema.strict is not False,
-                )
-            )
+            schema, strict = form.json_schema.schema_, form.json_schema.strict is not False
+            found.append(WantedStructure("json", schema, "response_format", strict))
         elif form.type == "json_object":
-            found.append(
-                WantedStructure(
-                    "json", JSON_OBJECT if form.schema_ is None else form.schema_, "response_format"
-                )
-            )
+            schema = JSON_OBJECT if form.schema_ is None else form.schema_
+            found.append(WantedStructure("json", schema, "response_format"))
     if len(found) > 1:
         names = " and ".join(dict.fromkeys(wanted.param for wanted in found))
         raise ApiError(
             400,
-            f"{names} say in {len(found)} ways what the answer must look like: give one",
+            f"{names} give {len(found)} structures for the answer: give one",
             param=found[1].param,
         )
     return found[0] if found else None
 
 
-def question_of(wanted: WantedStructure) -> bytes:
+def encode_check(wanted: WantedStructure) -> bytes:
     """Raises ValueError, OverflowError or RecursionError."""
     text = wanted.value if isinstance(wanted.value, str) else encode(wanted.value).decode()
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters: at most {MAX_CHARACTERS} are taken")
-    return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.after))
+    return encode(CheckRequest(wanted.kind, text, wanted.strict, wanted.outer_grammar))
+
+
+def invalid_structure(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"{param}: {reason}", param=param, code="invalid_structure")
 
 
 class GrammarChecker:
-    """For the model of `source`, whose engine knows ids below `vocab`. `checked` from one event loop at a time."""
+    """For the model of `source`, whose engine has token ids below `vocab`. Call `check` from one
+    event loop at a time."""
 
     def __init__(self, source: ModelSource, vocab: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._setting = CheckerSetup(source, vocab, eos_token_ids)
+        self._setup = CheckerSetup(source, vocab, eos_token_ids)
         self._child: subprocess.Popen[bytes] | None = None
         self._pool = ThreadPoolExecutor(1, "structure")  # one check at a time
-        self._waiting = 0
+        self._num_waiting = 0
         self._closing = False
-        self._known: OrderedDict[bytes, CheckResult] = OrderedDict()
+        self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
 
-    async def checked(self, wanted: WantedStructure) -> str:
-        """The grammar. Raises ApiError, Overloaded if too many checks wait."""
-        if not self._setting.eos_token_ids:
-            raise ApiError(
-                400,
-                f"{wanted.param}: this model has no end-of-sequence token to end a structure with",
-                param=wanted.param,
-            )
+    async def check(self, structure: WantedStructure) -> str:
+        """The grammar. Raises ApiError; Overloaded if too many checks wait."""
+        param = structure.param
+        if not self._setup.eos_token_ids:
+            message = "this model has no end-of-sequence token to end a structure with"
+            raise ApiError(400, f"{param}: {message}", param=param)
         try:
-            question = await asyncio.to_thread(question_of, wanted)
+            request = await asyncio.to_thread(encode_check, structure)
         except Exception as error:  # too long, numbers beyond 64 bits, nesting
-            raise ApiError(
-                400, f"{wanted.param}: {error}", param=wanted.param, code="invalid_structure"
-            ) from None
-        answer = await self._answer(question)
-        if answer.error:
-            raise ApiError(
-                400, f"{wanted.param}: {answer.error}", param=wanted.param, code="invalid_structure"
-            )
-        return answer.grammar
+            raise invalid_structure(param, str(error)) from None
+        result = await self._cached_result(request)
+        if result.error:
+            raise invalid_structure(param, result.error)
+        return result.grammar
 
-    async def _answer(self, question: bytes) -> CheckResult:
-        """What is known is not held up by what is tried."""
-        name = hashlib.sha256(question).digest()
-        answer = self._known.pop(name, None)
-        if answer is None:
-            if self._waiting >= WAITING:
+    async def _cached_result(self, request: bytes) -> CheckResult:
+        """A cached result does not wait for running checks."""
+        key = hashlib.sha256(request).digest()
+        result = self._cache.pop(key, None)
+        if result is None:
+            if self._num_waiting >= MAX_WAITING:
                 raise Overloaded(
-                    f"{self._waiting} structures wait already to be tried: try again later"
+                    f"{self._num_waiting} structures wait already to be checked: try again later"
                 )
-            self._waiting += 1
+            self._num_waiting += 1
             try:
-                answer = await asyncio.get_running_loop().run_in_executor(
-                    self._pool, self._tried_if_need_be_twice, question
+                result = await asyncio.get_running_loop().run_in_executor(
+                    self._pool, self._run_check, request
                 )
             finally:
-                self._waiting -= 1
-        self._known[name] = answer
-        while len(self._known) > KNOWN:
-            self._known.popitem(last=False)
-        return answer
+                self._num_waiting -= 1
+        self._cache[key] = result
+        while len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        return result
 
     def close(self) -> None:
         self._closing = True
@@ -174,17 +166,19 @@ class GrammarChecker:
         self._pool.shutdown(cancel_futures=True)
         self._end_child()
 
-    # ------------------------------------------------------------ the pool's thread
+    # ------------------------------------------------------------ in the thread
 
-    def _tried_if_need_be_twice(self, question: bytes) -> CheckResult:
-        return self._tried(question) or self._tried(question) or CheckResult(error=TOO_COSTLY)
+    def _run_check(self, request: bytes) -> CheckResult:
+        """Tries again once if the process was killed from outside."""
+        result = self._ask_child(request) or self._ask_child(request)
+        return result or CheckResult(error=TOO_COSTLY)
 
-    def _tried(self, question: bytes) -> CheckResult | None:
-        """None if somebody ended the process meanwhile, which no grammar does with SIGKILL."""
-        child = self._living_child()
+    def _ask_child(self, request: bytes) -> CheckResult | None:
+        """None if another program killed the process (SIGKILL), which no grammar causes."""
+        child = self._running_child()
         assert child.stdin is not None and child.stdout is not None
         try:
-            child.stdin.write(question + b"\n")
+            child.stdin.write(request + b"\n")
             child.stdin.flush()
             line = child.stdout.readline()
         except OSError:
@@ -192,15 +186,15 @@ class GrammarChecker:
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=CheckResult)
         status = child.wait()
-        log.warning("the process that tries structures has ended (%d): another follows", status)
-        self._end_child()
-        return (
-            None
-            if status == -signal.SIGKILL and not self._closing
-            else CheckResult(error=TOO_COSTLY)
+        log.warning(
+            "the process that checks grammars ended with status %d: a new one starts", status
         )
+        self._end_child()
+        if status == -signal.SIGKILL and not self._closing:
+            return None
+        return CheckResult(error=TOO_COSTLY)
 
-    def _living_child(self) -> subprocess.Popen[bytes]:
+    def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._end_child()
@@ -209,7 +203,7 @@ class GrammarChecker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert child.stdin is not None
-        child.stdin.write(encode(self._setting) + b"\n")
+        child.stdin.write(encode(self._setup) + b"\n")
         return child
 
     def _end_child(self) -> None:

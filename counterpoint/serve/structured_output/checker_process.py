@@ -1,11 +1,10 @@
-"""A process that tries grammars: `python -m counterpoint.serve.structured_output.checker_process`, started by check.py.
+"""A process that checks grammars: `python -m counterpoint.serve.structured_output.checker_process`.
 
-Owns: nothing that anyone would miss. Promises: one line of JSON in, one out; what takes too long, or too much memory, or nests too
-deeply, ends this process and no other; it ends when its parent closes its input.
-Must not: be trusted to live.
+GrammarChecker starts it. It reads one line of JSON per check and writes one. A grammar that takes
+too much time or memory, or nests too deeply, ends this process only. It ends when stdin closes.
 
-What passes here, on a small stack, can't fell the engine, which compiles it on a large one. A few tokens of some answer are walked,
-since most of what is too costly shows there at the latest.
+A grammar that compiles here on a small stack compiles in the engine on a large one. A few tokens of
+an answer are tried too, because most costly grammars fail there.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from counterpoint.serve.structured_output.grammar import (
     CheckRequest,
     CheckResult,
     StructureError,
-    following,
+    embed_answer,
     from_choice,
     from_json_schema,
     from_lark,
@@ -40,32 +39,32 @@ from counterpoint.serve.structured_output.grammar import (
 from counterpoint.serve.text.tokenizer_loader import load_tokenizer
 
 CPU_S, WALL_S = 2.0, 20.0
-MEMORY_BYTES = 1 << 30  # beyond what the vocabulary took
+MEMORY_BYTES = 1 << 30  # beyond the vocabulary's
 STACK_BYTES = 1 << 20
-MESSAGE_CHARACTERS = 500
+MAX_MESSAGE_CHARACTERS = 500
 NICENESS = 10
-BAD_SCHEMA = "failed to compile JSON schema: "
-QUOTED = re.compile(r"\n +\d+ \| ")
-WALKED, STRIDE = 32, 7919  # tokens; a prime
+SCHEMA_ERROR_PREFIX = "failed to compile JSON schema: "
+GRAMMAR_EXCERPT = re.compile(r"\n +\d+ \| ")
+WALK_TOKENS, WALK_STRIDE = 32, 7919  # the stride is a prime
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    setting = msgspec.json.decode(questions.readline(), type=CheckerSetup)
+    requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps what libraries print out of the results
+    setup = msgspec.json.decode(requests.readline(), type=CheckerSetup)
     tokenizer = make_tokenizer(
-        make_vocabulary(load_tokenizer(setting.source)), setting.vocab, setting.eos_token_ids
+        make_vocabulary(load_tokenizer(setup.source)), setup.vocab_size, setup.eos_token_ids
     )
     limit_memory()
     threading.stack_size(STACK_BYTES)
-    for line in questions:
-        with alarms():
-            answer = on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
-        answers.write(msgspec.json.encode(answer) + b"\n")
-        answers.flush()
+    for line in requests:
+        with limit_time():
+            result = check_on_small_stack(msgspec.json.decode(line, type=CheckRequest), tokenizer)
+        results.write(msgspec.json.encode(result) + b"\n")
+        results.flush()
 
 
 def limit_memory() -> None:
@@ -76,8 +75,8 @@ def limit_memory() -> None:
 
 
 @contextlib.contextmanager
-def alarms() -> Iterator[None]:
-    """Each ends the process, whatever it does."""
+def limit_time() -> Iterator[None]:
+    """Either timer's signal ends the process."""
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
     yield
@@ -85,50 +84,48 @@ def alarms() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def on_small_stack(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
-    answers: list[CheckResult] = []
-    thread = threading.Thread(target=lambda: answers.append(answer_to(question, tokenizer)))
+def check_on_small_stack(request: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+    results: list[CheckResult] = []
+    thread = threading.Thread(target=lambda: results.append(check_grammar(request, tokenizer)))
     thread.start()
     thread.join()
-    return answers[0]
+    return results[0]
 
 
-def answer_to(question: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
+def check_grammar(request: CheckRequest, tokenizer: LLTokenizer) -> CheckResult:
     try:
-        grammar = grammar_for(question)
-        if question.after:
-            grammar = following(question.after, grammar)
+        grammar = build_grammar(request)
+        if request.outer_grammar:
+            grammar = embed_answer(request.outer_grammar, grammar)
         matcher = compile_grammar(grammar, tokenizer)
-        walk(matcher, tokenizer)
-        return (
-            CheckResult(error=in_words(matcher.get_error()))
-            if matcher.is_error()
-            else CheckResult(grammar)
-        )
+        walk_tokens(matcher, tokenizer)
+        if matcher.is_error():
+            return CheckResult(error=describe_error(matcher.get_error()))
+        return CheckResult(grammar)
     except StructureError as error:
-        return CheckResult(error=in_words(str(error)))
-    except Exception as error:  # nesting, mostly
-        return CheckResult(error=in_words(f"{type(error).__name__}: {error}"))
+        return CheckResult(error=describe_error(str(error)))
+    except Exception as error:  # mostly too deep nesting
+        return CheckResult(error=describe_error(f"{type(error).__name__}: {error}"))
 
 
-def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Give it some answer's first tokens, always another of those that it allows."""
+def walk_tokens(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Feeds the matcher the first tokens of an answer, each chosen among those allowed."""
     ends = set(tokenizer.eos_tokens)
-    for step in range(WALKED):
+    for step in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             return
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = [id for id in np.flatnonzero(bits).tolist() if id not in ends]
-        if not allowed or not matcher.consume_token(allowed[STRIDE * step % len(allowed)]):
+        if not allowed or not matcher.consume_token(allowed[WALK_STRIDE * step % len(allowed)]):
             return
 
 
-def grammar_for(question: CheckRequest) -> str:
+def build_grammar(request: CheckRequest) -> str:
     """Raises StructureError."""
-    text = question.text
-    match question.kind:
+    text = request.text
+    match request.kind:
         case "json":
-            return from_json_schema(decode(text), question.strict)
+            return from_json_schema(decode_schema(text), request.strict)
         case "regex":
             return from_regex(text)
         case "choice":
@@ -137,26 +134,26 @@ def grammar_for(question: CheckRequest) -> str:
             return from_lark(text)
 
 
-def decode(text: str) -> object:
+def decode_schema(text: str) -> object:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise StructureError(f"the schema is not JSON: {error}") from None
 
 
-def in_words(error: str) -> str:
+def describe_error(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text satisfies it"
-    _, schema, reason = error.partition(BAD_SCHEMA)
-    if (
-        schema
-    ):  # within a grammar of ours, whose text follows, and is nothing to whoever sent the schema
-        error = QUOTED.split(reason)[0]
+    _, schema, reason = error.partition(SCHEMA_ERROR_PREFIX)
+    if schema:  # without the grammar that was built from it, which the client did not send
+        error = GRAMMAR_EXCERPT.split(reason)[0]
     if "'coerce_one_of'" in error:
-        return "oneOf is held to only where its schemas clearly exclude each other: use anyOf, or strict false"
-    return (
-        error.removesuffix("<non-verbose/>").strip()[:MESSAGE_CHARACTERS] or "it cannot be held to"
-    )
+        return (
+            "oneOf is enforced only where its schemas clearly exclude each other: "
+            "use anyOf, or strict false"
+        )
+    message = error.removesuffix("<non-verbose/>").strip()
+    return message[:MAX_MESSAGE_CHARACTERS] or "it cannot be enforced"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Structure: from what a client says an answer must look like to a grammar (types.Sampling.grammar).
+"""From a schema, pattern, list or grammar to the one form that executors read (Sampling.grammar).
 
-Owns: the words of a schema, pattern, list or grammar, as one text that executors understand (a grammar in llguidance's own form).
-Promises: what the library cannot hold an answer to is an error, not passed over; between the parts of a JSON text stand at most
-BLANKS blanks, so no answer is blanks for ever; an empty schema asks for an object.
-Must not: compile: a text made here may still prove wrong or too costly.
+Promises: what llguidance can't enforce is an error, not ignored; JSON has at most MAX_BLANKS
+whitespace characters between two items, so no answer is endless whitespace; an empty schema means
+an object. Must not: compile; a grammar from here may still prove invalid or too costly.
 """
 
 from __future__ import annotations
@@ -19,75 +18,76 @@ from counterpoint.device.grammar import Vocabulary
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.spec.source import ModelSource
 
-Kind = Literal["json", "regex", "choice", "lark"]
-ANSWER = "@answer"  # what stands for the answer in what comes before it
-BLANKS = 32
-MAX_CHARACTERS = 2**17  # of what a client may send
-MADE = 4  # a grammar may be so much longer
+StructureKind = Literal["json", "regex", "choice", "lark"]
+ANSWER_RULE = "@answer"  # in an outer grammar
+MAX_BLANKS = 32
+MAX_CHARACTERS = 2**17  # of a client's structure
+MAX_GROWTH = 4  # of its grammar's length
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
-EVERYTHING = ({}, True)  # schemas that anything satisfies
+UNCONSTRAINED = ({}, True)  # by these schemas
 
 
-def make_vocabulary(text: ModelTokenizer) -> Vocabulary:
-    """The model's tokens, as grammars are held against."""
-    size = 1 + max(text.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+def make_vocabulary(tokenizer: ModelTokenizer) -> Vocabulary:
+    """The model's tokens, for compiling grammars."""
+    size = 1 + max(tokenizer.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     return Vocabulary(
-        tokens=[text.token_bytes(token) for token in range(size)],
-        special=[token for token in range(size) if text.is_special(token)],
-        encode=lambda said: text.encode([said], special=False)[0],
+        tokens=[tokenizer.token_bytes(token) for token in range(size)],
+        special=[token for token in range(size) if tokenizer.is_special(token)],
+        encode=lambda text: tokenizer.encode([text], add_special_tokens=False)[0],
     )
 
 
 class CheckerSetup(msgspec.Struct, frozen=True):
-    """What the process that tries grammars is told first."""
+    """The first line to checker_process.py."""
 
     source: ModelSource
-    vocab: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
 class CheckRequest(msgspec.Struct, frozen=True):
-    """`text`: a schema as JSON, a pattern, a list of texts as JSON, a grammar. `after`: see `following`."""
+    """`text`: a schema as JSON, a pattern, a list of texts as JSON, or a grammar. `outer_grammar`:
+    see embed_answer."""
 
-    kind: Kind
+    kind: StructureKind
     text: str
     strict: bool
-    after: str = ""
+    outer_grammar: str = ""
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """A grammar, or why there is none."""
+    """A grammar, or the reason why there is none."""
 
     grammar: str = ""
     error: str = ""
 
 
 class StructureError(ValueError):
-    """Nothing can be held to this; the message says why."""
+    """The structure can't be enforced; the message says why."""
 
 
 def from_json_schema(schema: Any, strict: bool = True) -> str:
-    """A JSON text that satisfies `schema`. Not `strict`: keywords that can't be enforced are passed over, and oneOf is read as
-    anyOf. Raises StructureError."""
+    """JSON that satisfies `schema`. Without `strict`, unenforceable keywords are ignored and oneOf
+    is read as anyOf. Raises StructureError."""
     if not isinstance(schema, dict | bool):
         raise StructureError("a schema is an object")
-    if schema in EVERYTHING:
+    if schema in UNCONSTRAINED:
         schema = JSON_OBJECT
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             msgspec.json.encode(schema).decode(),
             overrides=json_options(strict),
         )
-        return bounded(grammar)
+        return check_size(grammar)
     except ValueError as error:
         raise StructureError(str(error)) from None
 
 
 def json_options(strict: bool) -> Any:
-    """How llguidance is to read a schema and to write JSON."""
+    """llguidance's options for reading schemas and writing JSON."""
     return {
         "whitespace_flexible": True,
-        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}",
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}",
         "item_separator": ",",
         "key_separator": ":",
         "lenient": not strict,
@@ -96,8 +96,8 @@ def json_options(strict: bool) -> Any:
 
 
 def from_regex(pattern: str) -> str:
-    """A text that `pattern` (syntax of Rust's regex crate) matches as a whole. Raises StructureError."""
-    return bounded(LLMatcher.grammar_from_regex(pattern))
+    """A full match of `pattern` (syntax of Rust's regex crate). Raises StructureError."""
+    return check_size(LLMatcher.grammar_from_regex(pattern))
 
 
 def from_choice(choices: Sequence[str]) -> str:
@@ -110,32 +110,32 @@ def from_choice(choices: Sequence[str]) -> str:
 
 
 def from_lark(grammar: str) -> str:
-    """A text of this grammar, in llguidance's dialect of Lark (rule `start`), or in llama.cpp's GBNF (rule `root`). Raises
-    StructureError."""
+    """A text of this grammar: llguidance's Lark (start rule `start`) or llama.cpp's GBNF (`root`).
+    Raises StructureError."""
     try:
-        return bounded(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
+        return check_size(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
     except StructureError:
         raise
-    except (
-        Exception
-    ) as error:  # the converter raises plain Exception, and IndexError on what it did not expect
+    except Exception as error:  # the converter raises plain Exception, and IndexError
         raise StructureError(str(error) or "it is neither Lark nor GBNF") from None
 
 
-def following(before: str, grammar: str) -> str:
-    """What `before`, a grammar in Lark, makes of ANSWER, which is a text by `grammar`."""
+def embed_answer(outer_grammar: str, grammar: str) -> str:
+    """`outer_grammar` (Lark) with `grammar` in place of ANSWER_RULE."""
     answer = (
         msgspec.json.decode(grammar)["grammars"][0]
         if grammar.startswith("{")
         else {"lark_grammar": grammar}
     )
-    whole = {"grammars": [{"name": "whole", "lark_grammar": before}, answer | {"name": ANSWER[1:]}]}
-    return msgspec.json.encode(whole).decode()
+    outer = {"name": "whole", "lark_grammar": outer_grammar}
+    grammars = [outer, answer | {"name": ANSWER_RULE[1:]}]
+    return msgspec.json.encode({"grammars": grammars}).decode()
 
 
-def bounded(grammar: str) -> str:
-    if len(grammar) > MADE * MAX_CHARACTERS:
+def check_size(grammar: str) -> str:
+    if len(grammar) > MAX_GROWTH * MAX_CHARACTERS:
+        limit = MAX_GROWTH * MAX_CHARACTERS
         raise StructureError(
-            f"its grammar has {len(grammar)} characters: at most {MADE * MAX_CHARACTERS} are taken"
+            f"its grammar has {len(grammar)} characters: at most {limit} are taken"
         )
     return grammar

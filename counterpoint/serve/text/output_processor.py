@@ -1,9 +1,8 @@
-"""Answer: from the Deltas of one choice to what a client may see.
+"""From one choice's OutputDeltas to what the client gets: text, log-probabilities, finish reason.
 
-Owns: detokenising across tokens, stop strings, the log-probability entries, the finish reason. Promises: nothing of a stop string
-is ever let out, nor anything that might become one; the text is the same however the tokens are cut into Deltas, so a stream and a
-whole answer are equal; nothing follows the piece that has `finish`.
-Must not: know HTTP, asyncio, or which API is spoken.
+Promises: no part of a stop string is released, nor text that could become one; the text does not
+depend on how tokens are cut into deltas; nothing follows the piece with a finish reason. Must not:
+know HTTP, asyncio, or an API's fields.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from counterpoint.serve.output_parsing.output_parser import (
 from counterpoint.serve.text.tokenizer import ModelTokenizer
 from counterpoint.types import FinishReason, OutputDelta, TokenLogprobs
 
-TAIL_TOKENS = 4  # of the prompt: a character has at most four bytes
-CONTINUATION = frozenset(
-    bytes([byte]) for byte in range(0x80, 0xC0)
-)  # UTF-8 bytes that continue a character
+PROMPT_TAIL_TOKENS = 4  # a character has at most four bytes
+# UTF-8 bytes that continue a character.
+CONTINUATION_BYTES = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 
 
 class StopStrings:
     """Cuts a growing text at the first stop string in it.
 
-    The match is the one whose end comes first (of those, the longest), so it does not depend on how the text was cut up.
+    The match whose end comes first wins (of those, the longest), however the text is cut.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -42,7 +40,7 @@ class StopStrings:
         self.held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(what may go out, the stop string that was met or None). After a match, nothing is held."""
+        """(text to release, the stop string found or None). After a match, nothing is held."""
         if not self.stops:
             return text, None
         text = self.held + text
@@ -51,17 +49,17 @@ class StopStrings:
             end, start, stop = min(found)
             self.held = ""
             return text[: end if self.include else start], stop
-        keep = self._may_become_one(text)
+        keep = self._partial_match_length(text)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Releases what was held back, when no more text comes."""
         text, self.held = self.held, ""
         return text
 
-    def _may_become_one(self, text: str) -> int:
-        """Length of the longest suffix of `text` with which a stop string begins."""
+    def _partial_match_length(self, text: str) -> int:
+        """Length of the longest suffix of `text` that begins a stop string."""
         longest = max(len(stop) for stop in self.stops) - 1
         for size in range(min(longest, len(text)), 0, -1):
             suffix = text[len(text) - size :]
@@ -72,7 +70,7 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """A token with its log-probabilities, for the client. `start`: where its text begins in the answer, in characters."""
+    """A token with its log-probabilities. [start, end): its characters in the choice's text."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -82,8 +80,11 @@ class LogprobEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """What one Delta gave: maybe nothing. `tokens`: how many it had. `finish` is "stop", "length", "abort" or "error";
-    `stopped_by` a stop string or token id. `cancel`: the engine must be told that no more is wanted."""
+    """What one delta gave, maybe nothing.
+
+    `num_tokens`: the delta's tokens. `finish_reason`: "stop", "length", "abort" or "error".
+    `stop_reason`: a stop string or token id. `needs_abort`: the engine still runs the request.
+    """
 
     parts: tuple[OutputPart, ...] = ()
     logprob_entries: tuple[LogprobEntry, ...] = ()
@@ -95,177 +96,170 @@ class OutputPiece:
 
     @property
     def text(self) -> str:
-        """What of it is the answer's content."""
+        """The content in `parts`."""
         return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How a choice's tokens are shown. `voice` makes what tells reasoning and calls from content; stop strings count in content
-    alone. `marks`: special tokens that it must see. `discard`: the tokens are not wanted (only what is known of the prompt is)."""
+    """How a choice's tokens are shown.
 
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
+    `make_parser` makes what separates reasoning and calls from content; stop strings apply to
+    content alone. `parser_token_ids`: special tokens that the parser must see. `discard_tokens`:
+    the client wants only what concerns the prompt.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
     discard_tokens: bool = False
-    voice: Callable[[], OutputParser] = PlainParser
-    marks: frozenset[int] = frozenset()
+    make_parser: Callable[[], OutputParser] = PlainParser
+    parser_token_ids: frozenset[int] = frozenset()
 
 
 class OutputProcessor:
-    """One choice. `reasoning_tokens` of its tokens were thought; it has called `calls` tools."""
+    """One choice. `reasoning_tokens` and `num_calls` are counts so far."""
 
     def __init__(
-        self, text: ModelTokenizer, options: OutputOptions, prompt: Sequence[int] = ()
+        self, tokenizer: ModelTokenizer, options: OutputOptions, prompt: Sequence[int] = ()
     ) -> None:
-        self.text = text
+        self.tokenizer = tokenizer
         self.options = options
         self.token_ids: list[int] = []
         self.cached_tokens = 0
         self.reasoning_tokens = 0
-        self.calls = 0
-        self.prompt_logprobs: list[
-            TokenLogprobs
-        ] = []  # of the prompt's last tokens, as many as are known
+        self.num_calls = 0
+        # Of the prompt's last tokens, as many as the engine sent.
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finished = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._voice = options.voice()
-        self._stops = StopStrings(options.stops, options.include_stop)
+        self._parser = options.make_parser()
+        self._stops = StopStrings(options.stop_strings, options.include_stop_string)
         self._entries: deque[LogprobEntry] = deque()
-        self._made = 0  # characters made of tokens so far
-        for token in prompt[
-            -TAIL_TOKENS:
-        ]:  # so that the first token may finish a character which the prompt began
-            self._characters(token)
+        self._num_characters = 0  # decoded so far
+        # The first token may complete a character that the prompt began.
+        for token in prompt[-PROMPT_TAIL_TOKENS:]:
+            self._decode_token(token)
 
     def feed(self, delta: OutputDelta) -> OutputPiece:
-        """Take the next Delta. After a piece with `finish`, every further one is empty."""
+        """Processes the next delta. After the piece with `finish_reason`, pieces are empty."""
         if self.finished:
             return OutputPiece()
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.prompt_logprobs += delta.prompt_logprobs or ()
-        said: list[OutputPart] = []
-        for at, token in enumerate(delta.tokens):
+        parts: list[OutputPart] = []
+        for count, token in enumerate(delta.tokens, 1):
             self.token_ids.append(token)
-            last = at == len(delta.tokens) - 1
+            ends_answer = count == len(delta.tokens) and delta.stop_reason is not None
             if self.options.discard_tokens or (
-                last and delta.stop_reason is not None and not self.options.include_stop
+                ends_answer and not self.options.include_stop_string
             ):
                 continue
-            stop = self._take(token, delta.logprobs[at] if delta.logprobs else None, said)
-            if stop is not None or self._voice.over:
-                return self._end(said, at + 1, "stop", stop, cancel=delta.finish_reason is None)
+            logprobs = delta.logprobs[count - 1] if delta.logprobs else None
+            stop = self._process_token(token, logprobs, parts)
+            if stop is not None or self._parser.done:
+                needs_abort = delta.finish_reason is None
+                return self._last_piece(
+                    parts, OutputPiece((), (), count, "stop", stop, needs_abort)
+                )
         if delta.finish_reason is None:
-            return OutputPiece(
-                self._told(said), self._entries_before(self._sent(), whole=True), len(delta.tokens)
-            )
-        return self._finish(said, delta)
+            entries = self._release_entries(inside=True)
+            return OutputPiece(self._pack_parts(parts), entries, len(delta.tokens))
+        return self._finish(parts, delta)
 
-    def _take(
-        self, token: int, logprobs: TokenLogprobs | None, said: list[OutputPart]
+    def _process_token(
+        self, token: int, logprobs: TokenLogprobs | None, parts: list[OutputPart]
     ) -> str | None:
-        """What `token` says is put behind `said`; the stop string that was met, or None."""
-        if len(self.token_ids) == 1 and self.text.token_bytes(token)[:1] not in CONTINUATION:
+        """Appends the token's text to `parts`. Returns the stop string that it completes."""
+        is_first = len(self.token_ids) == 1
+        if is_first and self.tokenizer.token_bytes(token)[:1] not in CONTINUATION_BYTES:
             self._utf8.reset()
-        made = self._characters(token)
+        text = self._decode_token(token)
+        end = self._num_characters + len(text)
         if self.options.logprobs:
-            self._entries.append(LogprobEntry(token, logprobs, self._made, self._made + len(made)))
-        self._made += len(made)
-        before = self._voice.reasoning
-        heard = self._voice.feed(made)
-        self.reasoning_tokens += before or self._voice.reasoning
-        return self._until_stop(heard, said)
+            self._entries.append(LogprobEntry(token, logprobs, self._num_characters, end))
+        self._num_characters = end
+        was_reasoning = self._parser.in_reasoning
+        parsed = self._parser.feed(text)
+        self.reasoning_tokens += was_reasoning or self._parser.in_reasoning
+        return self._apply_stop_strings(parsed, parts)
 
-    def _until_stop(self, heard: list[OutputPart], said: list[OutputPart]) -> str | None:
-        for part in heard:
+    def _apply_stop_strings(self, parsed: list[OutputPart], parts: list[OutputPart]) -> str | None:
+        for part in parsed:
             if not isinstance(part, ContentDelta):
-                self._say(self._stops.flush(), said)
-                said.append(part)
+                add_content(self._stops.flush(), parts)
+                parts.append(part)
             elif len(self.token_ids) < self.options.min_tokens:
-                said.append(part)
+                parts.append(part)
             else:
                 size = len(self._stops.held) + len(part.text)
-                out, stop = self._stops.feed(part.text)
-                self._say(out, said)
+                released, stop = self._stops.feed(part.text)
+                add_content(released, parts)
                 if stop is not None:
-                    self._made -= size - len(out)  # what is not let out has not been said
+                    # Text from the stop string on does not count as output.
+                    self._num_characters -= size - len(released)
                     return stop
         return None
 
-    def _say(self, text: str, said: list[OutputPart]) -> None:
-        if text:
-            said.append(ContentDelta(text))
+    def _pack_parts(self, parts: list[OutputPart]) -> tuple[OutputPart, ...]:
+        self.num_calls += sum(isinstance(part, CallStart) for part in parts)
+        return join_parts(parts) if len(parts) > 1 else tuple(parts)
 
-    def _told(self, said: list[OutputPart]) -> tuple[OutputPart, ...]:
-        self.calls += sum(isinstance(part, CallStart) for part in said)
-        return join_parts(said) if len(said) > 1 else tuple(said)
-
-    def _finish(self, said: list[OutputPart], delta: OutputDelta) -> OutputPiece:
+    def _finish(self, parts: list[OutputPart], delta: OutputDelta) -> OutputPiece:
+        """Releases what was held back, as the engine has ended the request."""
         assert delta.finish_reason is not None
-        left = (
-            ""
-            if self.options.discard_tokens or not self.token_ids
-            else self._utf8.decode(b"", final=True)
-        )
-        heard = [
-            *self._voice.feed(left),
-            *self._voice.end(delta.finish_reason is FinishReason.STOP),
-        ]
-        stop = self._until_stop(heard, said)
-        if stop is None:
-            self._say(self._stops.flush(), said)
-            return self._end(
-                said,
-                len(delta.tokens),
-                str(delta.finish_reason),
-                delta.stop_reason,
-                error=delta.error,
-            )
-        return self._end(said, len(delta.tokens), "stop", stop)
+        rest = ""
+        if self.token_ids and not self.options.discard_tokens:
+            rest = self._utf8.decode(b"", final=True)
+        complete = delta.finish_reason is FinishReason.STOP
+        parsed = [*self._parser.feed(rest), *self._parser.end(complete)]
+        stop = self._apply_stop_strings(parsed, parts)
+        num_tokens = len(delta.tokens)
+        if stop is not None:
+            return self._last_piece(parts, OutputPiece((), (), num_tokens, "stop", stop))
+        add_content(self._stops.flush(), parts)
+        reason = str(delta.finish_reason)
+        piece = OutputPiece((), (), num_tokens, reason, delta.stop_reason, error=delta.error)
+        return self._last_piece(parts, piece)
 
-    def _end(
-        self,
-        said: list[OutputPart],
-        tokens: int,
-        finish: str,
-        by: str | int | None,
-        cancel: bool = False,
-        error: str = "",
-    ) -> OutputPiece:
+    def _last_piece(self, parts: list[OutputPart], piece: OutputPiece) -> OutputPiece:
+        """`piece` with these parts and the remaining log-probabilities."""
         self.finished = True
-        entries = self._entries_before(
-            self._sent(), whole=finish != FinishReason.STOP or not isinstance(by, str), final=True
+        at_stop_string = piece.finish_reason == FinishReason.STOP and isinstance(
+            piece.stop_reason, str
         )
-        return OutputPiece(self._told(said), entries, tokens, finish, by, cancel, error)
+        entries = self._release_entries(inside=not at_stop_string, final=True)
+        return dataclasses.replace(piece, parts=self._pack_parts(parts), logprob_entries=entries)
 
-    def _sent(self) -> int:
-        """Characters let out so far, or told by what was let out."""
-        return self._made - self._voice.held - len(self._stops.held)
-
-    def _entries_before(
-        self, sent: int, whole: bool, final: bool = False
-    ) -> tuple[LogprobEntry, ...]:
-        """The entries of the text that has been let out: those that end in it, and at the end those that begin in it.
-        Entries of an unfinished character wait for the token that finishes it."""
+    def _release_entries(self, inside: bool, final: bool = False) -> tuple[LogprobEntry, ...]:
+        """Removes and returns the entries of released text: those that lie `inside` it, else those
+        that begin in it. Unless `final`, entries of an unfinished character wait for its end."""
+        released = self._num_characters - self._parser.num_held - len(self._stops.held)
         out: list[LogprobEntry] = []
         while self._entries:
             entry = self._entries[0]
-            inside = entry.end <= sent if whole else entry.start < sent
-            if not inside or (not final and entry.end == self._made and self._unfinished()):
+            if entry.end > released if inside else entry.start >= released:
+                break
+            if not final and entry.end == self._num_characters and self._inside_character():
                 break
             out.append(self._entries.popleft())
         return tuple(out)
 
-    def _unfinished(self) -> bool:
+    def _inside_character(self) -> bool:
         return bool(self._utf8.getstate()[0])
 
-    def _characters(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         if (
-            self.options.skip_special
-            and self.text.is_special(token)
-            and token not in self.options.marks
+            self.options.skip_special_tokens
+            and self.tokenizer.is_special(token)
+            and token not in self.options.parser_token_ids
         ):
             return ""
-        return self._utf8.decode(self.text.token_bytes(token))
+        return self._utf8.decode(self.tokenizer.token_bytes(token))
+
+
+def add_content(text: str, parts: list[OutputPart]) -> None:
+    if text:
+        parts.append(ContentDelta(text))

@@ -1,8 +1,8 @@
-"""Where a model's Text comes from: a Hugging Face folder, a GGUF file, or nothing (raw bytes, for dummy weights).
+"""Loads a model's tokenizer from a Hugging Face folder, a GGUF file, or makes one of raw bytes.
 
-Owns: the reading of tokeniser files. Promises: the same token ids as `transformers` gives for the same files; loading takes well
-under a second for what is common (a tokenizer.json, a byte-level BPE in a GGUF), and goes through `transformers` for the rest.
-Must not: read weights.
+Promises: the same token ids as `transformers` for the same files. Common formats (tokenizer.json,
+byte-level BPE in a GGUF) load in well under a second; the others go through `transformers`. Must
+not: read weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from counterpoint.spec.source import ModelSource
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 CONTROL, USER_DEFINED = 3, 4  # token types of a GGUF
 
-# How a vocabulary's merges were learned to split text, by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
-SPLITS: dict[str, str | None] = {
+# Pre-tokenization patterns by `tokenizer.ggml.pre`; None: the pattern of GPT-2.
+SPLIT_PATTERNS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
     "smollm": None,
@@ -39,21 +39,22 @@ CHATML = (
 
 
 def load_tokenizer(source: ModelSource) -> ModelTokenizer:
-    """The Text of a model; of one that is only a shape, one token per byte. Raises ConfigError if it has no tokeniser."""
+    """A model that is only a shape gets one token per byte. Raises ConfigError if there is no
+    tokenizer."""
     path = Path(source.path)
     if source.kind == "gguf":
-        return text_of_gguf(path)
+        return load_gguf(path)
     folder = path if source.kind == "hf" else path.parent
     if source.path and (folder / "tokenizer.json").is_file():
-        return text_of_folder(folder)
+        return load_folder(folder)
     if source.path and ((folder / "vocab.json").is_file() or any(folder.glob("tokenizer*.model"))):
-        return text_of_transformers(folder)
+        return load_with_transformers(folder)
     if source.kind == "spec":
         return make_byte_tokenizer()
     raise ConfigError(f"model: {folder} has no tokeniser (tokenizer.json or tokenizer.model)")
 
 
-def text_of_folder(path: Path) -> ModelTokenizer:
+def load_folder(path: Path) -> ModelTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # `tokenizers` raises plain Exception
@@ -62,35 +63,35 @@ def text_of_folder(path: Path) -> ModelTokenizer:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).is_file():
             config |= json.loads((path / name).read_text(encoding="utf-8"))
-    special = {name: spelling(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    special = {name: token_content(config[name]) for name in SPECIAL_NAMES if config.get(name)}
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
     else:
-        template = default_template(config.get("chat_template"))
+        template = pick_chat_template(config.get("chat_template"))
     return ModelTokenizer(tokenizer, template, special, config.get("response_template"))
 
 
-def spelling(token: Any) -> str:
+def token_content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def default_template(template: Any) -> str | None:
-    """A tokenizer_config.json has one template, or a list of named ones."""
+def pick_chat_template(template: Any) -> str | None:
+    """A tokenizer_config.json has one template or a list of named ones."""
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         return named.get("default", next(iter(named.values()), None))
     return template
 
 
-def text_of_gguf(path: Path) -> ModelTokenizer:
+def load_gguf(path: Path) -> ModelTokenizer:
     metadata = read_gguf_header(path).metadata
     part = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    if part.get("model") != "gpt2" or part.get("pre", "default") not in SPLITS:
-        return text_of_transformers(path.parent, gguf_file=path.name)
+    if part.get("model") != "gpt2" or part.get("pre", "default") not in SPLIT_PATTERNS:
+        return load_with_transformers(path.parent, gguf_file=path.name)
     tokens: list[str] = part["tokens"]
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {
@@ -98,8 +99,11 @@ def text_of_gguf(path: Path) -> ModelTokenizer:
         for name, key in ids.items()
         if f"{key}_token_id" in part
     }
-    tokenizer = byte_level_bpe(
-        tokens, part["merges"], part.get("token_type", ()), SPLITS[part.get("pre", "default")]
+    tokenizer = make_byte_level_bpe(
+        tokens,
+        part["merges"],
+        part.get("token_type", ()),
+        SPLIT_PATTERNS[part.get("pre", "default")],
     )
     if part.get("add_bos_token") and "bos_token" in special:
         bos = special["bos_token"]
@@ -111,10 +115,10 @@ def text_of_gguf(path: Path) -> ModelTokenizer:
     return ModelTokenizer(tokenizer, metadata.get("tokenizer.chat_template"), special)
 
 
-def byte_level_bpe(
+def make_byte_level_bpe(
     tokens: list[str], merges: list[str], types: list[int] | tuple[()], split: str | None
 ) -> Tokenizer:
-    """A byte-level BPE from a GGUF's lists. `split`: the pattern by which text is cut before merging."""
+    """A byte-level BPE from a GGUF's lists. `split`: the pattern that cuts text before merging."""
     character_of_byte = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
     alphabet = BYTE_OF_CHARACTER.keys()
     vocab = {
@@ -132,7 +136,8 @@ def byte_level_bpe(
         cut = pre_tokenizers.Split(Regex(split), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
-    # A control token with a character outside the byte alphabet is not in the vocabulary as it is spelled: leave it out.
+    # Without control tokens that have a character outside the byte alphabet: the vocabulary has
+    # them in another spelling.
     for token, kind in zip(tokens, types, strict=False):
         if kind == CONTROL and alphabet >= set(token):
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -141,23 +146,23 @@ def byte_level_bpe(
     return tokenizer
 
 
-def text_of_transformers(folder: Path, **options: Any) -> ModelTokenizer:
-    """Any tokeniser that `transformers` can make a fast one of. Takes seconds, and imports torch."""
+def load_with_transformers(folder: Path, **options: Any) -> ModelTokenizer:
+    """Any tokenizer that `transformers` can make fast. Takes seconds and imports torch."""
     from transformers import AutoTokenizer
 
     try:
         loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
         backend: Tokenizer = loaded.backend_tokenizer
-    except Exception as error:  # whatever a broken or unknown file makes of it
+    except Exception as error:  # a broken or unknown file may raise anything
         raise ConfigError(f"model: no tokeniser could be made of {folder}: {error}") from None
-    template = default_template(loaded.chat_template)
+    template = pick_chat_template(loaded.chat_template)
     return ModelTokenizer(
         backend, template, dict(loaded.special_tokens_map), loaded.response_template
     )
 
 
 def make_byte_tokenizer() -> ModelTokenizer:
-    """One token per byte (id = byte), and ChatML's two marks."""
+    """One token per byte (id = byte) and ChatML's two markers."""
     vocab = dict(BYTE_OF_CHARACTER)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser
+from live_frames import Frame, first, watching
 from pool_process import Pool
 from serve_process import poll
-from test_live import Frame, first, watching
 
 from counterpoint.serve.observability.pool_lanes import (
     WorkerLanes,

@@ -17,7 +17,7 @@ from tiny_model import TINY
 import counterpoint
 from counterpoint import LLM, SamplingParams
 from counterpoint.config import ConfigError
-from counterpoint.serve.api.openai import ApiError
+from counterpoint.serve.api.errors import ApiError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -15,8 +15,9 @@ from counterpoint.disagg.handoff_events import engine_id
 from counterpoint.disagg.messages import HandoffId
 from counterpoint.disagg.peer_connection import Address
 from counterpoint.serve.api.limits import AdmissionQueue
-from counterpoint.serve.api.openai import CompletionRequest, parse_request
-from counterpoint.serve.api.streaming import Generation
+from counterpoint.serve.api.openai import CompletionRequest
+from counterpoint.serve.api.request_parsing import parse_request
+from counterpoint.serve.api.streaming import Generation, GenerationContext
 from counterpoint.serve.observability.metrics import Metrics
 from counterpoint.serve.observability.rolling_stats import RollingStats
 from counterpoint.serve.structured_output.checker import GrammarChecker
@@ -104,9 +105,8 @@ class Front:
 
 
 async def pieces_of(front: Front, ask: PreparedRequest) -> list[OutputPiece]:
-    generation = Generation(
-        front.pool, ask, TEXT, AdmissionQueue().enter(ask.engine_requests), front.metrics.cut_short
-    )
+    context = GenerationContext(front.pool, TEXT, front.metrics.cut_short)
+    generation = Generation(context, ask, AdmissionQueue().enter(ask.engine_requests))
     return [piece async for _, piece, _ in generation.stream_pieces()]
 
 
