@@ -42,7 +42,7 @@ class CounterpointEngine:
     """Engine and loop in this process, without HTTP."""
 
     def __init__(self, model: str) -> None:
-        from counterpoint import build
+        from counterpoint.builder import system_builder
         from counterpoint.config import Config
         from counterpoint.device.event_queue import WallClockEventQueue
 
@@ -54,7 +54,9 @@ class CounterpointEngine:
         }
         flags |= {"max_running": 64, "max_context_tokens": 8192, "kv_memory_bytes": 40 << 30}
         self.inbox = WallClockEventQueue()
-        self.system = build.build_system(Config().replace(model=model, **flags), self.inbox, print)
+        self.system = system_builder.build_system(
+            Config().replace(model=model, **flags), self.inbox, print
+        )
         self.remaining = 0
         self.all_finished = threading.Event()
         threading.Thread(target=self._loop, daemon=True).start()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from counterpoint.config import SchedulerConfig
 from counterpoint.core.engine import Engine
-from counterpoint.core.limits import EngineLimits
+from counterpoint.core.limits import DeviceShape, EngineLimits
 from counterpoint.core.loop import run
 from counterpoint.core.policy import make_policy
 from counterpoint.cost_model import calibration_store
@@ -90,7 +90,7 @@ def decisions(case: EstimatorCase, decoding: int) -> dict[str, list[float]]:
 def decide(case: EstimatorCase, decoding: int) -> dict[str, list[float]]:
     scheduler = SchedulerConfig(ttft_s=1.0, tpot_s=0.05)
     policy = make_policy(
-        scheduler, H200.units, MODEL.layers, 2, levels=case.levels, estimator=case.make()
+        scheduler, DeviceShape(H200.units, MODEL.layers, 2, case.levels), case.make()
     )
     spent: dict[str, list[float]] = {}
     for name in DECISIONS:

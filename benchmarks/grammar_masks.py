@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from counterpoint import build
+from counterpoint.builder import system_builder
 from counterpoint.config import Config
 from counterpoint.device.grammar import Grammars, make_tokenizer
 from counterpoint.device.sampling_tables import SamplingTables
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    source = build.find_model(Config().replace(model=asked.model))
+    source = system_builder.find_model(Config().replace(model=asked.model))
     spec = load_spec(source, None)
     us, vocabulary = cpu_us(lambda: make_vocabulary(load_tokenizer(source)))
     more_us, _ = cpu_us(lambda: make_tokenizer(vocabulary, spec.vocab, spec.eos_token_ids))

@@ -90,7 +90,7 @@ def serve(config: Config) -> int:
 
     counterpoint serve ./Qwen3-0.6B --prefill 2 --decode 2
     """
-    from counterpoint import build
+    from counterpoint.builder import system_builder
 
     if config.server.api_key is None:
         config = config.replace(api_key=os.environ.get("COUNTERPOINT_API_KEY") or None)
@@ -100,7 +100,7 @@ def serve(config: Config) -> int:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Without this, a lost head ends this process after a minute.
         os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "2000000"  # noqa: SIM112
-    source = build.find_model(config)
+    source = system_builder.find_model(config)
     from counterpoint.serve.server import run
 
     return run(config, source)
@@ -233,10 +233,10 @@ def show_completions(pieces: Iterable[tuple[int, OutputPiece]], count: int) -> N
 @app.command(group=MODELS)
 def pull(name: str) -> None:
     """Fetch a model by name."""
-    from counterpoint import build
+    from counterpoint.builder import system_builder
     from counterpoint.spec.source import pull_model
 
-    pull_model(name, print, build.cache_folder())
+    pull_model(name, print, system_builder.cache_folder())
 
 
 @app.command(group=MODELS)
@@ -244,14 +244,14 @@ def models() -> None:
     """List the models that have a name."""
     from rich.table import Column, Table
 
-    from counterpoint import build
+    from counterpoint.builder import system_builder
     from counterpoint.spec.model import SHAPES_ONLY
     from counterpoint.spec.presets import PRESETS
     from counterpoint.spec.source import NAMED_MODELS, find_pulled
 
     table = Table("name", "what it is", Column("where", overflow="fold"), box=None)
     for name, package in NAMED_MODELS.items():
-        file = find_pulled(name, build.cache_folder())
+        file = find_pulled(name, system_builder.cache_folder())
         where = str(file) if file else f"[dim]counterpoint pull {name}[/dim]"
         table.add_row(name, package.about, where)
     for name, spec in PRESETS.items():

@@ -17,7 +17,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from counterpoint import __version__, build
+from counterpoint import __version__
 from counterpoint.bench.calibration_plan import (
     SUSTAINED,
     DeviceCapacity,
@@ -27,13 +27,14 @@ from counterpoint.bench.calibration_plan import (
 from counterpoint.bench.calibration_report import report, show
 from counterpoint.bench.calibration_run import SUSTAINED_SHARE, CalibrationRun, run_jobs
 from counterpoint.bench.load import flag
+from counterpoint.builder import system_builder
+from counterpoint.builder.system import CalibrationTarget, System
 from counterpoint.config import Config, require_writable
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.calibration import Calibration, file_name
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.step_probe import PROMPT_SLOTS, StepProbe
 from counterpoint.flags import config_flags
-from counterpoint.system import CalibrationTarget, System
 
 CPU_POOL_BYTES = 1 << 30  # every page is written before anything is measured
 CALIBRATION = Group("Calibration", sort_key=0)
@@ -81,7 +82,7 @@ def command(*, options: CalibrateOptions = CalibrateOptions(), config: Config) -
     console = Console(stderr=True, highlight=False)
     inbox = WallClockEventQueue()
     with console.status("starting") as status:
-        system = build.build_system(calibration_config(config), inbox, status.update)
+        system = system_builder.build_system(calibration_config(config), inbox, status.update)
     try:
         target = system.calibration_target
         assert target is not None
@@ -89,7 +90,7 @@ def command(*, options: CalibrateOptions = CalibrateOptions(), config: Config) -
             raise ValueError(
                 f"{target.key.device} can't be split here, so no policy needs its step times"
             )
-        path = options.out or build.calibration_folder() / file_name(target.key)
+        path = options.out or system_builder.calibration_folder() / file_name(target.key)
         table = open_table(path, target, options.seed, options.fresh)
         run = open_run(system, inbox, table, target, path)
         num_skipped = _measure(run, system, target, options, console)
@@ -110,10 +111,10 @@ def calibration_config(config: Config) -> Config:
     """`config` with two lanes, random weights where there are none (times do not depend on them),
     and a KV pool of CPU_POOL_BYTES on a CPU."""
     config = config.replace(policy="multiplex")
-    if build.find_model(config).kind == "spec":
+    if system_builder.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     unset = config.device.kv_memory_bytes is None and config.device.kv_pages is None
-    if unset and build.choose_device(config) == "cpu":
+    if unset and system_builder.choose_device(config) == "cpu":
         config = config.replace(kv_memory_bytes=CPU_POOL_BYTES)
     return config
 

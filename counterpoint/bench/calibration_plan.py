@@ -14,14 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-import msgspec
-
 from counterpoint.cost_model.calibration import (
     CO_RUNNING_KIND,
-    decode_work,
-    fused_work,
     pad_rows,
-    prefill_work,
 )
 from counterpoint.device.step_probe import PROMPT_SLOTS, ProbePrompt
 from counterpoint.types import BatchShape
@@ -85,20 +80,19 @@ class CalibrationJob(NamedTuple):
 
     def shapes(self, layers: int) -> tuple[BatchShape | None, BatchShape | None]:
         """(prefill, decode); a fused pass is the first."""
-        decode = decode_work(list(self.contexts), layers) if self.contexts else None
+        decode = None
+        if self.contexts:
+            decode = BatchShape.decode(len(self.contexts), sum(self.contexts), layers)
         if not self.prompts:
             return None, decode
-        parts = [prefill_work(tokens, reused, 1, layers) for tokens, reused in self.prompts]
-        prefill = msgspec.structs.replace(
-            parts[0],
-            prefill_tokens=sum(p.prefill_tokens for p in parts),
-            prefill_squares=sum(p.prefill_squares for p in parts),
-            prefill_reused=sum(p.prefill_reused for p in parts),
-            prefill_requests=len(parts),
-            samples=len(parts),
-        )
-        if self.fused and decode is not None:
-            return fused_work(prefill, decode, len(self.contexts)), None
+        fused = self.fused and decode is not None
+        parts = [
+            BatchShape.prefill(tokens, reused, layers, sampled=not fused)
+            for tokens, reused in self.prompts
+        ]
+        prefill = sum(parts[1:], parts[0])
+        if fused and decode is not None:
+            return prefill + decode, None
         return prefill, decode
 
 

@@ -21,7 +21,6 @@ from counterpoint.cost_model.calibration import (
     CO_RUNNING_KIND,
     Calibration,
     CalibrationPoint,
-    prefill_work,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.cost_model.roofline import Roofline
@@ -157,7 +156,7 @@ class CalibrationRun:
         fitting = [
             n
             for n in lengths
-            if 8 * self.prior.seconds(prefill_work(n, 0, 1, self.probe.layers), self.probe.units)
+            if 8 * self.prior.seconds(BatchShape.prefill(n, 0, self.probe.layers), self.probe.units)
             <= MAX_JOB_SHARE * budget_s
         ]
         return max(fitting, default=lengths[0])

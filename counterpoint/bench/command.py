@@ -20,7 +20,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from counterpoint import __version__, build
+from counterpoint import __version__
 from counterpoint.bench import tables, transform
 from counterpoint.bench.client import HttpTarget
 from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
@@ -28,6 +28,7 @@ from counterpoint.bench.replay import OnRequest, ReplayOptions, replay_engine, r
 from counterpoint.bench.report import ReplayResult, summarise
 from counterpoint.bench.trace_formats import Trace, write_queries
 from counterpoint.bench.workload import TokenRange, describe_load, offered_rate
+from counterpoint.builder import system_builder
 from counterpoint.config import Config, require_writable
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
@@ -225,7 +226,7 @@ def describe_http_error(error: Exception) -> str:
 def _run_in_process(run: BenchRun, config: Config) -> dict[str, Any]:
     inbox, policy = WallClockEventQueue(), config.scheduler.policy
     with run.console.status("starting the engine") as status:
-        system = build.build_system(config, inbox, status.update)
+        system = system_builder.build_system(config, inbox, status.update)
     queries = transform.drop_texts(run.trace.queries)
     timeline = None
     if run.out.timeline:

@@ -22,12 +22,12 @@ import httpx
 from cyclopts import Parameter
 from rich.console import Console
 
-from counterpoint import build
 from counterpoint.bench import tables
 from counterpoint.bench.picture import draw_lanes
 from counterpoint.bench.replay import ReplayOptions, replay_engine
 from counterpoint.bench.report import summarise
 from counterpoint.bench.workload import Query, TokenRange
+from counterpoint.builder import system_builder
 from counterpoint.config import Config
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.device.timeline import Timeline
@@ -149,7 +149,7 @@ def mixed_load(seconds: float) -> list[Query]:
 
 def run_load(model: str, policy: str, queries: list[Query]) -> tuple[dict[str, Any], Timeline]:
     inbox = WallClockEventQueue()
-    system = build.build_system(
+    system = system_builder.build_system(
         Config().replace(model=model, policy=policy, device="cpu"), inbox, lambda _: None
     )
     timeline = Timeline(system.executor, inbox, system.engine.policy.lanes)

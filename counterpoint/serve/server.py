@@ -96,7 +96,7 @@ class Server:
         )
         self.engine = self.make_engine(system)
         self.service = Service(
-            self.engine, self.metrics, self.rolling_stats, self.name, config.server, self.tracing
+            self.engine, self.metrics, self.rolling_stats, config.server, self.tracing
         )
         self.http = HttpServer(
             uvicorn.Config(

@@ -30,7 +30,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint import __version__, build
+from counterpoint import __version__
 from counterpoint.bench import transform
 from counterpoint.bench.load import LoadOptions, flag, parse_slo
 from counterpoint.bench.replay import ReplayOptions, replay_engine
@@ -38,6 +38,7 @@ from counterpoint.bench.report import ReplayResult, summarise
 from counterpoint.bench.stopwatch import Stopwatch
 from counterpoint.bench.tables import format_number, format_share
 from counterpoint.bench.workload import Query, TokenRange, describe_load
+from counterpoint.builder import system_builder
 from counterpoint.config import Config, ConfigError, require_writable
 from counterpoint.core.policy.ablations import ablated_auto
 from counterpoint.device.event_queue import WallClockEventQueue
@@ -147,7 +148,7 @@ class OnEngine:
 
     def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
         self._inbox = WallClockEventQueue()
-        self._system = build.build_system(config.replace(policy="auto"), self._inbox, tell)
+        self._system = system_builder.build_system(config.replace(policy="auto"), self._inbox, tell)
 
     def play(
         self, config: Config, cell: ComparisonCase, limit_s: float, trace: Path | None
@@ -382,7 +383,7 @@ def command(
     if not places or len(places) != len(on.split(",")):
         raise ValueError(f"--on is {on}: write engine, simulator or engine,simulator")
     require_writable("--json", json)
-    if build.find_model(config).kind == "spec":
+    if system_builder.find_model(config).kind == "spec":
         config = config.replace(load_format="dummy")
     machine = SimOptions(gpu=gpu, calibration=calibration, host_overhead=host_overhead).machine(
         config

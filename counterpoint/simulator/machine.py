@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from counterpoint.builder.system import make_limits
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import DeviceShape
@@ -32,7 +33,6 @@ from counterpoint.kv_transfer.sim import SimNetwork, SimTransport
 from counterpoint.simulator.pool import SimPool, SimWorker
 from counterpoint.spec.device import DeviceSpec
 from counterpoint.spec.model import ModelSpec
-from counterpoint.system import make_limits
 from counterpoint.types import RequestTiming, Role
 
 MEMORY_SHARE = 0.9  # of the device's memory for weights and KV cache; the rest is for activations and the driver

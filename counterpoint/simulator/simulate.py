@@ -23,7 +23,7 @@ from counterpoint.bench.load import LoadOptions, flag, json_flag, parse_slo
 from counterpoint.bench.report import ReplayResult, bubble_shares, summarise
 from counterpoint.bench.trace_formats import Trace
 from counterpoint.bench.workload import Query, TokenRange, describe_load, offered_rate, prompt_ids
-from counterpoint.build import find_model
+from counterpoint.builder.system_builder import find_model
 from counterpoint.config import Config, ModelConfig, require_writable
 from counterpoint.core.engine import Engine
 from counterpoint.core.loop import DeliverOutputs, EventLog

@@ -272,12 +272,11 @@ DATASHEETS = (
     Datasheet("h20", 78, 8, 8, 148.0, 296.0, 96, 4.0),
     Datasheet("b200", 148, 8, 8, 2250.0, 4500.0, 180, 8.0),
 )
-LINK_BANDWIDTHS = {"a100": NVLINK_3, "a800": NVLINK_3 * 2 / 3}  # others: the default
-
 PRESETS: dict[str, DeviceSpec] = {
-    spec.name: replace(spec, link_bandwidth=LINK_BANDWIDTHS.get(spec.name, spec.link_bandwidth))
-    for spec in (H200, *map(gpu_from_datasheet, DATASHEETS), CPU_2)
+    spec.name: spec for spec in (H200, *map(gpu_from_datasheet, DATASHEETS), CPU_2)
 }
+for name, bandwidth in (("a100", NVLINK_3), ("a800", NVLINK_3 * 2 / 3)):
+    PRESETS[name] = replace(PRESETS[name], link_bandwidth=bandwidth)
 
 
 def unknown_gpu(units: int) -> DeviceSpec:

@@ -17,7 +17,7 @@ from counterpoint.bench.calibrate import open_table
 from counterpoint.bench.calibration_plan import (
     CalibrationJob,
 )
-from counterpoint.build import CalibrationTarget
+from counterpoint.builder.system import CalibrationTarget
 from counterpoint.cost_model import calibration_store
 from counterpoint.device.step_probe import ProbePrompt
 

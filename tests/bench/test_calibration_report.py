@@ -26,11 +26,10 @@ from counterpoint.bench.calibration_report import errors, report
 from counterpoint.bench.calibration_run import run_jobs
 from counterpoint.cost_model.calibration import (
     Calibration,
-    decode_work,
-    prefill_work,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.spec.device import H200
+from counterpoint.types import BatchShape
 
 
 def test_the_fit_predicts_held_out_steps():
@@ -62,10 +61,10 @@ def test_the_fit_predicts_padding_and_a_slow_host():
     assert found["all, beside the other"]["p95"] < 0.15
     for tokens, edges in itertools.product((100, 500, 4000), ((0, 32), (0, 8), (8, 16))):
         step = msgspec.structs.replace(
-            prefill_work(tokens, 0, 1, 32), first_layer=edges[0], last_layer=edges[1]
+            BatchShape.prefill(tokens, 0, 32), first_layer=edges[0], last_layer=edges[1]
         )
         assert fitted.launch_overhead.seconds(step) == pytest.approx(host.seconds(step), rel=0.1)
-    assert fitted.launch_overhead.seconds(decode_work([100] * 200, 32)) == pytest.approx(
+    assert fitted.launch_overhead.seconds(BatchShape.decode(200, 200 * 100, 32)) == pytest.approx(
         5e-4, rel=0.1
     )
     unaware = errors(Fitted(msgspec.structs.replace(b.table, pass_buckets=()), PRIOR), held_out)

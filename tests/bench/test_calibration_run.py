@@ -30,9 +30,7 @@ from counterpoint.bench.calibration_run import CalibrationRun, run_jobs
 from counterpoint.cost_model.calibration import (
     Calibration,
     decode,
-    decode_work,
     encode,
-    prefill_work,
 )
 from counterpoint.cost_model.fitted import Fitted
 from counterpoint.device.sim import SimExecutor, VirtualEventQueue
@@ -72,13 +70,13 @@ def test_sustained_slowdown_is_measured_and_not_used_on_held_out_points():
     physics.pairs_from_s = b.inbox.now + 1.0
     b.run.measure_sustained(CAPACITY, LEVELS, 240.0)
     assert b.table.on_and_on["beside each other"] == pytest.approx(1.2, rel=0.02)
-    decode_step = decode_work([1024] * 64, 32)
-    beside = (decode_step, 32, (prefill_work(2048, 0, 1, 32), 100))
+    decode_step = BatchShape.decode(64, 64 * 1024, 32)
+    beside = (decode_step, 32, (BatchShape.prefill(2048, 0, 32), 100))
     rested = msgspec.structs.replace(b.table, on_and_on={})
     assert Fitted(b.table, PRIOR).seconds(*beside) == pytest.approx(
         1.2 * Fitted(rested, PRIOR).seconds(*beside), rel=0.03
     )
-    prefill, fresh = prefill_work(2048, 0, 1, 32), msgspec.structs.replace(b.table, on_and_on={})
+    prefill, fresh = BatchShape.prefill(2048, 0, 32), msgspec.structs.replace(b.table, on_and_on={})
     b.table.on_and_on["prefill"] = 1.1
     assert Fitted(b.table, PRIOR).seconds(prefill, 132) == pytest.approx(
         1.1 * Fitted(fresh, PRIOR).seconds(prefill, 132)
@@ -163,7 +161,9 @@ def test_a_wrong_guess_does_not_change_the_measurement():
     for guess in ((1e-4, right[1]), (right[0], 100 * right[1])):
         found = [
             took.seconds
-            for took in b.probe.time_co_running(CoRun(decode, 32, prefill, [ProbePrompt(512)], guess))
+            for took in b.probe.time_co_running(
+                CoRun(decode, 32, prefill, [ProbePrompt(512)], guess)
+            )
         ]
         assert found == pytest.approx(wanted, rel=0.05)
 
@@ -182,7 +182,7 @@ def test_a_failed_step_raises():
     )
     probe.set_decode_batch((10, 10))
     with pytest.raises(StepError, match="out of memory"):
-        probe.time_decode(decode_work([10, 10], LLAMA.layers), 132)
+        probe.time_decode(BatchShape.decode(2, 20, LLAMA.layers), 132)
 
 
 def test_more_than_the_pool_holds_is_refused():

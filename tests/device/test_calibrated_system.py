@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from counterpoint import build
 from counterpoint.bench.replay import ReplayOptions, replay_engine
 from counterpoint.bench.workload import Query, TokenRange
+from counterpoint.builder import system_builder
 from counterpoint.cli import run_command
 from counterpoint.config import Config
 from counterpoint.core.policy import Auto
@@ -43,18 +43,18 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def shape(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(cache))
-    shutil.rmtree(build.calibration_folder(), ignore_errors=True)
+    shutil.rmtree(system_builder.calibration_folder(), ignore_errors=True)
     path = tmp_path / "tiny" / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps(SHAPE))
     return str(path)
 
 
-def open_system(shape: str, policy: str = "auto") -> build.System:
+def open_system(shape: str, policy: str = "auto") -> system_builder.System:
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy=policy, kv_pages=200, cores=2
     )
-    return build.build_system(config, WallClockEventQueue(), lambda _: None)
+    return system_builder.build_system(config, WallClockEventQueue(), lambda _: None)
 
 
 def calibrate(shape: str, tmp_path, *more: str) -> int:
@@ -81,7 +81,7 @@ def test_auto_uses_the_calibration_and_says_so(shape, tmp_path, capsys):
     assert calibrate(shape, tmp_path, "--budget", "6") == 0
     assert "held-out" in capsys.readouterr().out
     table = calibration_store.load(
-        build.calibration_folder() / file_name(system.calibration_target.key)
+        system_builder.calibration_folder() / file_name(system.calibration_target.key)
     )
     assert table.key == system.calibration_target.key
     assert {p.held_out for p in table.points} == {True, False}
@@ -102,7 +102,7 @@ def notes_of(shape: str, policy: str) -> tuple[str, ...]:
 
 def test_a_second_run_adds_points_and_a_fresh_one_starts_over(shape, tmp_path):
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
-    (path,) = build.calibration_folder().glob("*.json")
+    (path,) = system_builder.calibration_folder().glob("*.json")
     first = calibration_store.load(path).points
     assert calibrate(shape, tmp_path, "--budget", "3") == 0
     assert calibration_store.load(path).points[: len(first)] == first
@@ -129,7 +129,9 @@ def test_another_engine_over_the_same_device(shape):
         assert system.rebuild is not None
         system = system.rebuild(config, inbox, Auto)
         queries = [Query(i, 0.0, 20, 4) for i in range(4)]
-        came = replay_engine(system.engine, inbox, system.executor, queries, ReplayOptions(tokens=TOKENS))
+        came = replay_engine(
+            system.engine, inbox, system.executor, queries, ReplayOptions(tokens=TOKENS)
+        )
         assert [len(record.token_s) for record in came.records] == [4] * 4
         assert came.pages_leaked == 0
     system.executor.close()
@@ -140,7 +142,7 @@ def test_requests_unfinished_at_the_time_limit_are_aborted(shape):
     config = Config().replace(
         model=shape, device="cpu", load_format="dummy", policy="chunked", kv_pages=200, cores=2
     )
-    system = build.build_system(config, inbox, lambda _: None)
+    system = system_builder.build_system(config, inbox, lambda _: None)
     queries = [Query(0, 0.0, 20, 4), Query(1, 0.0, 20, 480)]
     options = ReplayOptions(tokens=TOKENS, limit_s=0.0)
     came = replay_engine(system.engine, inbox, system.executor, queries, options)

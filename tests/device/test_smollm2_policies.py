@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from counterpoint import build
 from counterpoint.bench.replay import replay_engine
 from counterpoint.bench.workload import Query
+from counterpoint.builder import system_builder
 from counterpoint.config import Config
 from counterpoint.device.event_queue import WallClockEventQueue
 from counterpoint.spec.model import ModelError
@@ -35,7 +35,7 @@ def tokens(policy: str) -> tuple[dict[str, list[int]], int]:
     inbox = WallClockEventQueue()
     config = Config().replace(policy=policy, device="cpu", chunk_tokens=48, kv_pages=2000)
     try:
-        system = build.build_system(config, inbox, lambda _: None)
+        system = system_builder.build_system(config, inbox, lambda _: None)
     except ModelError as error:
         pytest.skip(str(error))
     got: dict[str, list[int]] = {}

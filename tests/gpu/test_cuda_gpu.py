@@ -144,13 +144,13 @@ EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 @pytest.mark.parametrize("flags", [{}, EIGHT_BITS], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("policy", ["serial", "chunked", "multiplex", "auto"])
 def test_the_built_system_generates_under_every_policy(policy: str, flags: dict[str, str]):
-    from counterpoint import build
+    from counterpoint.builder import system_builder
     from counterpoint.core.loop import run
     from counterpoint.device.event_queue import WallClockEventQueue
     from counterpoint.types import OutputDelta
 
     inbox = WallClockEventQueue()
-    system = build.build_system(
+    system = system_builder.build_system(
         config(policy=policy, device="cuda", **flags), inbox, lambda _: None
     )
     assert "SMs" in system.lanes

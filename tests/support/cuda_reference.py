@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from cuda_rig import PAGE, VOCAB
 
-from counterpoint.model.batch import make_batch
+from counterpoint.model.batch import PassSegments, make_batch
 from counterpoint.model.checkpoint import RandomCheckpoint
 from counterpoint.model.kv import KVPool
 from counterpoint.model.ops import Ops, reference_ops
@@ -22,14 +22,8 @@ def reference_logits(
     pages = -(-len(tokens) // PAGE)
     kv = KVPool(spec, pages, PAGE)
     sizes = torch.tensor([0]), torch.tensor([len(tokens)])
-    batch = make_batch(
-        torch.tensor(tokens),
-        *sizes,
-        torch.tensor([True]),
-        torch.arange(pages)[None],
-        PAGE,
-        decoder.ops,
-    )
+    segments = PassSegments(*sizes, torch.tensor([True]), torch.arange(pages)[None])
+    batch = make_batch(torch.tensor(tokens), segments, PAGE, decoder.ops)
     x_TD = decoder.run_layers(decoder.embed(batch), batch, kv, 0, spec.layers)
     return decoder.logits(x_TD, batch, torch.arange(len(tokens)))
 

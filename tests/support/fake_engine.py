@@ -17,7 +17,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterpoint.build import System, cpu_policy, make_limits
+from counterpoint.builder.system import System, make_limits
+from counterpoint.builder.system_builder import cpu_policy
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.limits import DeviceShape

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from counterpoint import build
+from counterpoint.builder import system_builder
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
 from counterpoint.core.request import Phase
@@ -54,15 +54,15 @@ class HeldEngine(Engine):
         return "decoding" if any(request.phase is Phase.DECODE for request in parts) else ""
 
 
-def far_system(*args: Any) -> build.System:
+def far_system(*args: Any) -> system_builder.System:
     """Each worker takes the others to be on other hosts: that a dead one writes no more can't be
     proved."""
     nixl.host_name = lambda: str(os.getpid())
     return system(*args)
 
 
-def system(*args: Any) -> build.System:
-    built = build.build_system(*args)
+def system(*args: Any) -> system_builder.System:
+    built = system_builder.build_system(*args)
     return dataclasses.replace(built, engine=HeldEngine(built.limits, built.engine.policy))
 
 
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     config = Config().replace(model=sys.argv[1], **json.loads(sys.argv[2]))
     try:
         pool.QuarantineRecovery = functools.partial(QuarantineRecovery, share=0.1, patience_s=0.5)
-        sys.exit(run(config, build.find_model(config), f"held_engine:{sys.argv[3]}"))
+        sys.exit(run(config, system_builder.find_model(config), f"held_engine:{sys.argv[3]}"))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -86,7 +86,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from counterpoint.build import find_model
+    from counterpoint.builder.system_builder import find_model
     from counterpoint.config import Config
 
     file = Path(find_model(Config()).path)

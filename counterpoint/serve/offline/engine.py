@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from counterpoint import build
+from counterpoint.builder import system_builder
 from counterpoint.config import Config
 from counterpoint.core.engine import Engine
 from counterpoint.device.event_queue import WallClockEventQueue
@@ -80,8 +80,10 @@ class FinishedRequest:
 class OfflineEngine:
     """`with OfflineEngine(config) as engine: ...`. Raises ConfigError or ModelError."""
 
-    def __init__(self, config: Config, progress: build.OnProgress = lambda stage: None) -> None:
-        self.tokenizer = load_tokenizer(build.find_model(config))
+    def __init__(
+        self, config: Config, progress: system_builder.OnProgress = lambda stage: None
+    ) -> None:
+        self.tokenizer = load_tokenizer(system_builder.find_model(config))
         self._inbox = WallClockEventQueue()
         self._runner = EngineRunner(EngineSetup(config), self._inbox, progress)
         self.engine_info = info = self._runner.info

@@ -30,10 +30,12 @@ from counterpoint.stats import Stats
 from counterpoint.types import Output
 
 if TYPE_CHECKING:
-    from counterpoint.build import System, WorkerPlacement
+    from counterpoint.builder.system import System, WorkerPlacement
 
 STATS_S = 0.1
-BUILDER = "counterpoint.build:build_system"  # builds the engine of a configured model
+BUILDER = (
+    "counterpoint.builder.system_builder:build_system"  # builds the engine of a configured model
+)
 DeliverOutputs = Callable[[Sequence[Output], Stats | None, Engine], None]
 log = logging.getLogger(__name__)
 

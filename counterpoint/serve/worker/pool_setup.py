@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
-from counterpoint import build
+from counterpoint.builder import worker_setup
 from counterpoint.config import Config, ConfigError, parse_host_port
 from counterpoint.device.cores import usable_cores
 from counterpoint.disagg import peer_connection
@@ -130,9 +130,9 @@ def merge_engine_info(workers: Iterable[RegisteredWorker]) -> EngineInfo:
 
 def make_load_tracker(config: Config, source: ModelSource, ready: WorkerReady) -> LoadTracker:
     """`ready`: of the first worker."""
-    estimator = build.make_estimator(config, source, ready.units, ready.gpu)
+    estimator = worker_setup.make_estimator(config, source, ready.units, ready.gpu)
     links = LinkBandwidth(
-        build.link_bytes_per_s(config, ready.gpu), endpoint_of(ready).bytes_per_token
+        worker_setup.link_bytes_per_s(config, ready.gpu), endpoint_of(ready).bytes_per_token
     )
     return LoadTracker(
         Router(estimator, links, RoutingRule.from_config(config.cluster)),

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from counterpoint.build import WorkerPlacement, claim_gpu, make_identity, make_transports
+from counterpoint.builder.system import WorkerPlacement
+from counterpoint.builder.worker_setup import claim_gpu, make_identity, make_transports
 from counterpoint.core.engine import Engine
 from counterpoint.device.cores import pin
 from counterpoint.device.event_queue import WallClockEventQueue

@@ -18,7 +18,7 @@ from rich.console import Console
 from serve_process import Running, poll
 from tool_cases import CALLS, ONE, TOOLS, TWO
 
-from counterpoint.build import cache_folder
+from counterpoint.builder.system_builder import cache_folder
 from counterpoint.serve.offline.chat import show
 from counterpoint.serve.output_parsing.output_parser import ContentDelta, ReasoningDelta
 from counterpoint.spec.source import find_pulled

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from counterpoint.build import cache_folder
+from counterpoint.builder.system_builder import cache_folder
 from counterpoint.config import ConfigError
 from counterpoint.serve.text.tokenizer import ModelTokenizer, TokenizerError
 from counterpoint.serve.text.tokenizer_loader import (

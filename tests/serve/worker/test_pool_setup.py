@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from counterpoint.build import claim_gpu, link_bytes_per_s, make_transports, workers_on_gpu
+from counterpoint.builder.worker_setup import (
+    claim_gpu,
+    link_bytes_per_s,
+    make_transports,
+    workers_on_gpu,
+)
 from counterpoint.config import Config, ConfigError
 from counterpoint.serve.worker.pool_setup import make_rebalancer, shared_token
 

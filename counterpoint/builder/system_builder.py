@@ -14,8 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from counterpoint.builder.system import (
+    CalibrationTarget,
+    System,
+    WorkerPlacement,
+    element_types,
+    make_compatibility_digest,
+    make_limits,
+    tokenizer_vocab,
+)
 from counterpoint.config import Config, ConfigError
 from counterpoint.core.engine import Engine
+from counterpoint.core.limits import DeviceShape
 from counterpoint.core.policy import Auto, make_policy
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.active_units import ActiveUnits
@@ -25,15 +35,6 @@ from counterpoint.interfaces import Policy
 from counterpoint.spec import ModelSpec
 from counterpoint.spec.device import PRESETS, DeviceSpec, cpu_device, unknown_gpu
 from counterpoint.spec.source import ModelSource, load_spec, resolve_model
-from counterpoint.system import (
-    CalibrationTarget,
-    System,
-    WorkerPlacement,
-    element_types,
-    make_compatibility_digest,
-    make_limits,
-    tokenizer_vocab,
-)
 
 if TYPE_CHECKING:
     from counterpoint.device.cuda.device_setup import CudaDevice
@@ -239,12 +240,9 @@ def cpu_policy(
         notes.append(found.note)
     policy = make_policy(
         config.scheduler,
-        cores,
-        spec.layers,
-        levels=tuple(range(1, cores)),
-        estimator=found.estimator,
-        chunk_tokens=128,
-        auto_class=auto,
+        DeviceShape(cores, spec.layers, levels=tuple(range(1, cores)), chunk_tokens=128),
+        found.estimator,
+        auto,
     )
     return policy, notes
 
@@ -346,11 +344,8 @@ def _cuda_policy(
             )
     policy = make_policy(
         config.scheduler,
-        cuda.units,
-        cuda.spec.layers,
-        depth=2,
-        levels=target.levels,
-        estimator=estimator,
-        auto_class=auto,
+        DeviceShape(cuda.units, cuda.spec.layers, depth=2, levels=target.levels),
+        estimator,
+        auto,
     )
     return policy, notes

@@ -11,7 +11,8 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 
-from counterpoint.build import choose_device, gpu_count, set_hardware_queues
+from counterpoint.builder.system import System, element_types
+from counterpoint.builder.system_builder import choose_device, gpu_count, set_hardware_queues
 from counterpoint.config import Config, ConfigError
 from counterpoint.cost_model import calibration_store
 from counterpoint.cost_model.roofline import Roofline
@@ -25,7 +26,6 @@ from counterpoint.kv_transfer.tcp import TcpTransport
 from counterpoint.kv_transfer.transport import Transport, TransportError, Wake
 from counterpoint.spec.device import PRESETS, cpu_device, unknown_gpu
 from counterpoint.spec.source import ModelSource, load_spec
-from counterpoint.system import System, element_types
 
 log = logging.getLogger(__name__)
 
