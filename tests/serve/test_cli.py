@@ -56,8 +56,8 @@ def test_help_imports_nothing_heavy():
         "httpx",
     ]
     code = (
-        "import sys; from counterpoint.cli import status_of; "
-        "status = [status_of([*c, '--help']) for c in ([], ['serve'])]; "
+        "import sys; from counterpoint.cli import run_command; "
+        "status = [run_command([*c, '--help']) for c in ([], ['serve'])]; "
         f"print('heavy:', [m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run(

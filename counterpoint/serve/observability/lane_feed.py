@@ -84,24 +84,14 @@ class LaneFeed:
     def frame(self, now_s: float, after_step: int = 0) -> Json:
         """The state now, and the kept steps after number `after_step`. Times are in seconds on one
         clock."""
-        stats, hello = self.engine.stats, self.engine.engine_info
+        stats = self.engine.stats
         pool = self.engine if isinstance(self.engine, Pool) else None
         prompt, generated = self.rolling_stats.rates(now_s)
         steps = list(self.rolling_stats.steps)
         fresh = min(self.rolling_stats.last_step - after_step, len(steps))
         return {
             "now_s": round(now_s, 4),
-            "about": {
-                "model": self.name,
-                "version": counterpoint.__version__,
-                "policy": hello.policy if hello else "",
-                "lanes": hello.lanes if hello else "",
-                "roles": hello.roles if hello else (),
-                "units": stats.units_total,
-                "bands": (),
-                **(describe_workers(pool.lanes.workers()) if pool is not None else {}),
-                "context_tokens": hello.max_context_tokens if hello else 0,
-            },
+            "about": self._about(),
             "state": self.engine.state,
             "reason": self.engine.error,
             "running": stats.running,
@@ -143,6 +133,21 @@ class LaneFeed:
             "workers": [worker_label(worker) for worker in pool.registry.worker_states()]
             if pool is not None
             else [],
+        }
+
+    def _about(self) -> Json:
+        """What seldom changes."""
+        engine, info = self.engine, self.engine.engine_info
+        return {
+            "model": self.name,
+            "version": counterpoint.__version__,
+            "policy": info.policy if info else "",
+            "lanes": info.lanes if info else "",
+            "roles": info.roles if info else (),
+            "units": engine.stats.units_total,
+            "bands": (),
+            **(describe_workers(engine.lanes.workers()) if isinstance(engine, Pool) else {}),
+            "context_tokens": info.max_context_tokens if info else 0,
         }
 
 

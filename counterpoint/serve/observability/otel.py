@@ -52,9 +52,12 @@ class Tracing:
         )
         about = {"service.name": "counterpoint", "service.version": counterpoint.__version__}
         self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, KEPT_SPANS, schedule_delay_millis=1000 * EVERY_S)  # type: ignore[arg-type]
+        batches = BatchSpanProcessor(
+            exporter,  # type: ignore[arg-type]
+            KEPT_SPANS,
+            schedule_delay_millis=1000 * EVERY_S,
         )
+        self._provider.add_span_processor(batches)
         self._tracer = self._provider.get_tracer("counterpoint", counterpoint.__version__)
         self._parents = TraceContextTextMapPropagator()
         # Of the engine requests of open spans.

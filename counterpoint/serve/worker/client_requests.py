@@ -15,7 +15,7 @@ from counterpoint.disagg.dispatch import DeliverTokens, RequestFinished
 from counterpoint.disagg.messages import SampledToken
 from counterpoint.disagg.pool_frontend import ToClient, ToWorker
 from counterpoint.serve.worker.streams import OutputQueue
-from counterpoint.types import AddRequest, OutputDelta
+from counterpoint.types import AddRequest, OutputDelta, RequestTiming
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -24,6 +24,12 @@ class ClientRequest(RequestLifetime):
 
     output_queue: OutputQueue
     routed_s: float = 0.0
+
+    def add_engine_timing(self, timing: RequestTiming) -> None:
+        """Of an engine's part of it, by that engine's clock: only differences hold here."""
+        self.preemptions += timing.preemptions
+        if self.admitted_s is None and timing.admitted_s is not None:
+            self.admitted_s = self.arrival_s + timing.admitted_s - timing.arrival_s
 
 
 def group_siblings(arrives: Sequence[AddRequest], min_tokens: int) -> list[list[AddRequest]]:

@@ -32,7 +32,6 @@ from counterpoint.disagg.role_rebalancer import (
     ReplaceWorker,
     RoleRebalancer,
     StartDrain,
-    WorkerQuarantine,
 )
 from counterpoint.serve.observability.merge_stats import merge, without_gauges
 from counterpoint.serve.observability.pool_lanes import PoolLanes
@@ -70,8 +69,7 @@ log = logging.getLogger("counterpoint")
 
 
 class Pool(EngineClient):
-    """`system` names the function that builds a worker's engine. Raises ConfigError if workers
-    could be reached from elsewhere without a token."""
+    """`system` names the function that builds a worker's engine. Raises ConfigError."""
 
     reasons = {
         "loading": "the workers are still loading",
@@ -115,8 +113,7 @@ class Pool(EngineClient):
     # ------------------------------------------------------------ life
 
     async def start(self) -> EngineInfo:
-        """Start the workers and wait until each is ready (if this server starts none, until one has
-        joined). Raises EngineFailed."""
+        """Wait until each worker that this server starts, or any other, is ready."""
         self._loading = True
         info = await super().start()
         self._loading = False
@@ -317,9 +314,8 @@ class Pool(EngineClient):
             log.warning("worker %s responds again", member.name)
 
     def on_silent(self, member: RegisteredWorker) -> None:
-        silent_s = member.since_message_s
-        reason = f"worker {member.name} has not been heard of for {silent_s:.1f} s: given up"
-        self.registry.remove(member, reason)
+        silence = f"has not been heard of for {member.since_message_s:.1f} s"
+        self.registry.remove(member, f"worker {member.name} {silence}: given up")
         self.registry.supervisor.kill(member.name)
 
     def on_lost(self, member: RegisteredWorker, reason: str) -> None:
@@ -346,13 +342,10 @@ class Pool(EngineClient):
         return self.load_tracker.workers.get(member.name) if self.load_tracker is not None else None
 
     def _on_engine_timing(self, timing: RequestTiming) -> None:
-        """Its times are on the worker's clock: only their differences hold here."""
         known = handoff_events.handoff_of(timing.id)
         request = self._requests.get(known[0].request) if known is not None else None
         if request is not None:
-            request.preemptions += timing.preemptions
-            if request.admitted_s is None and timing.admitted_s is not None:
-                request.admitted_s = request.arrival_s + timing.admitted_s - timing.arrival_s
+            request.add_engine_timing(timing)
 
     def _on_handoff_ended(self, worker: str, ended: handoff_events.HandoffEnded) -> None:
         assert self.load_tracker is not None
@@ -379,18 +372,11 @@ class Pool(EngineClient):
             member.send(Orders([WorkerOrder(handoff_events.Drain(isinstance(change, StartDrain)))]))
 
     def _recover_quarantined(self, now_s: float) -> None:
-        """Restart a worker of this server whose pages stay in quarantine, unless another is
-        missing."""
+        """Restart a worker whose pages stay in quarantine, unless another is missing."""
         assert self.load_tracker is not None
         if self.registry.missing:
             return
-        workers = [
-            WorkerQuarantine(
-                name, tracked.quarantined_pages / tracked.shape.pages_total, tracked.is_empty
-            )
-            for name, tracked in self.load_tracker.workers.items()
-            if name in self.registry.supervisor.slots
-        ]
+        workers = pool_setup.quarantines(self.load_tracker, self.registry.supervisor.slots)
         for change in self.quarantine.tick(now_s, workers):
             log.warning("pages in quarantine: %s", change)
             if isinstance(change, ReplaceWorker):

@@ -7,7 +7,7 @@ Must not: start anything.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -17,7 +17,7 @@ from counterpoint.device.cores import usable_cores
 from counterpoint.disagg import peer_connection
 from counterpoint.disagg.load_tracker import LoadTracker, WorkerShape
 from counterpoint.disagg.peer_connection import Address, ControlError
-from counterpoint.disagg.role_rebalancer import RebalanceTargets, RoleRebalancer
+from counterpoint.disagg.role_rebalancer import RebalanceTargets, RoleRebalancer, WorkerQuarantine
 from counterpoint.disagg.router import Router, RoutingRule
 from counterpoint.disagg.routing_feedback import LinkBandwidth
 from counterpoint.serve.worker.registry import HeartbeatLimits, ListenAddress, RegisteredWorker
@@ -149,3 +149,12 @@ def worker_shape(config: Config, ready: WorkerReady) -> WorkerShape:
         config.scheduler.chunk_tokens or (GPU_CHUNK_TOKENS if ready.gpu else CHUNK_TOKENS),
         config.scheduler.max_running,
     )
+
+
+def quarantines(tracker: LoadTracker, names: Container[str]) -> list[WorkerQuarantine]:
+    """Shares of quarantined pages, of the workers that are in `names`."""
+    return [
+        WorkerQuarantine(name, worker.quarantined_pages / worker.shape.pages_total, worker.is_empty)
+        for name, worker in tracker.workers.items()
+        if name in names
+    ]
