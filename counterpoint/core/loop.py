@@ -58,7 +58,7 @@ class EventLog:
     """
 
     def __init__(self, path: str | Path, on_error: Callable[[OSError], None] | None = None) -> None:
-        self._file: BinaryIO = Path(path).open("wb")
+        self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 (close closes it)
         self._encode = msgspec.msgpack.Encoder().encode
         self._on_error = on_error
 

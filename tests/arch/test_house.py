@@ -22,8 +22,23 @@ MAX_PARAMETERS = 5
 
 # Class names that two modules may define, each with its reason. None at present.
 SHARED_CLASS_NAMES: set[str] = set()
-# Functions whose parameters somebody else's interface fixes: a kernel's, a framework's, an operator's.
-MANY_PARAMETERS: set[str] = set()
+# Kernels, and operators that pass a kernel's tensors on.
+MANY_PARAMETERS = {
+    f"counterpoint/{path}:{name}"
+    for path, names in {
+        "device/cuda/batch_invariant.py": "attention_kernel product_kernel tiled_attention",
+        "device/cuda/kernels/attention.py": "__call__ prepare_layers",
+        "device/cuda/kernels/layer.py": "rope_and_append",
+        "device/cuda/triton_kernels.py": (
+            "add_rms_norm_kernel decode_attention decode_merge_kernel decode_part_kernel "
+            "gather_kernel rms_norm_kernel rope_and_append rope_and_append_kernel turn_heads"
+        ),
+        "model/native.py": "rope_and_append",
+        "model/ops.py": "rope_and_append",
+        "model/ops_cpu.py": "append_finite",
+    }.items()
+    for name in names.split()
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -31,6 +46,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def functions(path: Path) -> list[Function]:
     tree = ast.parse(path.read_text())
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def code_of(line: str) -> str:
+    """Without a checker's directive, which must stand on its line."""
+    return line.partition("  # type: ignore")[0]
 
 
 def name_of(path: Path) -> str:
@@ -63,7 +83,7 @@ def test_a_file_can_be_read_in_one_sitting(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_a_line_fits_the_page(path: Path):
     lines = enumerate(path.read_text().split("\n"), 1)
-    wide = [number for number, line in lines if len(line) > MAX_COLUMNS]
+    wide = [number for number, line in lines if len(code_of(line)) > MAX_COLUMNS]
     assert not wide, f"{name_of(path)}: lines {wide} are over {MAX_COLUMNS} columns"
 
 

@@ -1,4 +1,4 @@
-"""The house's walls: who may import whom, and who may touch torch, clocks, asyncio and the environment."""
+"""Which room may import which, and which may use torch, clocks, asyncio, the environment."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def test_a_template_without_tools_gets_them_as_text(server: Running):
         in prompt
     )
     assert (
-        "<|im_start|>user\n<tool_response>\n21\n</tool_response>\n<tool_response>\n22\n</tool_response><|im_end|>"
-        in prompt
+        "<|im_start|>user\n<tool_response>\n21\n</tool_response>\n"
+        "<tool_response>\n22\n</tool_response><|im_end|>" in prompt
     )
     answer = server.post(CHAT, {"messages": HISTORY, "max_tokens": 12})
     assert answer.json()["choices"][0]["message"]["content"] == "<tool_respon", (
