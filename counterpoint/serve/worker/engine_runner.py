@@ -2,7 +2,7 @@
 
 Owns: the order of build and teardown; the event log and the timeline; when figures are sent.
 Promises: what was recorded is written even if the engine fails; `deliver` gets Stats at most every
-STATS_S, and whenever the engine falls idle. Must not: know who sends requests.
+STATS_S, and whenever the engine becomes idle or busy. Must not: know who sends requests.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class EngineRunner:
             else None
         )
         self._stats_due_s = 0.0
+        self._idle = True
 
     @property
     def info(self) -> EngineInfo:
@@ -115,8 +116,10 @@ class EngineRunner:
         self.system.executor.close()
 
     def _due_stats(self, engine: Engine) -> Stats | None:
-        now_s = time.monotonic()
-        if now_s < self._stats_due_s and not engine.idle:
+        """At most every STATS_S, and whenever the engine is idle or no longer is."""
+        now_s, was_idle = time.monotonic(), self._idle
+        self._idle = engine.idle
+        if now_s < self._stats_due_s and not self._idle and not was_idle:
             return None
         self._stats_due_s = now_s + STATS_S
         return engine.stats()
