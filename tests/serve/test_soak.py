@@ -10,6 +10,8 @@ from serve_process import Running
 from soak_aborts import POLICIES, soak
 from soak_hostile import Attack
 
+pytestmark = pytest.mark.slow
+
 MOST_GROWN_BYTES = 48 << 20
 
 

@@ -15,6 +15,8 @@ from pool_process import Pool
 from serve_process import Reading, poll
 from tiny_model import TINY
 
+pytestmark = pytest.mark.slow
+
 LONG = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True, "stream": True}
 LOST_S = 2.0
 

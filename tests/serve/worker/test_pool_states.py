@@ -13,6 +13,8 @@ from held_pool import ASKED, PROMPT, STATES, HeldPool, asked, ends_whole, held_p
 from pool_process import text_of
 from serve_process import Reading, poll
 
+pytestmark = pytest.mark.slow
+
 LOST_S = {
     "killed": 4.0,
     "stopped": 1.5,
