@@ -81,7 +81,7 @@ def test_the_page_shows_the_workers(pool: Pool, browser: Browser):
     ] == [True] * 3
     assert "running" in rows[0] and not tab.run("document.getElementById('pool').hidden")
     places = tab.run(
-        "(b => [[0,0,0,0,1,1,0],[2,0,0,0,1,0,1]].map(s => place(s, b)[0] - b.staff.y))(layout())"
+        "(b => [[0,0,0,0,1,1,0],[2,0,0,0,1,0,1]].map(s => stepBox(s, b)[0] - b.staff.y))(layout())"
     )
     assert places[0] == 0 < places[1], "each worker has a band of its own"
     pool.worker("replica-0").kill()
